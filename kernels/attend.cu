@@ -1,95 +1,99 @@
 // Decode attention, merging, and the choice of pages. All kernels exist on every architecture.
 #include "attend.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
-// and shared memory are in the table below (crates/quantspec-cuda/src/attend.rs computes the same). The number of rings affects the order of a row's
+// and shared memory are in the table below. The number of rings affects the order of a row's
 // sums, so it is fixed per view and head width.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
 #else
 #define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
 #endif
-#define ATTEND(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, ...)                                           \
-  struct name##_of : Attend<D, VIEW, ROWS, RINGS, STAGES, ##__VA_ARGS__> {};                              \
+// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more for each pipeline stage. build.rs writes these rows down for the launcher.
+#define ATTEND(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, BESIDE, BLOCK, STAGE_BYTES, SHARED)            \
+  struct name##_of : Attend<D, VIEW, ROWS, RINGS, STAGES, BESIDE> {};                                     \
+  static_assert(name##_of::THREADS == BLOCK && RINGS * name##_of::STAGE == STAGE_BYTES);                  \
+  static_assert(RINGS * name##_of::REST + name##_of::TAIL == SHARED);                                     \
   KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {                     \
     extern __shared__ __align__(128) uint8_t shared[];                                                    \
     attend<name##_of>(args, shared);                                                                      \
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // grid min(items, SMs); 128 threads and one producer warp per ring; if registers are handed over, one group of 128 producer threads
-ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1)
-ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1)
-ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1)
-ATTEND(attend_beside_64_4, 64, UPPER, 4, 2, 8, 1, true)
-ATTEND(attend_beside_64_8, 64, UPPER, 8, 2, 8, 1, true)
-ATTEND(attend_beside_128_4, 128, UPPER, 4, 2, 5, 1, true)
-ATTEND(attend_beside_128_8, 128, UPPER, 8, 2, 5, 1, true)
-ATTEND(attend_both_64_8, 64, BOTH, 8, 3, 4, 1)
-ATTEND(attend_both_64_16, 64, BOTH, 16, 3, 4, 1)
-ATTEND(attend_both_64_24, 64, BOTH, 24, 3, 4, 1)
-ATTEND(attend_both_64_32, 64, BOTH, 32, 3, 4, 1)
-ATTEND(attend_full_64_8, 64, FULL, 8, 3, 4, 1)
-ATTEND(attend_full_64_16, 64, FULL, 16, 3, 4, 1)
-ATTEND(attend_full_64_32, 64, FULL, 32, 3, 4, 1)
-ATTEND(attend_upper_128_4, 128, UPPER, 4, 4, 4, 1)
-ATTEND(attend_upper_128_8, 128, UPPER, 8, 4, 4, 1)
-ATTEND(attend_upper_128_16, 128, UPPER, 16, 4, 4, 1)
-ATTEND(attend_both_128_8, 128, BOTH, 8, 3, 3, 1)
-ATTEND(attend_both_128_16, 128, BOTH, 16, 3, 3, 1)
-ATTEND(attend_both_128_24, 128, BOTH, 24, 3, 3, 1)
-ATTEND(attend_both_128_32, 128, BOTH, 32, 3, 3, 1)
-ATTEND(attend_full_128_8, 128, FULL, 8, 3, 4, 1)
-ATTEND(attend_full_128_16, 128, FULL, 16, 3, 4, 1)
-ATTEND(attend_full_128_32, 128, FULL, 32, 3, 3, 1)
-ATTEND(attend_upper_256_4, 256, UPPER, 4, 3, 3, 1)
-ATTEND(attend_upper_256_8, 256, UPPER, 8, 3, 3, 1)
-ATTEND(attend_upper_256_16, 256, UPPER, 16, 3, 3, 1)
-ATTEND(attend_both_256_8, 256, BOTH, 8, 2, 3, 1)
-ATTEND(attend_both_256_16, 256, BOTH, 16, 2, 2, 1)
-ATTEND(attend_both_256_24, 256, BOTH, 24, 2, 2, 1)
-ATTEND(attend_both_256_32, 256, BOTH, 32, 2, 2, 1)
-ATTEND(attend_full_256_8, 256, FULL, 8, 2, 3, 1)
-ATTEND(attend_full_256_16, 256, FULL, 16, 2, 2, 1)
-ATTEND(attend_full_256_32, 256, FULL, 32, 2, 2, 1)
+ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)
+ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
+ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1, false, 640, 18432, 38016)
+ATTEND(attend_beside_64_4, 64, UPPER, 4, 2, 8, 1, true, 384, 9216, 7776)
+ATTEND(attend_beside_64_8, 64, UPPER, 8, 2, 8, 1, true, 384, 9216, 8128)
+ATTEND(attend_beside_128_4, 128, UPPER, 4, 2, 5, 1, true, 384, 17408, 10848)
+ATTEND(attend_beside_128_8, 128, UPPER, 8, 2, 5, 1, true, 384, 17408, 11200)
+ATTEND(attend_both_64_8, 64, BOTH, 8, 3, 4, 1, false, 480, 26112, 11648)
+ATTEND(attend_both_64_16, 64, BOTH, 16, 3, 4, 1, false, 480, 26112, 29056)
+ATTEND(attend_both_64_24, 64, BOTH, 24, 3, 4, 1, false, 512, 26112, 34176)
+ATTEND(attend_both_64_32, 64, BOTH, 32, 3, 4, 1, false, 512, 26112, 51584)
+ATTEND(attend_full_64_8, 64, FULL, 8, 3, 4, 1, false, 480, 24576, 8576)
+ATTEND(attend_full_64_16, 64, FULL, 16, 3, 4, 1, false, 480, 24576, 16768)
+ATTEND(attend_full_64_32, 64, FULL, 32, 3, 4, 1, false, 512, 24576, 33152)
+ATTEND(attend_upper_128_4, 128, UPPER, 4, 4, 4, 1, false, 640, 34816, 19616)
+ATTEND(attend_upper_128_8, 128, UPPER, 8, 4, 4, 1, false, 640, 34816, 20288)
+ATTEND(attend_upper_128_16, 128, UPPER, 16, 4, 4, 1, false, 640, 34816, 48256)
+ATTEND(attend_both_128_8, 128, BOTH, 8, 3, 3, 1, false, 480, 50688, 15744)
+ATTEND(attend_both_128_16, 128, BOTH, 16, 3, 3, 1, false, 480, 50688, 37248)
+ATTEND(attend_both_128_24, 128, BOTH, 24, 3, 3, 1, false, 512, 50688, 46464)
+ATTEND(attend_both_128_32, 128, BOTH, 32, 3, 3, 1, false, 512, 50688, 67968)
+ATTEND(attend_full_128_8, 128, FULL, 8, 3, 4, 1, false, 480, 49152, 15744)
+ATTEND(attend_full_128_16, 128, FULL, 16, 3, 4, 1, false, 480, 49152, 31104)
+ATTEND(attend_full_128_32, 128, FULL, 32, 3, 3, 1, false, 512, 49152, 61824)
+ATTEND(attend_upper_256_4, 256, UPPER, 4, 3, 3, 1, false, 512, 52224, 29568)
+ATTEND(attend_upper_256_8, 256, UPPER, 8, 3, 3, 1, false, 512, 52224, 30080)
+ATTEND(attend_upper_256_16, 256, UPPER, 16, 3, 3, 1, false, 512, 52224, 59776)
+ATTEND(attend_both_256_8, 256, BOTH, 8, 2, 3, 1, false, 384, 67584, 21440)
+ATTEND(attend_both_256_16, 256, BOTH, 16, 2, 2, 1, false, 384, 67584, 42624)
+ATTEND(attend_both_256_24, 256, BOTH, 24, 2, 2, 1, false, 384, 67584, 63808)
+ATTEND(attend_both_256_32, 256, BOTH, 32, 2, 2, 1, false, 384, 67584, 84992)
+ATTEND(attend_full_256_8, 256, FULL, 8, 2, 3, 1, false, 384, 65536, 21440)
+ATTEND(attend_full_256_16, 256, FULL, 16, 2, 2, 1, false, 384, 65536, 42624)
+ATTEND(attend_full_256_32, 256, FULL, 32, 2, 2, 1, false, 384, 65536, 84992)
 #else
 // grid items, 128 threads
-ATTEND(attend_upper_64_4, 64, UPPER, 4, 1, 0, 4)
-ATTEND(attend_upper_64_8, 64, UPPER, 8, 1, 0, 4)
-ATTEND(attend_upper_64_16, 64, UPPER, 16, 1, 0, 3)
-ATTEND(attend_both_64_8, 64, BOTH, 8, 1, 0, 3)
-ATTEND(attend_both_64_16, 64, BOTH, 16, 1, 0, 3)
-ATTEND(attend_both_64_24, 64, BOTH, 24, 1, 0, 3)
-ATTEND(attend_both_64_32, 64, BOTH, 32, 1, 0, 2)
-ATTEND(attend_full_64_8, 64, FULL, 8, 1, 0, 3)
-ATTEND(attend_full_64_16, 64, FULL, 16, 1, 0, 3)
-ATTEND(attend_full_64_32, 64, FULL, 32, 1, 0, 2)
-ATTEND(attend_upper_128_4, 128, UPPER, 4, 1, 0, 4)
-ATTEND(attend_upper_128_8, 128, UPPER, 8, 1, 0, 4)
-ATTEND(attend_upper_128_16, 128, UPPER, 16, 1, 0, 3)
-ATTEND(attend_both_128_8, 128, BOTH, 8, 1, 0, 3)
-ATTEND(attend_both_128_16, 128, BOTH, 16, 1, 0, 3)
-ATTEND(attend_both_128_24, 128, BOTH, 24, 1, 0, 2)
-ATTEND(attend_both_128_32, 128, BOTH, 32, 1, 0, 2)
-ATTEND(attend_full_128_8, 128, FULL, 8, 1, 0, 3)
-ATTEND(attend_full_128_16, 128, FULL, 16, 1, 0, 3)
-ATTEND(attend_full_128_32, 128, FULL, 32, 1, 0, 2)
-ATTEND(attend_upper_256_4, 256, UPPER, 4, 1, 0, 2)
-ATTEND(attend_upper_256_8, 256, UPPER, 8, 1, 0, 2)
-ATTEND(attend_upper_256_16, 256, UPPER, 16, 1, 0, 2)
-ATTEND(attend_both_256_8, 256, BOTH, 8, 1, 0, 2)
-ATTEND(attend_both_256_16, 256, BOTH, 16, 1, 0, 2)
-ATTEND(attend_both_256_24, 256, BOTH, 24, 1, 0, 1)
-ATTEND(attend_both_256_32, 256, BOTH, 32, 1, 0, 1)
-ATTEND(attend_full_256_8, 256, FULL, 8, 1, 0, 2)
-ATTEND(attend_full_256_16, 256, FULL, 16, 1, 0, 2)
-ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1)
+ATTEND(attend_upper_64_4, 64, UPPER, 4, 1, 0, 4, false, 128, 4608, 4288)
+ATTEND(attend_upper_64_8, 64, UPPER, 8, 1, 0, 4, false, 128, 4608, 4480)
+ATTEND(attend_upper_64_16, 64, UPPER, 16, 1, 0, 3, false, 128, 4608, 11008)
+ATTEND(attend_both_64_8, 64, BOTH, 8, 1, 0, 3, false, 128, 8704, 4480)
+ATTEND(attend_both_64_16, 64, BOTH, 16, 1, 0, 3, false, 128, 8704, 11008)
+ATTEND(attend_both_64_24, 64, BOTH, 24, 1, 0, 3, false, 128, 8704, 13440)
+ATTEND(attend_both_64_32, 64, BOTH, 32, 1, 0, 2, false, 128, 8704, 19968)
+ATTEND(attend_full_64_8, 64, FULL, 8, 1, 0, 3, false, 128, 8192, 2432)
+ATTEND(attend_full_64_16, 64, FULL, 16, 1, 0, 3, false, 128, 8192, 5888)
+ATTEND(attend_full_64_32, 64, FULL, 32, 1, 0, 2, false, 128, 8192, 10752)
+ATTEND(attend_upper_128_4, 128, UPPER, 4, 1, 0, 4, false, 128, 8704, 6336)
+ATTEND(attend_upper_128_8, 128, UPPER, 8, 1, 0, 4, false, 128, 8704, 6528)
+ATTEND(attend_upper_128_16, 128, UPPER, 16, 1, 0, 3, false, 128, 8704, 15104)
+ATTEND(attend_both_128_8, 128, BOTH, 8, 1, 0, 3, false, 128, 16896, 6528)
+ATTEND(attend_both_128_16, 128, BOTH, 16, 1, 0, 3, false, 128, 16896, 15104)
+ATTEND(attend_both_128_24, 128, BOTH, 24, 1, 0, 2, false, 128, 16896, 19584)
+ATTEND(attend_both_128_32, 128, BOTH, 32, 1, 0, 2, false, 128, 16896, 28160)
+ATTEND(attend_full_128_8, 128, FULL, 8, 1, 0, 3, false, 128, 16384, 3456)
+ATTEND(attend_full_128_16, 128, FULL, 16, 1, 0, 3, false, 128, 16384, 7936)
+ATTEND(attend_full_128_32, 128, FULL, 32, 1, 0, 2, false, 128, 16384, 14848)
+ATTEND(attend_upper_256_4, 256, UPPER, 4, 1, 0, 2, false, 128, 17408, 10432)
+ATTEND(attend_upper_256_8, 256, UPPER, 8, 1, 0, 2, false, 128, 17408, 10624)
+ATTEND(attend_upper_256_16, 256, UPPER, 16, 1, 0, 2, false, 128, 17408, 23296)
+ATTEND(attend_both_256_8, 256, BOTH, 8, 1, 0, 2, false, 128, 33792, 10624)
+ATTEND(attend_both_256_16, 256, BOTH, 16, 1, 0, 2, false, 128, 33792, 23296)
+ATTEND(attend_both_256_24, 256, BOTH, 24, 1, 0, 1, false, 128, 33792, 31872)
+ATTEND(attend_both_256_32, 256, BOTH, 32, 1, 0, 1, false, 128, 33792, 44544)
+ATTEND(attend_full_256_8, 256, FULL, 8, 1, 0, 2, false, 128, 32768, 5504)
+ATTEND(attend_full_256_16, 256, FULL, 16, 1, 0, 2, false, 128, 32768, 12032)
+ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 #endif
 
 // ---- merging the items of a row ----
 //
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
-// projection: x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft. Warp w adds items w, w + 4, ..., then the four warps are
+// projection: x [row][pitch], or x8 and xs for the draft (panel.cuh). Warp w adds items w, w + 4, ..., then the four warps are
 // added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few
 // blocks fit next to those of `attend`, which leave 4,096 registers. For more blocks than SMs, merge_wide_* has more items in flight.
 constexpr int MERGE_WARPS = 4;
@@ -100,7 +104,7 @@ struct MergeArgs {
   const float2* extremes;
   void* x;                               // of the step's row 0, as xs
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row at which this pass begins
+  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which this pass begins
 };
 
 template <class Out, int B>              // B: items in flight
@@ -156,8 +160,9 @@ DEV void merge(const MergeArgs& p) {
   const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
     const Int8Group of = int8_group(out);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + (size_t)row * p.pitch + channel) = of.codes;
-    if (lane == 0) p.xs[(size_t)row * (p.pitch / 128) + blockIdx.x] = make_float2(of.scale, of.sum);
+    const size_t place = input_place(row, blockIdx.x, p.pitch / 128, p.panels);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + place * 128 + input_code(row, lane, p.panels)) = of.codes;
+    if (lane == 0) p.xs[place] = make_float2(of.scale, of.sum);
   } else if constexpr (Out::BYTES == 4) {
     if (there) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (there) {
@@ -181,7 +186,7 @@ MERGE(i8, int8_t, 1)
 // ---- choosing pages for a draft ----
 //
 // bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d],
-// choices [list], scores [list][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
+// choices [list], scores [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
 // (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
@@ -191,7 +196,9 @@ MERGE(i8, int8_t, 1)
 // Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. With 25 KB of code `select` takes 14
 // us, waiting for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its number of visible pages, at least one
+// The list's row of q, its slot, its number of visible pages (at least one), how many of them are chosen among (all after them are listed), and which
+// scores.
+struct Choice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
@@ -256,7 +263,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int page = first + u * across;
-    if (lane == 0 && page < choice.pages) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best[u];
+    if (lane == 0 && page < choice.pages) scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
   }
 }
 #define BOUNDS(HEADS, U) \
@@ -266,7 +273,7 @@ BOUNDS(4, 2)
 BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number), ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
+// lower number) of the pages chosen among, then all later ones, ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
 // range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated. They are
 // then listed in order.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
@@ -276,7 +283,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
   grid_trigger();
   const Choice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
+  const float* s = scores + ((size_t)choice.scores * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
   // A first pass with dummy keys loads the instructions while the scores are computed. Pays only where kernels overlap.
 #ifdef QS_SM90
@@ -286,7 +293,8 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
 #endif
 #pragma unroll 1
   for (int dry = waits; dry >= 0; dry--) {
-    const int pages = dry ? min(choice.pages, 64) : choice.pages, kept = dry ? max(pages / 2, 2) : min(n, pages);
+    const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
+    const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
     __syncthreads();
     if (threadIdx.x < 32) parts[0][lane] = 0;
     if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
@@ -295,7 +303,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     // Keys in the order of the scores (zeros differ, as in core's total_cmp), from 1 on; 0 means no page.
     auto make = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
-      if (page == 0 || page == pages - 1) return ~0u;
+      if (page == 0 || page >= scored - 1) return ~0u;
       if (!scores || dry) return page;
       const uint32_t bits = __float_as_uint(__ldcg(s + page));
       return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -313,7 +321,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
     // At least `kept` pages have a key of `least` or more.
-    const int wanted = kept - 2;                          // besides the first and the newest
+    const int wanted = of_scored - 2;                     // besides the first, the newest and those that are all listed
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
       int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones

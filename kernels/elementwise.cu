@@ -4,12 +4,13 @@
 // GEMM's input exist once per input type:
 //
 //     _bf16, _f16, _f32   x row-major, pitch in elements
-//     _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, scale times the sum of the codes}, equal to
-//                         quantspec_core::quantize_activations. Codes past K are not written (zero from allocation on).
+//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, stored as panel.cuh says (`panels`), equal to
+//                         quantspec_core::quantize_activations. Codes past K are zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 
 // Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `there`: k is inside the row.
 template <class T>
@@ -26,14 +27,15 @@ struct Into {
 struct IntoInt8 {
   int8_t* x;
   float2* xs;
-  int pitch, groups;
+  int groups, panels;
   DEV void put(int row, int group, int lane, bool there, float4 v) const {
     const float most = warp_max(there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
     const float scale = __fdiv_rn(most, 127.f);
     auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0; };
     const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(there ? a + b + c + d : 0);
-    if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
-    if (lane == 0) xs[(size_t)row * groups + group] = make_float2(scale, __fmul_rn(scale, (float)sum));
+    const size_t place = input_place(row, group, groups, panels);
+    *(int*)(x + place * 128 + input_code(row, lane, panels)) = there ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
+    if (lane == 0) xs[place] = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 };
 
@@ -111,15 +113,16 @@ KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int wi
 }
 
 // ---- RMSNorm ----
+constexpr int NORM_THREADS = 512;  // few enough registers to be resident next to a GEMM's block
 //
 // norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y f32 [row][width]; bias, weight
-// f32 [width]. Grid (rows), block 512.
+// f32 [width]. Grid (rows), block NORM_THREADS.
 //
 // A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before the kernel waits for the
 // previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
-  constexpr int WARPS = 16, KEPT = 2;
+  constexpr int WARPS = NORM_THREADS / 32, KEPT = 2;
   __shared__ float sums[WARPS];
   grid_trigger();
   const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
@@ -194,12 +197,12 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
-KERNEL __launch_bounds__(512) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
-                                      int pitch) {
-  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
+                                      int panels) {
+  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
-KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int pitch) {
-  silu_mul(y, bias, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
+  silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
 // coarse_i8: a product's int8 inputs as norm_i8 leaves them, on the grid of 4 bits: codes of -7 .. 7. Grid (groups, rows), block 32.

@@ -1,14 +1,16 @@
-// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a target of four bits) the upper one alone.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a 4-bit target) the upper one
+// alone.
 //
-// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: as f16 it is C 2^-24, as
-// bfloat16 C 2^-133, subnormal or nearly so, and exact. So unpacking is masks and byte selects. bfloat16 inputs are multiplied by 2^64 to keep products normal.
-// A group is summed by the tensor core from zero; groups are added in f32:
-//   y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
+// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: C 2^-24 in f16, C
+// 2^-133 in bfloat16, both exact (subnormal or nearly so). So unpacking needs masks and byte selects only. bfloat16 inputs are multiplied by 2^64 to
+// keep products normal. The tensor core sums a group from zero; groups are added in f32:
+//
+//     y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
 #pragma once
 #include "layout.cuh"
 #include "linear.cuh"
 
-// TIMES: what a sum of products of codes and inputs is short of by, divided by 16. OF_X: the same of a sum of inputs.
+// TIMES: missing factor of a sum of codes times inputs, divided by 16. OF_X: the same for a sum of inputs.
 struct CodesBf16 : MmaBf16 {
   static constexpr uint32_t ONES = 0x3f803f80;
   static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;       // 2^(133 - 64 - 4), 2^-64
@@ -23,7 +25,7 @@ struct CodesHalf : MmaHalf {
   static DEV uint32_t input(uint32_t pair) { return pair; }
 };
 
-// A lane's 16 inputs of a group and row tile, and the sums of all 64 of rows 2c and 2c + 1.
+// A lane's 16 inputs of a group and row tile, and the sums of all 64 inputs of rows 2c and 2c + 1.
 template <class E>
 struct GroupInput {
   uint32_t pairs[8];
@@ -39,7 +41,7 @@ struct GroupInput {
   }
 };
 
-// A lane's codes of a group and tile of outputs.
+// A lane's codes of a group and output tile.
 template <int PLANES>
 struct GroupCodes {
   uint4 upper, lower;
@@ -123,7 +125,7 @@ struct PlanePieces {
   }
 };
 
-// A warp has its 64 inputs of all rows in registers.
+// A warp keeps its 64 inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
   static constexpr bool READS_AGAIN = false;
@@ -158,7 +160,7 @@ struct MultiplyPlanes {
   }
 };
 
-// Rows of x lie 16 bytes apart modulo 128, so that 32 bytes of each of four lanes and two rows fall into different banks.
+// Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
 template <int PLANES, int NT, int TILES, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
 using PlaneRing = Ring<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
 #endif

@@ -1,5 +1,8 @@
 // Products of a step's few rows with the weights. Entries exist on every architecture.
 #include "linear.cuh"
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#include "linear_wide.cuh"
+#endif
 
 // linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements):
 // grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
@@ -9,7 +12,7 @@
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
-  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "as linear.rs asks for");                                       \
+  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
   RING_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
   RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
@@ -55,7 +58,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // linear_{w4,w8}_ring_{NT}: the same on Hopper where rows have an even number of groups, so that scales can be copied; grid, threads and shared memory as above.
 #define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
-  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "as linear.rs asks for");       \
+  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
   DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
@@ -64,11 +67,22 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
   }
 #define DRAFT_RINGS(BITS)                                                                                                                                      \
   DRAFT_RING(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \
-  DRAFT_RING(BITS, 2, 4, 7, 4, 2, true, RING_ENTRY, 205008, 201424)                                                                                            \
-  DRAFT_RING(BITS, 4, 4, 6, 3, 2, true, RING_ENTRY, 224936, 221864)                                                                                            \
-  DRAFT_RING(BITS, 8, 4, 4, 2, 2, true, RING_ENTRY, 227440, 225392)
+  DRAFT_RING(BITS, 2, 4, 7, 4, 2, true, RING_ENTRY, 205008, 201424)
 DRAFT_RINGS(4)
 DRAFT_RINGS(8)
+
+// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2 min(tiles, SMs / 2), panels),
+// 640 threads, Wide::BYTES of shared memory.
+#define WIDE(BITS, N, STAGES, SHARED)                                                                                                                          \
+  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                                              \
+  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                                                                                      \
+  linear_w##BITS##_wide_##N(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                         \
+    wide_product<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                                                                  \
+  }
+WIDE(4, 32, 4, 229672)
+WIDE(4, 64, 4, 229672)
+WIDE(8, 32, 2, 188584)
+WIDE(8, 64, 3, 225512)
 #endif
 
 // linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded up), 256 threads.

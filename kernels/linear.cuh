@@ -1,11 +1,11 @@
 // y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step. Weights are the mma A operand (16 outputs), rows its columns.
 //
-// The bits of y depend on the weights and the row alone: a warp's k order, the split of K over the warps of one block and the order of their sum are
-// fixed by K. Rows only add columns.
+// The bits of y depend on the weights and the row alone: K determines a warp's k order, the split of K over the warps of a block and the order of
+// their sum. Rows only add columns.
 //
-// 16-bit weights lie in atoms of 16 rows x 64 k, [N/16][K/64][16][8 pieces of 16 bytes], piece j of row r at place j ^ (r & 7). Lane 4g + c loads
-// pieces c and c + 4 of rows g and g + 8, eight consecutive k each, and the same eight k of row g of x: the order of k inside a product is free as
-// long as both operands agree. So x is plain row-major and needs no packing.
+// 16-bit weights are stored in atoms of 16 rows x 64 k, [N/16][K/64][16][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7). Lane 4g + c
+// loads pieces c and c + 4 of rows g and g + 8, eight consecutive k each, and the same eight k of row g of x. The order of k inside an mma is free if
+// both operands agree, so x is row-major and needs no packing.
 #pragma once
 #include "numbers.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -18,7 +18,7 @@ struct MmaBf16 {
 struct MmaHalf {
   static DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 };
-constexpr int LINEAR_WARPS = 8;          // warps that share the k of a tile; part of the order of every sum
+constexpr int LINEAR_WARPS = 8;          // warps that share the k of a tile; fixes the order of every sum
 
 // Adds the warps' tiles of 16 outputs x 8 NT rows in order and stores them.
 template <int NT>
@@ -39,8 +39,8 @@ DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[N
   __syncthreads();
 }
 
-// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups of a warp are under way: load(i, tile,
-// group) fetches one into registers i, add(acc, i, x, rows) multiplies it by inputs that begin at x; `unit` inputs a group.
+// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups of a warp are in flight:
+// load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by inputs from x on, `unit` inputs per group.
 template <int NT, int DEPTH, class Load, class Add>
 DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load, Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
@@ -50,7 +50,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
 #pragma unroll
   for (int i = 0; i < DEPTH; i++)
     if (tile < tiles && i < mine) load(i, tile, i * LINEAR_WARPS + warp);
-  grid_wait();                                                             // weights do not depend on the kernel before, x does
+  grid_wait();                                                             // weights do not depend on the previous kernel, x does
   x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
   for (; tile < tiles; tile += gridDim.x) {
     float acc[NT][4];
@@ -59,7 +59,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
     const int next = tile + gridDim.x;
 #pragma unroll 1
     for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are fetched
+      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are loaded
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
         if (i0 + i < mine) add(acc, i, x + ((i0 + i) * LINEAR_WARPS + warp) * unit, rows);
@@ -78,7 +78,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
 template <class E, int NT, int DEPTH>
 DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);           // places of its pieces of row g; row g + 8 is 64 pieces further
+  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);           // positions of its pieces of row g; row g + 8 is 64 pieces further
   uint4 a[DEPTH][4];
   auto load = [&](int i, int tile, int atom) {
     const uint4* at = w + ((size_t)tile * atoms + atom) * 128;
@@ -101,15 +101,17 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
 }
 
 // Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations int8 per row and 128 k.
-//   y += scale * sx * sum(code * xq) + zero * sx * sum(xq)
-// Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h + 16 c + 4 i + b.
-// Eight bits, 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c + 8 p + b, then both at k + 4.
-// Then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
+//
+//     y += scale * sx * sum(code * xq) + zero * sx * sum(xq)
+//
+// Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h + 16 c + 4 i + b. Eight bits,
+// 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c + 8 p + b, then both at k + 4. Then parameters [g] half
+// {scale, zero of row g, scale, zero of row g + 8}.
 template <int BITS>
 constexpr int QUANT_BLOCK = 256 * BITS + 64;
 
-// STAGED: the activations lie in shared memory behind the ring, [row][groups * 128 + 64 bytes] and then their scales [row][groups]: a step of a single
-// row is a chain of latencies, and this takes one out of every block.
+// STAGED: the activations are in shared memory after the weights, [row][groups * 128 + 64 bytes], then their scales [row][groups]. A step of a single
+// row is a chain of latencies, and this removes one per block.
 template <int BITS, int NT, int STAGES, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
   constexpr int BLOCK = QUANT_BLOCK<BITS>, PIECES = BLOCK / 16;
@@ -137,7 +139,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   for (int i = 0; i < STAGES - 1; i++) load();
   grid_wait();
   x += (size_t)blockIdx.y * NT * 8 * groups * 128, xs += (size_t)blockIdx.y * NT * 8 * groups, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
-  const int pitch = groups * 128 + 64;                                     // a row's pieces and its neighbour's fall into different banks
+  const int pitch = groups * 128 + 64;                                     // a row's pieces and its neighbour's are in different banks
   const uint32_t staged_x = shared_address(ring) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
   if (STAGED) {
     for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32) sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
@@ -180,7 +182,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
             }
           }
       }
-      __syncwarp();                                                        // the slot asked for next was read by all lanes
+      __syncwarp();                                                        // all lanes have read the next stage to load
       load();
       copy_wait<STAGES - 1>();
       __syncwarp();
@@ -188,12 +190,12 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       slot = slot + 1 == STAGES ? 0 : slot + 1;
       int d[NT][4];
 #pragma unroll
-      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;      // 1.5 * 2^23: read as a float the sum is exact
+      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;      // 1.5 * 2^23: as a float the sum is exact
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if constexpr (BITS == 4) {
           const uint4 v = lds128(at + (h * 32 + lane) * 16);
-          const uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;                   // high nibbles enter as 16 * code, their scale as scale / 16
+          const uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;                   // high nibbles enter as 16 * code, with scale / 16
 #pragma unroll
           for (int t = 0; t < NT; t++) {
             mma_u8s8(d[t], v.x & L, v.x & H, v.y & L, v.y & H, b[t][h].x, b[t][h].y);
@@ -223,46 +225,47 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   }
   copy_wait<0>();
 }
-static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay where floats count by ones");
+static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per multiprocessor behind two rings that the copy engine fills ----
-// Weights do not depend on the kernel before, so a producer warp fills their ring, most of a multiprocessor's shared memory, as soon as the product before has
-// left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. A second producer copies x, once for as many
-// tiles as registers have sums for: read again for every two tiles, x of 16 rows is half as much as the weights, and what L2 delivers to all multiprocessors is
-// little more than what memory does. From nine rows on two blocks share what they copy of x.
+// ---- Hopper: a block per multiprocessor, with shared-memory pipelines (rings) of weights and of x filled by bulk copies ----
+// Weights do not depend on the previous kernel, so a producer warp fills their ring as soon as the previous product has released the shared memory.
+// Memory thus stays busy during norms and other small kernels, whose blocks fit in the remaining registers. A second producer warp copies x once per
+// pass: for as many tiles as registers have sums for. With two tiles per pass, x of 16 rows would be half as many bytes as the weights, and L2
+// bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
-// A piece is what one warp needs of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128. Eight pieces, one for each
-// warp, and of blocks of four bits those of two tiles, are a chunk. A warp reads its own part of x. Tiles of a block that are summed up together alternate by
-// chunks. Which pieces a warp adds up in which order is as in `linear_16` and `linear_quant`.
+// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128 inputs. A chunk
+// is eight pieces, one per warp, of one tile (of two tiles for 4-bit blocks). A warp reads only its own part of x. The tiles of a pass alternate by
+// chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks on their way, of 16 or 17 KB. They keep memory busy, and behind more of them every input and every result would queue; what a block asks for first
-// competes with the end of the kernel before.
+// Chunks in flight, of 16 or 17 KB each. They saturate memory; behind more of them, inputs and results would queue. The first loads of a block
+// compete with the end of the previous kernel, so fewer are allowed.
 constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
-// Registers of a thread where warps that copy (four) hand theirs to those that multiply (eight), and what all begin with.
+// Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int RING_KEPT = 40, RING_TAKEN = 232, RING_ENTRY = 168;
 static_assert(4 * RING_KEPT + LINEAR_WARPS * RING_TAKEN <= (4 + LINEAR_WARPS) * RING_ENTRY);
-// Outputs of 16 x 8 that meet at a time.
+// Units of 16 x 8 outputs that are summed at a time.
 constexpr int RING_UNITS = 2;
 
-// NT row tiles: bytes of a piece, tiles of a chunk, bytes of scales that belong to 128 bytes of a row; tiles that are summed up together, chunks of weights and of
-// x in their rings, blocks of a cluster, whether the warps that copy hand registers to those that multiply, and bytes between the rows of a chunk of x.
+// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
+// X_STAGES: chunks in the rings of weights and of x. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
+// PAD: bytes between the rows of a chunk of x.
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
 struct Ring {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
   static constexpr int HALF = LINEAR_WARPS * PIECE, CHUNK = TILES * HALF;
-  // Of a row in a chunk of x, and of its scales: neighbours in other banks.
+  // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = LINEAR_WARPS * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
   // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [RING_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + RING_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % RING_UNITS == 0);
-  static_assert(STAGES >= RING_AHEAD && RING_AHEAD >= RING_AHEAD_FIRST, "who waits for a chunk must not have asked for another in its slot");
+  static_assert(STAGES >= RING_AHEAD && RING_AHEAD >= RING_AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
 };
 
-// Weights that lie as [tile][piece].
+// Weights stored as [tile][piece].
 template <int PIECE_>
 struct Pieces {
   static constexpr int PIECE = PIECE_;
@@ -274,7 +277,7 @@ struct Pieces {
   }
 };
 
-// Keeps a ring of weights full: by one thread, of a block that has `mine` tiles. No more than `stages` chunks can be ahead.
+// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `stages` chunks are in flight.
 template <int TILES, int TOGETHER, class Weights>
 DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
   constexpr int W = LINEAR_WARPS, HALF = W * Weights::PIECE;
@@ -301,8 +304,8 @@ DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t emp
       }
 }
 
-// Keeps a ring of x full: by one warp, a lane per row, of `passes` over it. x: bytes [row][pitch], and their scales [row][pieces]. In a cluster a block copies
-// every other row, to both; `ready`: both have left a slot.
+// Loads x into its ring: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block copies
+// every other row to both blocks; `ready`: both have released a slot.
 template <class R>
 DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
                      size_t pitch) {
@@ -345,7 +348,7 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
   const uint32_t slots = shared_address(shared), x_slots = slots + R::X;
   const uint32_t full = slots + R::BARRIERS, empty = full + R::STAGES * 8;
   const uint32_t x_full = empty + R::STAGES * 8, x_empty = x_full + R::X_STAGES * 8, x_ready = x_empty + R::X_STAGES * 8;
-  // Blocks of a cluster make as many passes over x as the first of them needs.
+  // All blocks of a cluster make as many passes over x as its first block, which has the most tiles.
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
   const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
   grid_trigger();
@@ -358,14 +361,14 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
   }
   __syncthreads();
   if (R::CLUSTER > 1) cluster_arrive_relaxed();
-  const int above = blockIdx.y * R::ROWS;                                  // rows of other blocks
+  const int above = blockIdx.y * R::ROWS;                                  // first row of this block
   rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<RING_KEPT>();
     if (threadIdx.x == W * 32) ring_fill<R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
     __syncwarp();
-    if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are there
+    if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
     if (warp == W + 1) {
       grid_wait();
       ring_fill_x<R>(x, scales, x_slots, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
@@ -387,7 +390,7 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
       for (int k = 0; k < pieces; k += W) {
         const bool there = k + warp < pieces;
         Multiply multiply;
-        // Rows that do not exist have what lay there before, in columns that nobody reads; so has a second tile of a chunk that has none.
+        // Missing rows hold stale data, in columns that are never stored; so does the missing second tile of a chunk.
         const uint32_t x_at = x_slots + x_slot * R::X_CHUNK;
         mbar_wait(x_full + x_slot * 8, x_phase);
         uint32_t seen = multiply.take(x_at, warp, lane);
@@ -403,11 +406,11 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
         if (Multiply::READS_AGAIN) slot_left(x_empty + x_slot * 8, seen);
         if (++x_slot == R::X_STAGES) x_slot = 0, x_phase ^= 1;
       }
-      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs turned by eight where c is odd, so that lanes meet in no bank.
+      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs rotated by eight for odd c, to avoid bank conflicts.
 #pragma unroll
       for (int unit = 0; unit < T * NT; unit += RING_UNITS)
         if (unit / NT < count) {
-          if (pass || unit) bar_sync(1, W * 32);                           // the sums before were read
+          if (pass || unit) bar_sync(1, W * 32);                           // the previous sums have been read
 #pragma unroll
           for (int u = 0; u < RING_UNITS; u++)
 #pragma unroll
@@ -426,11 +429,11 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
         }
     }
   }
-  // Blocks of a cluster do not meet again: what the other one copies and says here has been waited for, chunk by chunk, by all who wait at all.
+  // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, chunk by chunk.
 }
-static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "an output per thread of the warps that multiply");
+static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
 
-// Weights of 16 bits: a warp has its 64 inputs of all rows in registers.
+// 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
 struct MultiplyFull {
   static constexpr bool READS_AGAIN = false;
@@ -463,12 +466,12 @@ struct MultiplyFull {
   }
 };
 
-// Draft weights: a warp reads the 128 inputs of its group again for each chunk, so that registers are left for sums. As `linear_quant`, bit by bit; of four bits
-// row g has the low nibbles, row g + 8 the whole bytes: 16 times the high nibbles and the low ones, which are known.
+// Draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as `linear_quant`. With four
+// bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
   static constexpr bool READS_AGAIN = true;
-  static constexpr int WORDS = BITS / 2;                                   // of 16 bytes, per lane and tile
+  static constexpr int WORDS = BITS / 2;                                   // 16-byte words per lane and tile
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
@@ -495,7 +498,7 @@ struct MultiplyDraft {
       seen |= b[0].w | b[1].w | s[0].x | s[1].x;
 #pragma unroll
       for (int i = 0; i < R::TILES; i++) {
-        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};       // 1.5 * 2^23: read as a float the sum is exact
+        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};       // 1.5 * 2^23: as a float the sum is exact
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if constexpr (BITS == 4) {
@@ -527,7 +530,7 @@ template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER,
 using DraftRing = Ring<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif
 
-// f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints that are stored so: small ones.
+// f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints stored in f32, which are small.
 template <int ROWS>
 DEV void linear_single(const float* __restrict__ w, const float* x, float* y, int k, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, out = blockIdx.x * LINEAR_WARPS + (threadIdx.x >> 5);

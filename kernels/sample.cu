@@ -35,7 +35,7 @@ struct Verdict {
 };
 
 constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit into 64 bits, and rounding costs a vocabulary less than 1e-8
-constexpr int CHUNK = 2048;                       // tokens of a block that chooses
+constexpr int SAMPLE_CHUNK = 2048;                       // tokens of a block that chooses
 constexpr int SAMPLE_THREADS = 256;               // of that block
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
@@ -271,7 +271,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
   const float most = unordered(top);
   if (bad || !is_finite(most)) {
     if (threadIdx.x == 0) {
-      atomicOr(flag, FLAG_LOGITS);
+      atomicOr(flag, bad ? FLAG_LOGITS : FLAG_NO_TOKEN);
       cuts[blockIdx.x] = Cut{0.f, minus_infinity(), 0x7fffffff, 0, 1.0};
     }
     return;
@@ -383,20 +383,20 @@ struct Race {
 //   drafts: the token also goes to windows[slot * window_pitch + offset + 1], and rejection has noise of its own and keeps logits and cut in
 //     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; `margin` is row 0's logit margin to the
 //     second-best token (core::sample::choose_with_margin). Else it is the target's choice.
-//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
+//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
 // A draft waits for this kernel once a token, and its code is in no cache by then: what the host told, and noise, which depends on nothing else, are
 // there before the wait (in shared memory: what is in registers the assembler would move behind it), and logarithms in double precision stand in one
 // place, for the tokens whose estimates leave them a chance to be first or second of a warp.
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* margin, uint32_t* flag) {
-  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = CHUNK / SAMPLE_THREADS;   // tokens of a thread: quartets, 1,024 apart
+  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;   // tokens of a thread: quartets, 1,024 apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
   __shared__ float about[OWN][SAMPLE_THREADS];                               // what noise adds, about; then what the score is at most
   __shared__ float scores[OWN][SAMPLE_THREADS];                              // logits; then scores without noise
   grid_trigger();
-  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * CHUNK + own * 4;
+  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_CHUNK + own * 4;
   auto id_of = [&](int i) { return id0 + i / 4 * (4 * SAMPLE_THREADS) + i % 4; };
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];
@@ -482,7 +482,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   if (lane) return;
   int token = (int)~(uint32_t)race.first;
   const float score = unordered((uint32_t)(race.first >> 32));
-  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);
+  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_NO_TOKEN);
   choices[row] = token;
   if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;

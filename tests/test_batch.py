@@ -83,7 +83,7 @@ def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs
     assert quantspec("run", a, "-p", b, "-n", "9").stdout == quantspec("run", a, b, "-n", "9").stdout
 
 
-def test_what_is_done_is_skipped_and_what_changed_is_done_again(
+def test_finished_documents_are_skipped_and_changed_ones_repeated(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -286,7 +286,7 @@ def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert [path for path in elsewhere.rglob("*") if path.is_file()] == []
 
 
-def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "a.txt.md").write_text("precious")
@@ -305,7 +305,7 @@ def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Pa
     assert (out / "b.md.md").read_text() == "corrected by hand"
 
 
-def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "a.txt.md").write_text("precious")
@@ -318,9 +318,7 @@ def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, do
     assert quantspec(*command, "-n", "4").json["failed"] == 0
 
 
-def test_answers_that_a_person_went_over_are_not_replaced(
-    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
-) -> None:
+def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "--json"]
     quantspec(*command, "-n", "3")
@@ -346,7 +344,7 @@ def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
     assert first["seconds"] != second["seconds"], "it was not tried again"
 
 
-def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     docs, out = tmp_path / "work" / "docs", ["--out", str(tmp_path / "out"), "-n", "3"]
     docs.mkdir(parents=True)
     (docs / "results").write_text("It was a dark and stormy night.")
@@ -356,7 +354,7 @@ def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
+def test_an_interrupt_before_an_answer_begins_processes_no_prompt(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while workers convert documents to prompts: no prompt is read to its end."""
@@ -377,7 +375,7 @@ def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
     assert time.monotonic() - started < 10
 
 
-def test_answers_inside_of_the_documents_are_no_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
     command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
     assert quantspec(*command).json["documents"] == 3
     assert quantspec(*command).json["documents"] == 3
@@ -524,7 +522,7 @@ def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run
     assert child.returncode == 143, stderr
     report = json.loads(stdout)
     assert report["done"] == 1
-    assert b"the same command goes on where it was" in stderr
+    assert b"run the same command to continue" in stderr
     assert len(lines(out)) == 1
     rest = quantspec(*command, "--json").json
     assert (rest["done"], rest["skipped"]) == (2, 1)
@@ -690,7 +688,7 @@ def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Ru
     assert quantspec(*command, "--json").json["skipped"] == 3
 
 
-def test_results_are_made_anew_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "3"]
     quantspec(*command)
@@ -704,7 +702,7 @@ def test_results_are_made_anew_from_the_journal(fake: Any, quantspec: Run, docs:
         assert (out / "results.jsonl").read_bytes() == whole
 
 
-def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"document": "a", "status": "done", "sha256": "0"}
     with journal.Journal(tmp_path / "out") as kept:
         kept.begin({"a": "a.md", "b": "b.md"})

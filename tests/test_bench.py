@@ -287,9 +287,9 @@ def test_a_checkpoint_is_not_read_between_measurements(
     configs: list[str] = []
     traffic, read = _native.traffic, files.read
 
-    def noted(model: str, start: int, tokens: int, weights: str, **precision: str) -> dict[str, Any]:
+    def noted(model: str, start: int, tokens: int, weights: str, device: str, **precision: str) -> dict[str, Any]:
         asked.append((start, tokens))
-        return traffic(model, start, tokens, weights, **precision)
+        return traffic(model, start, tokens, weights, device, **precision)
 
     monkeypatch.setattr(_native, "traffic", noted)
     monkeypatch.setattr(files, "read", lambda path: configs.append(path.name) or read(path))
@@ -330,7 +330,7 @@ def test_formats(quantspec: Callable[..., Any], output_format: str, read: Callab
     assert read(outcome.stdout) == [("tg", 4), ("tg", 6)]
 
 
-def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., Any]) -> None:
+def test_kernels_are_compared_with_their_bytes(fake: Any, quantspec: Callable[..., Any]) -> None:
     rows = [json.loads(line) for line in quantspec("bench", "kernels", "-o", "jsonl").stdout.splitlines()]
     assert [(row["kernel"], row["test"], row["device_name"]) for row in rows] == [
         ("attend", "kernel", "toy"),
@@ -405,7 +405,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> N
         ("csv", lambda text: [int(row["n_gen"]) for row in csv.DictReader(io.StringIO(text))]),
     ],
 )
-def test_what_was_measured_is_kept(
+def test_finished_measurements_are_kept(
     fake: Any,
     quantspec: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -448,7 +448,7 @@ def test_json_is_one_document(fake: Any, quantspec: Callable[..., Any], tmp_path
     ("end", "code", "kind"),
     [(KeyboardInterrupt(), 130, "interrupted"), (DeviceError("the device fell off", "plug it in"), 1, "device")],
 )
-def test_json_keeps_what_was_measured_beside_the_error(
+def test_json_keeps_finished_rows_next_to_the_error(
     fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int, kind: str
 ) -> None:
     for done in (0, 2):
@@ -633,7 +633,7 @@ def test_a_model_beyond_memory_is_refused_before_others_are_measured(
     quantspec(*QUICK, "-m", str(other)).assert_error(3, "error: a sequence of 4 tokens", "memory needed")
 
 
-def test_what_needs_no_weights_is_refused_before_any_model_is_loaded(
+def test_errors_that_need_no_weights_come_before_loading(
     fake: Any, quantspec: Callable[..., Any], tmp_path: Path
 ) -> None:
     fits, short = copy_demo(tmp_path / "fits"), copy_demo(tmp_path / "short", max_position_embeddings=512)
@@ -786,7 +786,7 @@ def test_restarting_needs_the_buffer(engine: Any, prompt_tokens: int, kept: int)
         engine.finish(slot)
 
 
-def test_what_cannot_be_restarted(engine: Any) -> None:
+def test_restarts_that_are_refused(engine: Any) -> None:
     from quantspec_cli import _native
 
     def refused(word: str, work: Callable[[], object]) -> None:
@@ -804,7 +804,7 @@ def test_what_cannot_be_restarted(engine: Any) -> None:
     refused("one method", lambda: ordinary.configure(method="ar"))
 
 
-def test_a_step_has_so_many_rows() -> None:
+def test_a_step_has_a_limited_number_of_rows() -> None:
     from quantspec_cli import _native
 
     for slots in (1 << 16, 1 << 62):

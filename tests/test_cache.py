@@ -28,7 +28,7 @@ def folder(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return folder
 
 
-def test_the_list_says_what_there_is(quantspec: Run, folder: Path) -> None:
+def test_the_list_shows_the_files(quantspec: Run, folder: Path) -> None:
     (path,) = folder.glob("demo-*.draft")
     document = json.loads(quantspec("cache", "--json").stdout)
     (file,) = document.pop("files")
@@ -42,7 +42,7 @@ def test_the_list_says_what_there_is(quantspec: Run, folder: Path) -> None:
     assert row.endswith(f"{file['used'][:10]}  {file['model']}")
 
 
-def test_clear_removes_drafts_alone(quantspec: Run, folder: Path) -> None:
+def test_clear_removes_draft_files_alone(quantspec: Run, folder: Path) -> None:
     outcome = quantspec("cache", "--clear")
     assert outcome.stdout.startswith(f"{folder}: removed 1 file, ")
     assert sorted(path.name for path in folder.iterdir()) == ["link.draft", "notes.txt", "other.draft"]

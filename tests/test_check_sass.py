@@ -95,7 +95,7 @@ PARTED = [
     ],
 )
 @pytest.mark.parametrize("spills", [0, 1])
-def test_blocks_behind_a_kernel_belong_to_the_loop_that_they_go_back_to(
+def test_blocks_after_a_kernel_belong_to_the_loop_they_jump_back_to(
     check: ModuleType, there: str, behind: list[str], spills: int
 ) -> None:
     loop = [".L_x_1:", LOAD, there, ".L_x_3:", PRODUCT, "@P0 BRA `(.L_x_1) ;"]
@@ -139,7 +139,7 @@ def test_matrix_instructions_outside_of_loops(
     assert check.violations(kernel, architecture) == wrong
 
 
-def test_a_way_into_the_middle_of_a_loop_hides_nothing(check: ModuleType) -> None:
+def test_a_jump_into_the_middle_of_a_loop_hides_nothing(check: ModuleType) -> None:
     # No block dominates the loop, so it is not found, and its matrix instructions count as missing.
     loop = [".L_x_1:", LOAD, SPILL, ".L_x_2:", PRODUCT, "@P0 BRA `(.L_x_1) ;", "EXIT ;"]
     (kernel,) = check.kernels(disassembly("some_kernel", "@P1 BRA `(.L_x_2) ;", *loop))

@@ -75,11 +75,13 @@ def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, 
     assert len(texts) == 1
 
 
-def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: Run) -> None:
+def test_unused_draft_weights_are_reported_as_none(fake: Any, quantspec: Run) -> None:
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
-        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "qspec", "window"} else "none"
+        expected = (
+            "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "qspec", "window", "snapkv"} else "none"
+        )
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # Reported values can be passed as flags.
     for method in ("kv4", "ngram", "ar"):
@@ -98,7 +100,7 @@ def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: R
         assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
 
 
-def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
+def test_rates_are_null_if_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
     report = quantspec("run", "--text", "x", "-n", "5", "--method", "ar", "--json").json
     assert report["gamma"] == 0
     assert report["stats"]["acceptance_rate"] is None
@@ -119,9 +121,9 @@ WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length
         (["-n", "1"], WITHOUT_ROUNDS | WITHOUT_DRAFTS),
     ],
 )
-def test_what_is_null_in_the_document_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
+def test_null_fields_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
     stats = quantspec("run", "--text", "x", *flags, "--json", "--device", "cpu").json["stats"]
-    # Only Linux tells the peak.
+    # Only Linux reports the peak.
     assert {name for name, value in stats.items() if value is None} - {"peak_bytes"} == nulls
 
 
@@ -204,7 +206,7 @@ def test_json_as_the_value_of_a_flag_does_not_count(fake: Any, quantspec: Run) -
         ("run --seed -1 --text x -- --json", False),
     ],
 )
-def test_an_error_is_a_document_where_json_is_a_flag(fake: Any, quantspec: Run, arguments: str, wanted: bool) -> None:
+def test_an_error_is_a_document_if_json_is_a_flag(fake: Any, quantspec: Run, arguments: str, wanted: bool) -> None:
     outcome = quantspec(*arguments.split())
     assert outcome.code != 0
     assert outcome.stdout.startswith('{"error"') == wanted
@@ -271,8 +273,11 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--method", "ngram", "--page-choice", "best"], ["--page-choice is 'best', and method ngram"]),
         (
             ["--method", "window", "--page-choice", "best"],
-            ["--page-choice is 'best', and method window reads the first"],
+            ["--page-choice is 'best', and method window chooses pages"],
         ),
+        (["--method", "snapkv", "--draft-pages", "all"], ["--draft-pages is 'all', and method snapkv chooses pages"]),
+        (["--method", "snapkv", "--draft-refresh", "-1"], ["--draft-refresh is -1", "at least 0"]),
+        (["--draft-refresh", "4"], ["--draft-refresh is 4, and method quantspec keeps no choice of pages"]),
         (["--method", "window+ngram", "--draft-pages", "all"], ["--draft-pages is 'all', and method window+ngram"]),
         (["--method", "kv4+ngram", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method kv4"]),
         (["--kv-target", "int2"], ["int2"]),
@@ -286,7 +291,7 @@ def test_bad_flags_are_usage_errors(fake: Any, quantspec: Run, arguments: list[s
     assert fake.engines == []
 
 
-def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
+def test_a_value_that_f32_rounds_to_zero_is_zero(fake: Any, quantspec: Run) -> None:
     command = ["run", "--text", "x", "-n", "3", "--json"]
     greedy = quantspec(*command, "--temperature", "1e-60").json
     assert (greedy["accept"], greedy["temperature"]) == ("greedy", 0)
@@ -311,7 +316,7 @@ def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
         ("bench kernels", "--output"),
     ],
 )
-def test_of_two_files_none_is_dropped_unsaid(
+def test_a_second_file_is_not_silently_dropped(
     fake: Any, quantspec: Run, tmp_path: Path, document: Path, command: str, flag: str
 ) -> None:
     other = document if flag == "--prompt" else tmp_path / "out.txt"
@@ -327,7 +332,7 @@ def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
     quantspec("rnu").assert_error(2, "rnu", "did you mean run")
 
 
-def test_a_flag_of_all_commands_behind_one(quantspec: Run) -> None:
+def test_a_global_flag_after_the_command_is_a_usage_error(quantspec: Run) -> None:
     for arguments in (["run", "--config", "x"], ["bench", "--config=x"], ["doctor", "--version"]):
         flag = arguments[1].partition("=")[0]
         quantspec(*arguments).assert_error(2, f"'{flag}'", f"{flag} goes before the command; see quantspec --help")
@@ -336,7 +341,7 @@ def test_a_flag_of_all_commands_behind_one(quantspec: Run) -> None:
 
 
 @pytest.mark.parametrize("new", [131_072, 10**9, 2**64, 10**40])
-def test_what_does_not_fit_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
+def test_a_prompt_beyond_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
     outcome = quantspec("run", "--text", "one two", "-n", str(new))
     outcome.assert_error(3, str(new), "131072", "at most")
     assert fake.engines == []
@@ -356,7 +361,7 @@ def test_the_hint_of_a_refusal_fits(fake: Any, quantspec: Run, tmp_path: Path) -
     )
 
 
-def test_a_document_no_context_can_hold_is_refused_before_it_is_encoded(
+def test_a_document_beyond_any_context_is_refused_before_it_is_encoded(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book = tmp_path / "book.txt"
@@ -405,9 +410,7 @@ def test_errors_of_the_engine_keep_their_kind(fake: Any, quantspec: Run, kind: s
     assert outcome.stderr == "error: something is \N{REPLACEMENT CHARACTER}[31mwrong\nhint: do something\n"
 
 
-def test_an_exception_nobody_expected_is_still_two_lines(
-    fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_exception_is_two_lines(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import quantspec_cli.run
 
     monkeypatch.setattr(quantspec_cli.run, "run", lambda *_: 1 / 0)
@@ -424,7 +427,7 @@ def test_no_memory_is_exit_3(fake: Any, quantspec: Run, monkeypatch: pytest.Monk
     quantspec("run", "--text", "x").assert_error(3, "out of memory")
 
 
-def test_a_missing_gpu_says_so(fake: Any, quantspec: Run) -> None:
+def test_a_missing_gpu_is_one_error(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "x", "--device", "cuda:0").assert_error(1, "no CUDA device")
 
 

@@ -170,7 +170,7 @@ def test_code_is_refused(convert: ModuleType, tmp_path: Path, capfd: pytest.Capt
     assert not out.exists()
 
 
-def test_what_cannot_be_converted_is_one_error(
+def test_unconvertible_checkpoints_are_one_error(
     convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stored = Stored("FloatStorage", "0", 6)
@@ -197,7 +197,7 @@ def test_what_cannot_be_converted_is_one_error(
         assert not out.exists()
 
 
-def test_places_are_checked(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_folders_are_checked(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert convert.main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "neither pytorch_model.bin nor" in capfd.readouterr().err
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../../x.bin"}}))

@@ -121,7 +121,7 @@ def test_a_pdf_in_double_spacing_is_one_paragraph() -> None:
     assert text_of(pdf(lines("one", "two", "three", leading=28))) == "one\ntwo\nthree"
 
 
-def test_text_of_a_pdf_that_is_not_latin_is_there() -> None:
+def test_non_latin_text_of_a_pdf_is_read() -> None:
     words = "Привет 世界 𝒳 ﬁn"
     codes = {character: index for index, character in enumerate(dict.fromkeys(words), 1)}
     named = b"".join(
@@ -177,7 +177,7 @@ def test_other_protection_than_a_password_is_named() -> None:
     assert "encryption" in refusal(protected).message
 
 
-def test_characters_without_names_are_no_text() -> None:
+def test_characters_without_unicode_are_reported() -> None:
     broken = HELVETICA.replace(b"/WinAnsiEncoding", b"<< /Differences [97 /g1 /g2 /g3] >>")
     nameless = b"BT /F 12 Tf 72 720 Td (\\001\\002\\003) Tj ET"
     assert "no text layer" in refusal(pdf(nameless, font=broken)).message
@@ -196,7 +196,7 @@ def test_an_encrypted_pdf_is_read_or_refused(algorithm: str) -> None:
     assert "password" in error.hint
 
 
-def test_what_was_filled_into_a_form_is_text() -> None:
+def test_form_fields_are_read() -> None:
     field = b"<< /Type /Annot /Subtype /Widget /FT /Tx /T (name) /V (Jane Doe) /Rect [0 0 9 9] >>"
     kid = b"<< /Type /Annot /Subtype /Widget /Parent 7 0 R /Rect [0 0 9 9] >>"
     parent = b"<< /FT /Ch /T (state) /V (Ohio) /Kids [6 0 R] >>"
@@ -249,7 +249,7 @@ def test_a_page_that_explodes_is_left_out_with_a_warning() -> None:
     assert [warning.partition(":")[0] for warning in document.warnings] == ["page 2 of 2 cannot be read"]
 
 
-def test_deep_nesting_in_a_pdf_is_no_crash() -> None:
+def test_deep_nesting_in_a_pdf_does_not_crash() -> None:
     deep = b"[" * 100_000 + b"]" * 100_000
     refusal(pdf(deep + b" TJ"))
     refusal(pdf_of([b"<< /Type /Catalog /Pages 2 0 R /X %s >>" % deep, b"<< /Type /Pages /Kids [] /Count 0 >>"]))
@@ -329,7 +329,7 @@ def test_a_docx_has_paragraphs_tables_and_headings_in_order() -> None:
     )
 
 
-def test_what_python_docx_leaves_out_is_there() -> None:
+def test_text_that_python_docx_omits_is_read() -> None:
     run = "<w:r><w:t>%s</w:t></w:r>"
     body = (
         f"<w:p>{run % 'kept '}<w:ins>{run % 'inserted '}</w:ins><w:del><w:r><w:delText>deleted</w:delText></w:r></w:del>"
@@ -717,7 +717,7 @@ def test_content_decides_before_the_name() -> None:
         (b"PK\x03\x04", ["damaged"]),
     ],
 )
-def test_what_is_no_document_is_one_error(
+def test_unsupported_files_are_one_error(
     fake: object, quantspec: Run, tmp_path: Path, raw: bytes, words: list[str]
 ) -> None:
     path = tmp_path / "book"
@@ -762,7 +762,7 @@ def test_standard_input_may_be_a_document(start: Start) -> None:
     assert json.loads(out)["results"][0]["tokens"] == json.loads(plain)["results"][0]["tokens"]
 
 
-def test_a_document_of_several_reads_is_read_whole(tmp_path: Path) -> None:
+def test_a_document_longer_than_one_read_is_read_completely(tmp_path: Path) -> None:
     body = "".join(p(f"{number} {number * 7919 % 104729}") for number in range(60_000))
     path = tmp_path / "long.docx"
     path.write_bytes(

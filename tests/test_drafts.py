@@ -144,7 +144,7 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_path_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 0, "bytes": 0}
     quantspec(*COMMAND)
     size = the_file(folder).stat().st_size
@@ -163,7 +163,7 @@ def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: 
     assert "draft cache off" in quantspec("doctor").stdout
 
 
-def test_the_default_place_is_beside_the_hub_s(tmp_path: Path) -> None:
+def test_the_default_folder_is_next_to_the_hub_s(tmp_path: Path) -> None:
     program = "from quantspec_cli import settings; print(settings.draft_cache())"
     for variables, expected in (
         ({"HF_HOME": str(tmp_path)}, tmp_path / "assets" / "quantspec" / "drafts"),

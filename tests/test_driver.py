@@ -215,7 +215,7 @@ def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
     driver(*DECODE, says="cuDevicePrimaryCtxRetain=1:2").assert_error(3, "out of memory")
 
 
-def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -> None:
+def test_a_context_that_does_not_fit_is_refused_with_the_longest_one(driver: Driver) -> None:
     outcome = driver(*DECODE, says="free=40")
     outcome.assert_error(3, "cuda:0 memory needed", "the longest context that fits is")
     # Nothing was allocated for it, so the hint can be followed.

@@ -114,7 +114,7 @@ def test_a_sequence_joins_while_others_decode(engine: Engine, fake: Any) -> None
     stream.close()
 
 
-def test_what_is_not_finite_ends_one_answer_of_a_batch(engine: Engine, fake: Any) -> None:
+def test_a_non_finite_answer_ends_alone_in_a_batch(engine: Engine, fake: Any) -> None:
     good = engine.generate("good", max_new_tokens=40)
     fake.not_finite = len("bad prompt")
     bad = Prompt([7] * fake.not_finite)
@@ -214,7 +214,7 @@ os._exit(0)
 """
 
 
-def test_a_fork_does_not_wait_for_a_thread_that_stayed_behind() -> None:
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.stdout.split() == [*("UsageError", "0") * 3, "0"], done
@@ -371,7 +371,7 @@ def test_a_callback_may_close_and_drop_other_streams(engine: Engine, fake: Any, 
     assert free(engine) == 2
 
 
-def test_what_can_be_read_once_is_read_once(engine: Engine, fake: Any) -> None:
+def test_a_generator_is_consumed_once(engine: Engine, fake: Any) -> None:
     prompts = ["one", "two three"]
     expected = engine.generate_batch(prompts, max_new_tokens=9)
     assert engine.generate_batch((prompt for prompt in prompts), max_new_tokens=9) == expected
@@ -404,7 +404,7 @@ def test_an_error_while_decoding_frees_the_slots(engine: Engine, fake: Any) -> N
     assert free(engine) == 2
 
 
-def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Engine) -> None:
+def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> None:
     for options in (
         {"max_new_tokens": 0},
         {"max_new_tokens": 2.5},
@@ -464,7 +464,7 @@ def test_threads_default_to_the_variable(fake: Any, monkeypatch: pytest.MonkeyPa
         assert Engine.load(threads=1)
 
 
-def test_what_the_engine_is_given_is_what_was_checked() -> None:
+def test_the_engine_gets_the_checked_values() -> None:
     chosen = GenerateOptions(temperature=Fraction(1, 10**60), min_p=1e-60, top_p=0.9).sampling()  # type: ignore[arg-type]
     assert (chosen["temperature"], chosen["min_p"], chosen["top_p"]) == (0, 0, 0.9)
     with pytest.raises(UsageError, match="top_p is 1e-60"):
@@ -507,7 +507,7 @@ def test_values_that_errors_cannot_print(engine: Engine, options: dict[str, Any]
         ({"on_loading": 5}, "on_loading is 5"),
     ],
 )
-def test_what_cannot_be_loaded(fake: Any, arguments: dict[str, Any], words: str) -> None:
+def test_bad_arguments_of_load_are_refused(fake: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Engine.load(**arguments)
     assert fake.engines == []
@@ -522,7 +522,9 @@ def test_what_cannot_be_loaded(fake: Any, arguments: dict[str, Any], words: str)
         ("abc", {"system_prompt": b"x"}, "the system prompt is b'x'"),
     ],
 )
-def test_what_is_no_text_is_refused(engine: Engine, document: Any, others: dict[str, Any], words: str) -> None:
+def test_prompts_that_are_not_text_are_refused(
+    engine: Engine, document: Any, others: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         engine.model.prompt(document, **others)
 
@@ -537,7 +539,7 @@ def test_ids_may_be_an_array(engine: Engine) -> None:
             Prompt(ids)  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_names_what_would(engine: Engine) -> None:
+def test_a_request_that_does_not_fit_names_one_that_does(engine: Engine) -> None:
     with pytest.raises(DoesNotFitError) as caught:
         engine.generate("one", max_new_tokens=999)
     assert caught.value.exit_code == 3
@@ -553,7 +555,7 @@ def test_the_context_of_an_engine(fake: Any, tmp_path: Path) -> None:
     assert fake.engines[-1]["capacity"] == 512
 
 
-def test_end_of_text_ids_come_from_the_tokenizer_where_the_checkpoint_names_none(fake: Any, tmp_path: Path) -> None:
+def test_end_of_text_ids_default_to_the_tokenizers(fake: Any, tmp_path: Path) -> None:
     fake.answer = [50, 2, 51]
     engine = Engine.load(copy_demo(tmp_path / "m", eos_token_id=[]), context=100)
     assert engine.generate("x", max_new_tokens=9).stop_reason == "eos"
@@ -568,7 +570,7 @@ def test_progress_reaches_the_callbacks(fake: Any) -> None:
     assert {name for name, _, _ in calls} == {"load", "prefill"}
 
 
-def test_the_package_offers_what_it_says() -> None:
+def test_the_package_exports_its_documented_names() -> None:
     for name in quantspec_cli.__all__:
         assert getattr(quantspec_cli, name)
         assert name in dir(quantspec_cli)

@@ -62,9 +62,11 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window"]
+    assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window", "snapkv"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
+    # Nothing was read as a prompt whose end could choose.
+    assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
     assert targets["int8"]["top1"] >= 0.99
@@ -102,6 +104,23 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
+    command = ["eval", "--tokens", "940", "--context", "900", "--draft-pages", "2,3,100"]
+    found = quantspec(*command, "--json").json
+    assert list(found["page_choices"]) == ["2", "3", "100"]
+    assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
+    # Six pages are visible: with 100 every choice is all of them.
+    whole = found["drafts"]["quantspec"]
+    for name, score in found["page_choices"]["100"].items():
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
+    # Single tokens are the finest choice there is.
+    for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
+        distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
+        assert distances["tokens"] < 0.01 < max(distances.values())
+    lines = quantspec(*command).stdout.splitlines()
+    assert [line.split()[0] for line in lines[-5:]] == ["100", "best", "snap", "window", "tokens"]
+
+
 def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     command = ["eval", "--tokens", "60"]
@@ -117,7 +136,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "qspec", "window"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "qspec", "window", "snapkv"),
     ]
 
 
@@ -127,6 +146,8 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "1"], 2, ("tokens is 1",)),
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
+        (["--draft-pages", "1"], 2, ("draft-pages is 1", "at least 2")),
+        (["--draft-pages", "all"], 2, ("--draft-pages has 'all'",)),
         (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens; 5000 were requested",)),
         (
             ["--tokens", "40", "--context", "39"],
@@ -147,7 +168,7 @@ def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: in
     quantspec("eval", *arguments).assert_error(code, *words)
 
 
-def test_the_token_behind_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
+def test_the_token_after_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
     for context in (0, 1, 38):
         found = quantspec("eval", "--tokens", "40", "--context", str(context), "--json").json
         assert (found["tokens"], found["positions"]) == (40, 40 - context - 1)
@@ -165,7 +186,7 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
-def test_values_that_are_no_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_values_that_are_not_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "text"
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)

@@ -31,7 +31,7 @@ def test_the_self_test_passes(quantspec: Run) -> None:
     assert report["device"] == "cuda:0"
 
 
-def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str, Any]) -> None:
+def test_every_kernel_is_compared_with_the_bandwidth(quantspec: Run, gpu: dict[str, Any]) -> None:
     rows = quantspec("bench", "kernels", "-d", "4096", "--rows", "1,5", "-o", "json").json
     assert {row["device_name"] for row in rows} == {gpu["name"]}
     # Draft steps have fused GEMMs on Hopper.
@@ -52,7 +52,7 @@ def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str,
             assert row["bandwidth_share"] < 1.1, row
 
 
-def test_decoding_stands_beside_the_bandwidth(quantspec: Run) -> None:
+def test_decoding_is_compared_with_the_bandwidth(quantspec: Run) -> None:
     rows = quantspec("bench", "--device", "cuda", "-p", "0", "-n", "16", "-d", "300", "-r", "1", "-o", "json").json
     assert {row["method"] for row in rows} == {"ar", "quantspec"}
     assert all(row["bandwidth_gb_per_s"] > 50 for row in rows)

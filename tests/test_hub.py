@@ -157,7 +157,7 @@ def test_a_revision_by_flag_or_in_the_name(online: Run) -> None:
     online("run", "-m", "owner/model@a", "--revision", "b", "--text", "x").assert_error(2, "two revisions")
 
 
-def test_what_the_hub_refuses_is_one_error(online: Run, server: Hub) -> None:
+def test_a_refusal_of_the_hub_is_one_error(online: Run, server: Hub) -> None:
     online("run", "-m", "owner/nothing", "--text", "x").assert_error(1, "owner/nothing", "HF_TOKEN")
     online("run", "-m", "nothing", "--text", "x").assert_error(1, "neither a directory nor a model")
     online("run", "-m", "owner/model", "--text", "x", HF_ENDPOINT="http://127.0.0.1:9").assert_error(
@@ -174,7 +174,7 @@ def test_what_the_hub_refuses_is_one_error(online: Run, server: Hub) -> None:
     "environment",
     [{"ALL_PROXY": "socks5://127.0.0.1:9"}, {"HTTPS_PROXY": "garbage://x"}, {"HF_TOKEN": "hf_\u00e9"}],
 )
-def test_a_network_set_up_wrongly_is_no_defect(online: Run, environment: dict[str, str]) -> None:
+def test_a_misconfigured_network_is_not_an_internal_error(online: Run, environment: dict[str, str]) -> None:
     online("run", "-m", "owner/model", "--text", "x", **environment).assert_error(
         1, "downloading owner/model failed", "HTTPS_PROXY", "HF_TOKEN"
     )
@@ -209,7 +209,7 @@ class InvalidProxyError(OSError, ValueError):
         (TimeoutError("no"), True),
     ],
 )
-def test_what_fails_again_is_not_to_be_run_again(
+def test_only_transient_failures_recommend_a_retry(
     monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
 ) -> None:
     import huggingface_hub
@@ -225,7 +225,9 @@ def test_what_fails_again_is_not_to_be_run_again(
 
 
 @pytest.mark.parametrize("answer", [b"<html>log in\nhere</html>", b'{"unexpected": 1}', b"[]"])
-def test_an_answer_of_something_else_is_no_defect(online: Run, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+def test_an_answer_of_another_server_is_not_an_internal_error(
+    online: Run, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
     monkeypatch.setattr(Handler, "_answer", lambda self, *, send: self._reply(200, answer, {}, send=send))
     outcome = online("run", "-m", "owner/model", "--text", "x")
     outcome.assert_error(1, "owner/model")
@@ -315,7 +317,7 @@ def test_nonsense_in_a_variable_of_the_hub_is_named(toy_command: list[str]) -> N
         assert len(done.stderr.splitlines()) == 2
 
 
-def test_a_file_is_no_model(fake: Any, quantspec: Run) -> None:
+def test_a_file_is_not_a_model(fake: Any, quantspec: Run) -> None:
     quantspec("run", "-m", str(DEMO / "model.safetensors"), "--text", "x").assert_error(1, "is a file", "directory")
 
 

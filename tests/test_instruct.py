@@ -16,7 +16,7 @@ from quantspec_cli.conversation import parsed_arguments
 from quantspec_cli.engine import Generation, Model, Prompt
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
-from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS
+from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions
 
 Run = Callable[..., Outcome]
 
@@ -33,7 +33,7 @@ def thinker(fake: Any, tmp_path: Path) -> str:
     return chat_model(tmp_path / "thinker", SWITCH)
 
 
-def test_thinking_is_no_part_of_the_answer(thinker: str, quantspec: Run) -> None:
+def test_thinking_is_not_part_of_the_answer(thinker: str, quantspec: Run) -> None:
     for gamma in ("0", "5", "16"):
         outcome = quantspec("run", "-m", thinker, *ASK, "--thinking", "on", "--gamma", gamma)
         assert (outcome.code, outcome.stdout) == (0, "Yes.\n")
@@ -43,7 +43,7 @@ def test_thinking_is_no_part_of_the_answer(thinker: str, quantspec: Run) -> None
     assert result["new_tokens"] == len(result["tokens"]) > len(ids_of("Yes."))
 
 
-def test_thinking_is_off_by_default_and_said_once(thinker: str, quantspec: Run) -> None:
+def test_thinking_is_off_by_default_and_noted_once(thinker: str, quantspec: Run) -> None:
     silent = Model.open(thinker).prompt("D", instruction="I").ids
     assert silent == Model.open(thinker).tokenizer.encode("[user: D\n\nI]<think></think>", special=False)
     outcome = quantspec("run", "-m", thinker, *ASK, "--text", "E", "-n", "3")
@@ -95,7 +95,7 @@ def test_a_block_that_the_limit_cut_is_an_empty_answer(thinker: str, quantspec: 
     assert "Hm".startswith(result["thinking"])
 
 
-def test_a_cut_answer_is_named_where_the_model_replies(fake: Any, thinker: str, quantspec: Run) -> None:
+def test_a_cut_reply_is_noted(fake: Any, thinker: str, quantspec: Run) -> None:
     assert "text: the answer was cut at 2 tokens (-n)\n" in quantspec("run", "-m", thinker, *ASK, "-n", "2").stderr
     assert "cut" not in quantspec("run", "-m", thinker, *ASK).stderr
     assert "cut" not in quantspec("run", "--text", "x", "-n", "2").stderr
@@ -221,7 +221,7 @@ def test_thinking_from_python(thinker: str) -> None:
 SAMPLES = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 2}
 
 
-def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+def test_sampling_of_replies_follows_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", TURNS, SAMPLES)
     command = ["run", "-m", model, *ASK, "-n", "3"]
 
@@ -234,10 +234,12 @@ def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, q
     assert said in quantspec(*command).stderr
     assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
     assert sampling("--temperature", "1") == (1, 20, 0.95, 0)
-    assert "says: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
+    assert "generation_config.json: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
     # Options that are off are not listed.
     off = chat_model(tmp_path / "off", TURNS, {**SAMPLES, "top_k": 0, "top_p": 1.0})
-    assert "says: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
+    assert (
+        "generation_config.json: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
+    )
     assert sampling("--temperature", "0") == (0, 0, 1, 0)
     assert "sampling" not in quantspec(*command, "--temperature", "0").stderr
     # Continued texts are greedy, and so is the Python interface.
@@ -262,7 +264,7 @@ def test_variables_and_settings_come_before_the_checkpoint(
     assert quantspec("run", "-m", model, *ASK, "--json").json["accept"] == "greedy"
 
 
-def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
+def test_recommendations_of_a_checkpoint(tmp_path: Path) -> None:
     def read(**content: Any) -> Recommended:
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
         return Recommended.read(tmp_path)
@@ -309,10 +311,12 @@ def test_a_malformed_recommendation_names_file_and_value(
     assert quantspec("run", "-m", model, "--text", "D", "-n", "2").code == 0
 
 
-def test_penalties_are_as_the_checkpoint_says(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+def test_penalties_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05, "no_repeat_ngram_size": 4})
     command = ["run", "-m", model, *ASK, "-n", "2"]
-    said = "json: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 turn them off\n"
+    said = (
+        "json: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 turn them off\n"
+    )
     assert said in quantspec(*command).stderr
     report = quantspec(*command, "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"], report["temperature"]) == (1.05, 4, 0)
@@ -324,6 +328,56 @@ def test_penalties_are_as_the_checkpoint_says(fake: Any, quantspec: Run, tmp_pat
     assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1, 0)
     engine = Engine.load(model, context=100)
     assert engine.model.sampling_defaults == {"repetition_penalty": 1.05, "no_repeat_ngram": 4}
+
+
+def test_small_models_that_recommend_nothing_are_penalised(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "temperature")
+    none = [1, 0, 0, 0, 0]
+
+    def penalties(*flags: str, model: str) -> list[float]:
+        report = quantspec("run", "-m", model, "--text", "D", "-n", "2", "--json", *flags).json
+        return [report[name] for name in names]
+
+    model, ask = chat_model(tmp_path / "m", TURNS), ["--instruction", "I"]
+    assert penalties(*ask, model=model) == [1.05, 0.4, 0, 0, 0]
+    said = "recommends no sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 is none\n"
+    assert said in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
+    assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.4, 0, 0, 0.5]
+    # One penalty that is asked for is all there is.
+    assert penalties(*ask, "--repetition-penalty", "1", model=model) == none
+    assert penalties(*ask, "--no-repeat-ngram", "9", model=model) == [1, 0, 0, 9, 0]
+    monkeypatch.setenv("QUANTSPEC_PRESENCE_PENALTY", "0.1")
+    assert penalties(*ask, model=model) == [1, 0, 0.1, 0, 0]
+    monkeypatch.undo()
+    # Text that is continued, JSON, larger models and those that recommend something are left alone.
+    assert penalties(model=model) == none
+    settled = GenerateOptions(json_schema={"type": "integer"})
+    opened = Model.open(model)
+    prompt = opened.prompt("D", instruction="I")
+    unset = frozenset(GenerateOptions.__dataclass_fields__)
+    settled, _ = instruct.settle(opened, [prompt], settled, unset=unset, arguments={}, context=99)
+    assert settled.frequency_penalty == 0
+    monkeypatch.setattr(instruct, "_SMALL_WEIGHTS", instruct._weights(opened.info))
+    assert penalties(*ask, model=model) == none
+    monkeypatch.undo()
+    assert penalties(*ask, model=chat_model(tmp_path / "n", TURNS, SAMPLES))[:2] == [1, 0]
+    assert penalties(*ask, model=chat_model(tmp_path / "o", TURNS, {"repetition_penalty": 1.2}))[:2] == [1.2, 0]
+
+
+def test_the_weights_of_a_model() -> None:
+    # SmolLM2-135M: 134.5 million, 0.03 of them norms.
+    shape = {
+        "vocab": 49152,
+        "layers": 30,
+        "hidden": 576,
+        "intermediate": 1536,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+    }
+    assert instruct._weights(shape) == 134_479_872
 
 
 def test_room_for_an_answer(fake: Any, thinker: str, quantspec: Run) -> None:
@@ -348,7 +402,7 @@ def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tm
     quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "and 1 new ones make")
 
 
-def test_an_answer_that_repeats_itself_is_said() -> None:
+def test_a_repeating_answer_is_noted() -> None:
     prompt = Prompt([1, 2], continues=False)
     loop = [*range(5), *([*range(20, 33)] * 3)]
 

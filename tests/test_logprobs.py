@@ -62,7 +62,7 @@ def test_logprobs_and_scores_are_one_distribution() -> None:
         assert (plain.score(Prompt(prompt + answer.tokens)) == scores).all()
 
 
-def test_a_score_is_what_eval_says(quantspec: Run, tmp_path: Path) -> None:
+def test_a_score_equals_that_of_eval(quantspec: Run, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     report = quantspec("eval", "-p", str(text), "--json").json
@@ -71,7 +71,7 @@ def test_a_score_is_what_eval_says(quantspec: Run, tmp_path: Path) -> None:
             assert -engine.score(TEXT).mean() == pytest.approx(report["targets"][target]["nll"], rel=1e-12)
 
 
-def test_what_cannot_be_scored_is_refused() -> None:
+def test_unscorable_texts_are_refused() -> None:
     with Engine.load(context=50) as engine:
         with pytest.raises(UsageError, match="1 tokens"):
             engine.score(Prompt([1]))

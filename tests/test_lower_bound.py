@@ -109,13 +109,13 @@ def test_the_bound_is_close(kind: str, share: float) -> None:
     assert tokens / 20 <= bound <= tokens
 
 
-def test_counting_ends_where_it_is_enough() -> None:
+def test_counting_ends_early() -> None:
     bound = lower_bound.of(KINDS["demo"], _byte_level)
     assert bound is not None
     assert 5000 <= bound.tokens(BOOK, 5000) < 20_000
 
 
-def test_tokens_that_take_white_space_along_are_not_counted() -> None:
+def test_tokens_that_absorb_white_space_are_not_counted() -> None:
     inner = Inner.from_str(KINDS["demo"].to_str())
     inner.add_special_tokens([AddedToken("<mask>", lstrip=True)])
     bound, tokens = counts(inner, "x" + " \t" * 1000 + "<mask>")

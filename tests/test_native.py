@@ -80,7 +80,7 @@ def test_a_prompt_longer_than_was_planned_for() -> None:
     assert first(engine, [1] * 100) == first(opened(), [1] * 100)
 
 
-def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
+def test_a_slot_is_freed_without_waiting_for_the_engine() -> None:
     engine = opened(slots=2)
     ended = engine.add([1, 2, 3], max_new_tokens=4, **SAMPLING)
     busy = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
@@ -103,7 +103,7 @@ def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
     assert engine.add([4, 5], max_new_tokens=1, **SAMPLING) == ended
 
 
-def test_what_the_last_callback_raises_is_its_own_callers() -> None:
+def test_an_exception_of_the_last_callback_reaches_its_own_caller() -> None:
     engine = opened(slots=2)
 
     def interrupt(done: int, total: int) -> None:
@@ -152,7 +152,7 @@ def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> 
         signal.signal(number, before)
 
 
-def test_what_a_handler_of_a_signal_raises_ends_work() -> None:
+def test_an_exception_of_a_signal_handler_ends_work() -> None:
     # Seconds of work without a callback, and an early signal.
     with handled(signal.SIGALRM, end), pytest.raises(Ended) as caught:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -162,7 +162,7 @@ def test_what_a_handler_of_a_signal_raises_ends_work() -> None:
     assert [entry.name for entry in caught.traceback][-1] == "end"
 
 
-def test_what_a_handler_of_a_signal_raises_ends_waiting_for_the_engine() -> None:
+def test_an_exception_of_a_signal_handler_ends_waiting_for_the_engine() -> None:
     engine = opened()
     slot = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
     inside, over = threading.Event(), threading.Event()
@@ -188,7 +188,9 @@ def test_what_a_handler_of_a_signal_raises_ends_waiting_for_the_engine() -> None
 
 
 @pytest.mark.parametrize("handler", [end, Ender(), Ender().end, functools.partial(end_of, "the call")])
-def test_what_a_handler_raises_inside_a_callback_ends_work(handler: Callable[[int, FrameType | None], object]) -> None:
+def test_an_exception_of_a_signal_handler_inside_a_callback_ends_work(
+    handler: Callable[[int, FrameType | None], object],
+) -> None:
     engine = opened()
     slot = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
     calls: list[int] = []
@@ -234,7 +236,7 @@ class Shown:
         pass
 
 
-def test_an_engine_and_who_was_shown_its_loading_do_not_keep_each_other() -> None:
+def test_an_engine_and_its_loading_callback_do_not_keep_each_other_alive() -> None:
     shown = Shown()
     shown.engine = opened(on_loading=shown)
     left = weakref.ref(shown)

@@ -99,7 +99,7 @@ def test_the_order_of_events_does_not_change_the_page(events: list[tuple[int, st
     assert page.text == "\n".join(expected)
 
 
-def test_what_a_signal_kept_from_being_written_is_written_once() -> None:
+def test_text_held_up_by_a_signal_is_written_once() -> None:
     page = Page()
     answers = Answers(page, ["a", "b"])
     answers.push(0, "A1")
@@ -111,7 +111,7 @@ def test_what_a_signal_kept_from_being_written_is_written_once() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_a_signal_behind_a_piece_does_not_lose_it(
+def test_a_signal_after_a_piece_does_not_lose_it(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     push, calls = Answers.push, []
@@ -244,7 +244,7 @@ def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> Non
     assert write(link) == "new"
     os.chown(link, other, -1, follow_symlinks=False)
     for path in (link, indirect):
-        with pytest.raises(FileError, match=rf"output {link} is a link of user {other} in a folder where everybody"):
+        with pytest.raises(FileError, match=rf"output {link} is a link of user {other} in a world-writable folder"):
             write(path)
     assert target.read_text() == "old"
     # Not followed if another user placed it, nor in a folder where only its owner could have.
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
         file.write("x")
 
 
-def test_a_place_that_is_taken_meanwhile_costs_no_text(tmp_path: Path) -> None:
+def test_a_path_that_is_taken_meanwhile_loses_no_text(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
 
     def write() -> None:
@@ -348,7 +348,7 @@ def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: R
     assert path.read_text() == outcome.json["results"][0]["text"] + "\n"
 
 
-def test_the_name_of_a_directory_is_no_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
+def test_the_name_of_a_directory_is_not_a_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
     quantspec("run", "--text", "x", "-o", f"{tmp_path}/new/").assert_error(2, "directory")
     assert os.listdir(tmp_path) == []
 

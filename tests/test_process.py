@@ -110,7 +110,7 @@ def test_ctrl_c_while_decoding_keeps_the_text_and_prints_statistics(start: Start
     promptly(attempt)
 
 
-def test_ctrl_c_of_a_quiet_command_has_nothing_to_say(start: Start) -> None:
+def test_ctrl_c_of_a_quiet_command_prints_nothing(start: Start) -> None:
     child = start("run", "--text", "x", "-n", "100000", "-q", script=SLOW)
     child.until("verify", 3)
     _, out, err = end(child, signal.SIGINT)
@@ -167,7 +167,7 @@ def test_a_document_that_has_begun_is_finished(start: Start, arguments: list[str
     assert "error" not in json.loads(out)
 
 
-def test_a_second_signal_ends_a_command_that_nobody_reads(start: Start) -> None:
+def test_a_second_signal_ends_a_command_without_a_reader(start: Start) -> None:
     child = start("run", "--text", "x", "-n", "3000", "--json")
     until_it_prints(child)
     child.send_signal(signal.SIGTERM)
@@ -231,7 +231,7 @@ def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number: int, code: int) -> None:
+def test_signals_that_end_a_program_clean_up(start: Start, tmp_path: Path, number: int, code: int) -> None:
     path = tmp_path / "out.txt"
 
     def attempt() -> float:
@@ -301,7 +301,7 @@ def test_a_closed_pipe_from_the_start_is_quiet_too(toy_command: list[str], argum
     assert len(err.splitlines()) == (2 if code == 2 else 0)
 
 
-def test_a_full_disk_behind_stdout_is_one_error(toy_command: list[str]) -> None:
+def test_a_full_disk_of_stdout_is_one_error(toy_command: list[str]) -> None:
     with Path("/dev/full").open("wb") as full:
         child = subprocess.Popen([*toy_command, "run", "--text", "x", "-n", "5"], stdout=full, stderr=subprocess.PIPE)
         _, err = child.communicate(timeout=60)
@@ -381,7 +381,7 @@ def shell(toy_command: list[str], line: str, *arguments: str) -> subprocess.Comp
     )
 
 
-def test_an_open_descriptor_takes_the_answer_where_it_is(toy_command: list[str], tmp_path: Path) -> None:
+def test_an_open_descriptor_is_written_at_its_position(toy_command: list[str], tmp_path: Path) -> None:
     run = ["run", "--text", "x", "-n", "5", "-q", "-o"]
     answer = without(toy_command, "", *run, "-").stdout
     assert answer

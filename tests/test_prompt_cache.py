@@ -51,7 +51,9 @@ def test_a_second_question_reads_the_question_only(quantspec: Run, document: Pat
     assert not list(folder.iterdir())
 
 
-def test_a_batch_of_another_question_reads_what_differs(quantspec: Run, document: Path, tmp_path: Path) -> None:
+def test_a_batch_of_another_question_processes_only_the_difference(
+    quantspec: Run, document: Path, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "prompts")
     command = ["batch", str(document), "-n", "8", "-t", "2", "--json", "--prompt-cache", folder]
     first = quantspec(*command, "--out", str(tmp_path / "a"), "--instruction", "Who is there?").json

@@ -41,7 +41,7 @@ def test_a_document_is_unchanged_but_for_its_mark() -> None:
         (b"surrogate \xed\xa0\x80", ["0xed", "offset 10"]),
     ],
 )
-def test_a_file_that_is_no_text_is_one_error(
+def test_a_file_that_is_not_text_is_one_error(
     fake: object, quantspec: Run, tmp_path: Path, raw: bytes, words: list[str]
 ) -> None:
     path = tmp_path / "book.txt"

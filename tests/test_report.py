@@ -213,7 +213,7 @@ def test_a_page_of_bench() -> None:
         assert text in page.text, text
 
 
-def test_what_was_not_measured_has_no_chart() -> None:
+def test_missing_measurements_have_no_chart() -> None:
     one = [row | {"speedup": None} for row in rows() if row["method"] == "ar" and row["n_depth"] == 4096]
     titles = parsed(report.bench(one, {})).titles
     assert titles == ["Tokens per second by context", "Roofline", "Time of a round", "All measurements"]
@@ -269,9 +269,7 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     assert parsed(place.read_text()).titles == ["Documents"]
 
 
-def test_a_report_overwrites_nothing_that_is_read_or_written(
-    fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path
-) -> None:
+def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     text = tmp_path / "docs/a.txt"
     text.parent.mkdir()
     text.write_text("A text.")

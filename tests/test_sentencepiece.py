@@ -155,7 +155,7 @@ def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path)
         (b"\x0a" + b"\xff" * 12, "more than ten bytes"),
         (b"\x0a\x05ab", "5 bytes where 2 are left"),
         (b"\x0b", "wire type 3"),
-        (b"\x08\x01", "a number where bytes belong"),
+        (b"\x08\x01", "a number instead of bytes"),
         (b"\x0a\x02\x0a\xff", "ends within a number"),
         (b"\x0a\x03\x0a\x01\xff", "utf-8"),
         (b"\x0a\x03\x0a\x01a", "type 1"),

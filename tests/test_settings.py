@@ -39,7 +39,7 @@ def test_precedence(fake: type, quantspec: Run, file: Path, monkeypatch: pytest.
     assert gamma_used(quantspec(*command, "--gamma", "2")) == 2
 
 
-def test_a_refused_value_says_where_it_is_from(
+def test_a_refused_value_names_its_source(
     fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["run", "--text", "x"]
@@ -112,7 +112,7 @@ def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
     assert quantspec("run", "--text", "x", "--json").json["results"][0]["new_tokens"] == 4
 
 
-def test_the_default_place(fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder(fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUANTSPEC_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     command = ["run", "--text", "x", "-n", "2", "--json"]
@@ -178,7 +178,7 @@ def test_a_file_without_permission_is_one_error(obedient: Run, file: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["", ".", "nowhere", "x" * 5000])
-def test_a_name_that_is_no_file(fake: type, quantspec: Run, name: str) -> None:
+def test_an_invalid_settings_path_is_an_error(fake: type, quantspec: Run, name: str) -> None:
     refused = quantspec("--config", name, "run", "--text", "x")
     refused.assert_error(1 if name else 2, "settings file")
     assert name or "empty" in refused.stderr
@@ -196,7 +196,7 @@ def test_help_needs_no_settings(quantspec: Run, file: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["~nouser", "~", "x" * 5000, "/" + "x" * 5000])
-def test_a_place_no_file_can_have_holds_no_settings(
+def test_an_impossible_path_has_no_settings(
     fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def nobody(_: int) -> None:
@@ -224,7 +224,7 @@ def test_a_bad_variable_is_one_usage_error(fake: type, quantspec: Run, monkeypat
     quantspec("run", "--text", "x").assert_error(2, "hot", "temperature")
 
 
-def test_what_a_command_is_about_is_no_variable(fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_and_outputs_are_not_variables(fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PROMPT", "TEXT", "OUTPUT", "JSON", "AS_JSON"):
         monkeypatch.setenv(f"QUANTSPEC_{name}", "x")
     quantspec("run").assert_error(2, "no prompt")

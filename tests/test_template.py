@@ -41,7 +41,7 @@ def test_a_document_comes_before_its_instruction() -> None:
     )
 
 
-def test_what_templates_expect_of_transformers_is_there() -> None:
+def test_templates_have_the_environment_of_transformers() -> None:
     source = (
         "{% if tools is not none %}tools{% endif %}{% if documents %}documents{% endif %}"
         "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}"
@@ -55,13 +55,13 @@ def told(source: str, **arguments: Any) -> str:
     return template.render(source, template.messages("D", None, None), {}, arguments).text
 
 
-def test_a_template_is_told_its_arguments() -> None:
+def test_a_template_gets_its_arguments() -> None:
     assert told("{{ tools | tojson }}{{ date }}", tools=[{"a": 1}], date="today") == '[{"a": 1}]today'
     assert told("{{ bos_token }}", bos_token="!") == "!"
     assert len(told("{{ a }}", a="x" * 2_000_000)) == 2_000_000
 
 
-def test_thinking_is_off_unless_an_argument_says_otherwise() -> None:
+def test_thinking_is_off_unless_an_argument_turns_it_on() -> None:
     source = "{% if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}"
     assert told(source) == "off"
     assert told(source, enable_thinking=True) == "on"
@@ -155,7 +155,7 @@ def test_ctrl_c_does_not_wait_for_a_template(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("RLIMIT_AS", 900_000 << 10), ("RLIMIT_CPU", 3), ("RLIMIT_CORE", 0)])
-def test_limits_that_are_lower_already_stay(kind: str, limit: int) -> None:
+def test_lower_limits_are_kept(kind: str, limit: int) -> None:
     number = getattr(resource, kind)
     program = (
         f"import resource; resource.setrlimit({number}, ({limit}, {limit}))\n"
@@ -193,7 +193,7 @@ def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: 
     assert model.prompt("D").ids == [1, *model.tokenizer.encode("D", special=False)]
 
 
-def test_a_base_model_gets_plain_text_and_says_so(fake: Any, quantspec: Run) -> None:
+def test_a_base_model_gets_plain_text_and_a_note(fake: Any, quantspec: Run) -> None:
     from quantspec_cli.engine import Model
 
     model = Model.open(None)

@@ -36,7 +36,7 @@ def test_half_a_character_at_the_end_is_dropped_but_its_tokens_are_kept() -> Non
     assert (text.text, text.stop_reason, len(text.tokens)) == ("世", "length", 5)
 
 
-def test_bytes_that_are_no_utf8_become_replacement_characters() -> None:
+def test_invalid_utf8_becomes_replacement_characters() -> None:
     text = feed([b"a", b"\xff", b"b", b"\xe4", b"c"], [])
     assert text.text == "a\N{REPLACEMENT CHARACTER}b\N{REPLACEMENT CHARACTER}c"
 
@@ -69,14 +69,14 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_released() -> None:
 
 
 @pytest.mark.parametrize("end", ["eos", "length", "interrupted"])
-def test_what_was_held_back_is_emitted_at_the_end(end: str) -> None:
+def test_held_back_text_is_emitted_at_the_end(end: str) -> None:
     text = Text(lambda _: b"EN", limit=1 if end == "length" else 9, eos={EOS}, stops=["END"])
     piece = text.push([1])
     piece += text.push([EOS]) if end == "eos" else text.interrupt() if end == "interrupted" else ""
     assert (piece, text.text, text.stop_reason) == ("EN", "EN", end)
 
 
-def test_a_stop_string_may_lie_inside_a_character_split_over_tokens() -> None:
+def test_a_stop_string_may_begin_inside_a_character_split_over_tokens() -> None:
     text = feed([b"x\xe4", b"\xb8", b"\x96y"], [3], stops=["世"])
     assert (text.text, text.stop_reason) == ("x", "stop")
 
@@ -143,14 +143,14 @@ def test_a_block_is_taken_off_the_beginning_only() -> None:
 
 
 @pytest.mark.parametrize("end", ["eos", "length", "interrupted"])
-def test_an_unfinished_block_is_no_answer(end: str) -> None:
+def test_an_unfinished_thinking_block_is_an_empty_answer(end: str) -> None:
     text = Text(lambda _: b"<think>hm </thi", limit=1 if end == "length" else 9, eos={EOS}, thinking=Thinking())
     piece = text.push([1])
     piece += text.push([EOS]) if end == "eos" else text.interrupt() if end == "interrupted" else ""
     assert (piece, text.text, text.thinking, text.stop_reason) == ("", "", "hm </thi", end)
 
 
-def test_a_stop_string_is_looked_for_in_the_answer_alone() -> None:
+def test_a_stop_string_is_searched_in_the_answer_alone() -> None:
     text = feed([b"<think>a END</think>b", b" EN", b"D c"], [], stops=["END"], thinking=Thinking())
     assert (text.text, text.thinking, text.stop_reason) == ("b ", "a END", "stop")
     held = feed([b"<thi"], [], stops=["th"], limit=1, thinking=Thinking())
@@ -174,7 +174,7 @@ def thought_and_answer(text: str, *, begun: bool) -> tuple[str | None, str]:
 @given(
     THOUGHTS, st.booleans(), STOPS, st.lists(st.integers(1, 4), max_size=40), st.lists(st.integers(1, 17), max_size=20)
 )
-def test_what_is_emitted_of_thoughts_and_answer_depends_on_the_tokens_alone(
+def test_thinking_and_answer_depend_on_the_tokens_alone(
     words: str, begun: bool, stops: list[str], token_sizes: list[int], rounds: list[int]
 ) -> None:
     tokens, thinking = chopped(words.encode(), token_sizes), Thinking(begun=begun)

@@ -77,7 +77,7 @@ def test_the_start_of_a_text_has_the_ids_of_the_whole(
     assert tokenizer.encode_start("", 5) == encode("")
 
 
-def test_a_start_that_stands_for_few_ids_is_not_trusted(tmp_path: Path) -> None:
+def test_a_start_with_few_ids_is_not_used_as_a_bound(tmp_path: Path) -> None:
     inner = sentencepiece()
     # Nothing remains of the beginning.
     inner.normalizer = normalizers.Replace("#", "")
@@ -137,7 +137,7 @@ def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_pat
     assert 1 not in saved(sentencepiece(bos=False), tmp_path, add_bos_token=True).encode("hello")
 
 
-def test_a_bos_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_bos_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json has no token '<begin>', the BOS"):
         saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<begin>")
     # Nothing is to be added.
@@ -178,7 +178,7 @@ def test_a_word_level_tokenizer_joins_words(tmp_path: Path) -> None:
     )
 
 
-def test_ids_beyond_the_tokenizer_are_no_text(demo: Tokenizer) -> None:
+def test_ids_beyond_the_tokenizer_decode_to_nothing(demo: Tokenizer) -> None:
     assert demo.token_bytes(9000) == b""
 
 
@@ -286,7 +286,7 @@ def test_half_of_a_pair_in_the_tokenizer_config_is_one_error(fake: Any, quantspe
         outcome.assert_error(1, "tokenizer_config.json holds \\ud", "published")
 
 
-def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+def test_a_pipe_instead_of_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer_config.json").unlink()
     os.mkfifo(model / "tokenizer_config.json")
@@ -294,7 +294,7 @@ def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
-def test_a_link_to_nothing_is_no_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
+def test_a_dangling_link_is_not_a_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
     # The state of a half-pruned hub cache.
     model = copy_demo(tmp_path / "model")
     (model / name).unlink(missing_ok=True)

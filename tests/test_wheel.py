@@ -193,7 +193,7 @@ def test_a_damaged_model_is_one_error(
     quantspec("run", "--model", model, "--text", "x", "-n", "3").assert_error(1, *words)
 
 
-def test_statistics_have_the_names_they_promise() -> None:
+def test_statistics_have_the_documented_names() -> None:
     engine = Engine.load(context=100)
     assert engine.statistics().keys() == Statistics.__annotations__.keys()
     assert engine.statistics()["acceptance_rate_per_position"] is None
@@ -256,7 +256,7 @@ def test_a_missing_shard_is_one_error(quantspec: Run, tmp_path: Path) -> None:
     quantspec("run", "--model", str(folder), "--text", "x").assert_error(1)
 
 
-def test_what_memory_cannot_hold_is_refused_with_numbers(quantspec: Run, tmp_path: Path) -> None:
+def test_a_model_beyond_memory_is_refused_with_numbers(quantspec: Run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     path = folder / "config.json"

@@ -133,7 +133,7 @@ def test_the_engine_scores_it_as_the_source(widen: ModuleType, tmp_path: Path) -
     )
 
 
-def test_what_every_loader_computes_is_left_out(widen: ModuleType, strange: Path, tmp_path: Path) -> None:
+def test_computed_tensors_are_left_out(widen: ModuleType, strange: Path, tmp_path: Path) -> None:
     config, tensors = llama_numpy.load(strange)
     stored = dict(tensors) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
     source = write(tmp_path / "stored", {**config, "head_dim": 8}, stored)
@@ -407,7 +407,7 @@ def test_the_current_folder_has_a_name(
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_what_fails_half_way_leaves_nothing(
+def test_a_conversion_that_fails_leaves_nothing(
     widen: ModuleType,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],

@@ -41,8 +41,6 @@ SPILLS = {
     # Decoding of 25 to 32 query rows per KV head reloads one value per page, which is about 1,200 instructions; it never
     # stores.
     ("attend_both_128_32", "sm_90a"): 1,
-    # Draft GEMMs of 33 to 64 rows hold the sums of four tiles: one value is reloaded every two chunks of weights.
-    ("linear_w4_ring_8", "sm_90a"): 1,
     # Prefill attention holds the scores of a tile of keys and its whole output, of either type. On Blackwell it reloads the
     # first masked tile's index once per tile, which is 1,200 to 1,400 instructions.
     **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},
@@ -77,8 +75,8 @@ BRANCH = re.compile(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)")
 # Instructions after which control never falls through. A branch can fall through if it has a predicate (before it or its
 # label) or a suffix, such as .DIV for a diverged warp.
 END = re.compile(r"BRA `|EXIT ;|RET\b")
-MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
-ASYNCHRONOUS = re.compile(r"\bHGMMA\b")
+MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA|IGMMA)\b")
+ASYNCHRONOUS = re.compile(r"\b[HI]GMMA\b")
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
 WAITS = 0.75
 LOCAL = re.compile(r"\b(LDL|STL)\b")
@@ -216,7 +214,7 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
 
 def ptx_violations(text: str) -> list[str]:
     """Violations in PTX."""
-    return [f"{copy[0]!r}, which ptxas may assemble to what does not exist" for copy in HINTED_COPY.finditer(text)][:1]
+    return [f"{copy[0]!r}, which ptxas may encode as an illegal instruction" for copy in HINTED_COPY.finditer(text)][:1]
 
 
 def nvdisasm() -> Path:

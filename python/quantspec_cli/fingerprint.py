@@ -40,7 +40,7 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
     Device, threads, method, γ and draft pages are not included: they change no token, except with acceptance by
     rejection.
     """
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "quantspec": __version__,
         "model": model,
         "weights": engine.weights,
@@ -50,13 +50,14 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         **request,
     }
     if options.temperature > 0 and engine.accept == "rejection":
-        told |= {
+        fields |= {
             name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights", "draft_precision")
         }
         if engine.draft_model is not None:
-            told |= {"draft_model": engine.draft_model}
-        told |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+            fields |= {"draft_model": engine.draft_model}
+        fields |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
+        fields |= {"draft_refresh": engine.draft_refresh}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _of_file(path: Path) -> str:

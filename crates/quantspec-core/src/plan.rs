@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absurd_plan_is_large_and_not_small() {
+    fn huge_plans_do_not_overflow() {
         let config = ModelConfig { layers: usize::MAX / 2, ..llama_8b() };
         let bytes = CacheBytes::of(&config, Planes::of(&[View::Both, View::Full]), usize::MAX, 3);
         assert_eq!((bytes.upper_bytes, bytes.buffer_bytes, bytes.total()), (usize::MAX, usize::MAX, usize::MAX));

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_has_its_own_name() {
+    fn every_statistic_has_its_own_name() {
         let mut stats = Stats::default();
         for _ in 0..2 {
             stats.prefill(3, 0, 0.5);

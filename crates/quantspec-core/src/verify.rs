@@ -1,7 +1,7 @@
 //! Acceptance: how many drafted tokens stand, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, choose_with_margin, draw, uniform, warp};
+use crate::sample::{Accept, Sampler, Stream, argmax, check_left, choose, choose_with_margin, draw, uniform, warp};
 use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
@@ -142,8 +142,8 @@ impl Judge {
     /// `logits` are the target's, one row per window token (γ + 1); `first_position` is that of the first drafted token.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::NotFinite`] where logits cannot be chosen from, [`crate::ErrorKind::Internal`] where rows, tokens
-    /// and kept distributions do not match.
+    /// Those of [`check_left`] where logits cannot be chosen from, [`crate::ErrorKind::Internal`] where rows, tokens and kept
+    /// distributions do not match.
     pub fn judge(
         &mut self,
         slot: usize,
@@ -157,7 +157,7 @@ impl Judge {
             return Err(Error::internal(format!("{} rows for {} drafted tokens", logits.len(), drafted.len())));
         }
         for row in logits {
-            check_finite(row)?;
+            check_left(row)?;
             if drafted.iter().any(|token| *token as usize >= row.len()) {
                 return Err(Error::internal("a drafted token is outside the vocabulary"));
             }

@@ -408,7 +408,7 @@ fn margins_beat_the_best_fixed_gamma() {
 }
 
 #[test]
-fn drafts_that_fail_are_given_up() {
+fn failing_drafts_are_given_up() {
     // Every verification fails after its draft, and is replaced by a plain step.
     let (mut policy, mut seconds) = (Policy::auto(8), 0.0);
     for _ in 0..1_000 {

@@ -278,6 +278,7 @@ fn run(out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Erro
         draft_weights: DraftWeights::Int4,
         sensitive: Sensitive::NONE,
         rejection: false,
+        page_masses: false,
         step_rows: 17,
         block_rows: 256,
         threads,

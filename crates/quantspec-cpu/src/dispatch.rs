@@ -148,7 +148,7 @@ const AHEAD_ALONE: usize = 2048;
 
 /// Prefetch distances of a kernel for a stream in address order. They do not affect results.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "nothing is known to pay there"))]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other architectures do not prefetch"))]
 pub(crate) struct Prefetch {
     /// Bytes ahead, into L1.
     l1: usize,
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_path_runs_here_and_says_why() {
+    fn the_best_path_is_supported_and_has_a_reason() {
         let choice = best();
         assert!(choice.simd.missing().is_empty());
         assert!(choice.reason.contains(choice.simd.name()));

@@ -294,7 +294,7 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
                     // SAFETY: made for m rows.
                     Scratch::Tiles(tiles) => unsafe { crate::amx::rows(tiles, &w[at], x, stride, m, out) },
                     Scratch::Chains(chains) => avx512::rows(&w[at], x, stride, m, chains, out),
-                    Scratch::None => unreachable!("`Scratch::new` knows BF16 activations"),
+                    Scratch::None => unreachable!("`Scratch::new` handles BF16 activations"),
                 }
                 return;
             }
@@ -322,7 +322,7 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
                     Store::Bf16(w) => bf16(simd, &w[at.clone()], x, stride, rows, out),
                     Store::F16(w) => f16(simd, &w[at.clone()], x, stride, rows, out),
                     Store::F32(w) => f32(simd, &w[at.clone()], x, stride, rows, out),
-                    Store::Planes(_) => unreachable!("a pass names what it reads of planes"),
+                    Store::Planes(_) => unreachable!("a pass specifies the planes it reads"),
                 }
             }
         }
@@ -872,7 +872,7 @@ mod tests {
     }
 
     #[test]
-    fn other_activations_than_the_weights_take_are_refused() {
+    fn unsupported_activation_types_are_refused() {
         let mut noise = Noise::new(9);
         let (pool, (matrix, _)) = (Pool::new(1).unwrap(), matrix(&mut noise, 32, 64, Dtype::F32));
         let x = [0f32; 64];

@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn an_array_takes_what_the_plan_counts() {
+    fn an_array_takes_the_bytes_that_the_plan_counts() {
         // Plans add up elements, and a model has hundreds of arrays slightly larger than a multiple of a huge page.
         let array = Array::<u8>::zeros(HUGE + 1).unwrap();
         assert_eq!((array.as_ptr() as usize % HUGE, array.mapped), (0, HUGE + PAGE));

@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_on_any_thread_is_an_error_and_the_pool_lives_on() {
+    fn a_panic_on_any_thread_is_an_error_and_the_pool_continues() {
         let pool = Pool::new(3).unwrap();
         for bad in 0..3 {
             let error = pool.run(&|thread| assert!(thread != bad, "expected by this test")).unwrap_err();

@@ -1,13 +1,12 @@
 //! Linear layers of the draft: 4-bit weights (8-bit for the head), int8 activations.
 //!
-//! Groups of 128 along k, `w = code·s + z` with s and z in f16; activations are int8 with one scale per group, so a group's
-//! product is an integer: `Σ w·x = s·xs·Σ code·q + z·xs·Σ q`.
+//! Groups of 128 along k, `w = code·s + z` with s and z in f16. Activations are int8 with one scale per group, so a group's
+//! sums are integers: `Σ w·x = s·xs·Σ code·q + z·xs·Σ q`.
 //!
-//! A tile is 16 outputs × one group, contiguous, parameters first, so that a pass is one stream of reads in address order:
-//! `{ s: 16 f16 | z: 16 f16 | codes }`. Code vector v of 64 bytes holds 4 bytes per output: in 4-bit tiles (16 vectors,
-//! 1,088 bytes) byte b has k = 8v + b in its low nibble and k = 8v + 4 + b in its high one; in 8-bit tiles (32 vectors,
-//! 2,112 bytes) byte b is k = 4v + b. Tiles lie `[n/16][group]`; a last group shorter than 128 is padded with zero codes, and
-//! its activations with zeros.
+//! A tile is 16 outputs × one group, contiguous, parameters first, so that a pass reads one stream in address order: `{ s: 16
+//! f16 | z: 16 f16 | codes }`. Code vector v of 64 bytes holds 4 bytes per output. In 4-bit tiles (16 vectors, 1,088 bytes)
+//! byte b has k = 8v + b in its low nibble and k = 8v + 4 + b in its high one. In 8-bit tiles (32 vectors, 2,112 bytes) byte
+//! b is k = 4v + b. Tiles are `[n/16][group]`; a short last group is padded with zero codes, and its activations with zeros.
 
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, madd, rint, rint_i32, sum16};
@@ -22,7 +21,7 @@ pub(crate) const GROUP: usize = WEIGHT_GROUP;
 // A tile holds 16 vectors of 8 k.
 const _: () = assert!(GROUP == 128);
 
-/// Names what [`encode`] writes, for files that keep it: another name for other bytes.
+/// Version of the format that [`encode`] writes, for files that keep it. Change it when the bytes change.
 pub(crate) const LAYOUT: &str = "cpu tiles 2";
 
 /// Outputs of a tile.
@@ -104,11 +103,11 @@ impl Tiles {
     }
 }
 
-/// Codes a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles. The numbers are those of
+/// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles. The result equals
 /// [`quantspec_core::quantize::quantize_weights_row`].
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
+/// [`quantspec_core::ErrorKind::NotFinite`] if the range of a group exceeds f16.
 pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut [u8]) -> Result<()> {
     let (groups, bytes) = (k.div_ceil(GROUP), bits.tile_bytes());
     let mut codes = [0u8; GROUP];
@@ -143,7 +142,8 @@ pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut
     Ok(())
 }
 
-/// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
+/// Scale, zero (bits of f16) and codes of one group, with zero codes after it. The same IEEE operations as core's,
+/// vectorised.
 #[inline(always)]
 fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let top = f32::from(bits.top());
@@ -173,10 +173,10 @@ pub(crate) fn halves(scale: f32, zero: f32) -> (u16, u16) {
     (f16_bits(scale.max(SCALE_MIN)), f16_bits(zero))
 }
 
-/// Lanes of the sums whose order core defines.
+/// Lanes of the sums, whose order core defines.
 const SUM_LANES: usize = 32;
 
-/// The code of a weight where parameters are only tried. Nothing is NaN here, so comparisons are one instruction of vectors.
+/// The code of a weight during the search. Nothing is NaN here, so a comparison is one vector instruction.
 #[inline(always)]
 fn trial_code(x: f32, zero: f32, inverse: f32) -> f32 {
     let steps = (x - zero) * inverse;
@@ -190,13 +190,13 @@ pub(crate) struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// The least weight, of a multiple of sixteen.
+    /// The smallest weight; the length is a multiple of sixteen.
     #[inline(always)]
     pub(crate) fn least(&self) -> f32 {
         self.fold(f32::INFINITY, |a, b| if b < a { b } else { a })
     }
 
-    /// The greatest weight, of a multiple of sixteen.
+    /// The largest weight; the length is a multiple of sixteen.
     #[inline(always)]
     pub(crate) fn greatest(&self) -> f32 {
         self.fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
@@ -247,7 +247,7 @@ impl Group<'_> {
         })
     }
 
-    /// Least squares for the codes that parameters give.
+    /// Least-squares fit to the codes that the parameters give.
     #[inline(always)]
     fn fit(&self, params: (u16, u16)) -> Option<(u16, u16)> {
         let (scale, zero) = (f16_value(params.0), f16_value(params.1));
@@ -291,7 +291,7 @@ impl Group<'_> {
     }
 }
 
-/// Quantised activations of up to a fixed number of rows.
+/// Quantised activations, with a maximum number of rows.
 pub(crate) struct Acts {
     /// `[m][width]`, width = groups · 128.
     q: Array<i8>,
@@ -330,7 +330,7 @@ impl Acts {
         self.groups == tiles.k.div_ceil(GROUP) && self.q.len() >= m * self.width
     }
 
-    /// Quantises m rows of k, `stride` apart, to codes of `−most..=most`; `k` decides the layout until the next call.
+    /// Quantises m rows of k, `stride` apart, to codes of `−most..=most`; `k` determines the layout until the next call.
     pub(crate) fn quantize(&mut self, simd: Simd, most: f32, x: &[f32], stride: usize, m: usize, k: usize) {
         self.groups = k.div_ceil(GROUP);
         self.width = self.groups * GROUP;
@@ -350,7 +350,7 @@ fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: 
         let mut v = [0f32; GROUP];
         let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
         v[..x.len()].copy_from_slice(x);
-        // As bits: magnitudes have the order of their numbers, and NaN is above them all, so that the scale tells of one.
+        // Bits of magnitudes are ordered like the numbers, and NaN is above all, so the scale reveals NaN.
         let mut most = [0u32; 16];
         for v in v.chunks_exact(16) {
             for l in 0..16 {
@@ -359,12 +359,12 @@ fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: 
         }
         let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
         let inverse = if most > 0.0 { largest / most } else { 0.0 };
-        // An overflowing inverse (a group of subnormals) would give codes beyond an i8.
+        // The inverse of a group of subnormals overflows, which would give codes beyond an i8.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let mut total = 0i32;
         for (q, v) in q.iter_mut().zip(&v) {
             let code = rint_i32(v * inverse);
-            // Wraps only among codes of no number, which their scale tells of.
+            // Wraps only for codes of NaN, which the scale reveals.
             total = total.wrapping_add(code);
             *q = code as i8;
         }
@@ -397,7 +397,7 @@ impl Operands<'_> {
         );
         #[cfg(target_arch = "x86_64")]
         match simd {
-            // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+            // SAFETY: the CPU has these features, as the path was chosen; the lengths were checked above.
             Simd::Avx512 | Simd::Amx => unsafe {
                 return match m {
                     1 => avx512::column::<1>(self, out.as_mut_ptr()),
@@ -472,7 +472,7 @@ mod avx512 {
     /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
     ///
     /// # Safety
-    /// The lengths `Operands::rows` checks for M rows; `out`: M rows of 16, 32 apart.
+    /// The lengths that `Operands::rows` checks for M rows; `out`: M rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     pub(super) unsafe fn column<const M: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: passed on.
@@ -488,7 +488,7 @@ mod avx512 {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     unsafe fn tiles<const M: usize, const V: usize>(part: &Operands, out: *mut f32) {
-        // SAFETY: offsets stay inside the lengths promised by the caller.
+        // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
             let mut acc = [_mm512_setzero_ps(); M];
@@ -543,14 +543,14 @@ mod avx2 {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// `vpmaddubsw` on nibbles, V code vectors to a tile: eight products of at most 2·15·127 fit an i16 lane before it must be
-    /// widened, products of whole bytes would not. High nibbles of 8-bit codes count sixteen times.
+    /// `vpmaddubsw` on nibbles, V code vectors per tile. Eight products of at most 2·15·127 fit in an i16 lane before it must
+    /// be widened; products of whole bytes would not. High nibbles of 8-bit codes count sixteen times.
     ///
     /// # Safety
-    /// The lengths `Operands::rows` checks, for row j; `out`: 16 floats.
+    /// The lengths that `Operands::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) unsafe fn column<const V: usize>(part: &Operands, j: usize, out: *mut f32) {
-        // SAFETY: offsets stay inside the lengths promised by the caller.
+        // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
             let low = _mm256_set1_epi8(15);
             let ones = _mm256_set1_epi16(1);
@@ -561,7 +561,7 @@ mod avx2 {
                 let q = part.q.as_ptr().add(j * part.width + g * GROUP).cast::<i32>();
                 // Sums over low and over high nibbles of the two halves of the outputs.
                 let mut dots = [[_mm256_setzero_si256(); 2]; 2];
-                // Both nibbles of a 4-bit vector meet in one sum, so four vectors fill a lane; of an 8-bit one, eight.
+                // Both nibbles of a 4-bit vector go into one sum, so four vectors fill a lane; of an 8-bit one, eight.
                 for first in (0..V).step_by(V / 4) {
                     let mut sums = [[_mm256_setzero_si256(); 2]; 2];
                     for v in first..first + V / 4 {
@@ -627,12 +627,12 @@ mod tests {
             let mut w = noise.normals(33 * k);
             w[..k].fill(0.5); // constant groups
             w[k] = 900.0;
-            // Rows from where scales underflow to where half precision ends, and groups that lie beside zero.
+            // Rows from where scales underflow to the end of f16's range, and groups far from zero.
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2) {
                 let beside = if n % 3 == 0 { 40.0 } else { 0.0 };
                 row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 - 22));
             }
-            // A negative zero as the least is kept as such.
+            // A negative zero as the minimum is kept.
             w[20 * k..21 * k].iter_mut().filter(|w| **w < 0.0).for_each(|w| *w = -0.0);
             for bits in [Bits::Four, Bits::Eight] {
                 for simd in paths() {
@@ -696,11 +696,11 @@ mod tests {
                             let row = if of == Bits::Four { quantize_weights_row(row) } else { quantize_head_row(row) }
                                 .unwrap();
                             let exact = row.dot(&want);
-                            // A code of an activation may differ by one at a tie.
+                            // An activation's code may differ by one at a tie.
                             let bound = 2e-2 + 1e-4 * exact.abs();
                             assert!((f64::from(y[j * PANEL + n]) - exact).abs() < bound, "{of:?} {simd:?} k {k}");
                         }
-                        // Rows do not see each other here either.
+                        // Rows do not affect each other here either.
                         let mut alone = Acts::zeros(1, k).unwrap();
                         alone.quantize(simd, ACTIVATION_8, &x[j * k..], k, 1, k);
                         let mut one = vec![f32::NAN; PANEL];

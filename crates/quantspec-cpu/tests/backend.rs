@@ -34,6 +34,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         draft_weights: DraftWeights::Int4,
         sensitive: Sensitive::NONE,
         rejection: false,
+        page_masses: false,
         // Automatic γ depends on timing, so there is room for any choice.
         step_rows: slots * (GAMMA_MAX + 1),
         block_rows: 64,
@@ -68,7 +69,8 @@ fn memory_is_what_was_planned() {
         });
         for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full]), Planes::of(&[View::Upper])] {
             let rejection = draft != DraftWeights::None;
-            let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
+            let options =
+                Options { planes, draft_weights: draft, rejection, page_masses: rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
             let (mut larger, down) = (backend.memory().weights_bytes, Sensitive::DOWN);
@@ -503,7 +505,7 @@ fn misuse_is_an_error() {
     let apart =
         Step { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(1), choose_pages: true, rows: &rows };
     let error = forward::step(&mut pair, &apart).expect_err("an error");
-    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 lie apart"));
+    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 are not contiguous"));
     let foreign = Simd::ALL.into_iter().find(|simd| !simd.missing().is_empty()).expect("no CPU has every path");
     let choice = Choice { simd: foreign, reason: String::new() };
     let error = CpuBackend::load_on(&checkpoint, &options(1, 256), Hooks::default(), choice).err().expect("an error");

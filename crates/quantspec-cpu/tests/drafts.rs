@@ -57,6 +57,7 @@ fn load_sensitive(
         draft_weights: draft,
         sensitive,
         rejection: false,
+        page_masses: false,
         step_rows: 1,
         block_rows: 64,
         threads,
@@ -97,7 +98,7 @@ fn drafts_from_disk_have_the_bits_of_made_ones() {
 }
 
 #[test]
-fn one_changed_weight_is_quantised_anew() {
+fn one_changed_weight_is_quantised_again() {
     let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
     let folder = Folder::new("changed");
     let (before, first) = load(shape.checkpoint(1), Some(&folder), DraftWeights::Int4, 2);

@@ -9,6 +9,10 @@
 
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
+#[path = "support/grammar.rs"]
+mod grammar;
+
+use grammar::Fifths;
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_core::logprob::Logprob;
@@ -86,6 +90,8 @@ struct Run {
     sensitive: Sensitive,
     /// Rows of a prompt, over all layers, between two rounds of earlier sequences.
     chunk_rows: usize,
+    /// Answers follow a grammar.
+    constrained: bool,
 }
 
 impl Run {
@@ -101,6 +107,7 @@ impl Run {
             rounding: Rounding::Balanced,
             sensitive: Sensitive::NONE,
             chunk_rows: usize::MAX,
+            constrained: false,
         }
     }
 
@@ -156,6 +163,7 @@ impl Run {
             draft_weights: DraftWeights::None,
             sensitive: self.sensitive,
             rejection: sampler.accept == Accept::Rejection,
+            page_masses: false,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
@@ -167,6 +175,7 @@ impl Run {
             planes: Planes::of(&views),
             draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
             rejection: options.rejection && needs.distributions,
+            page_masses: needs.page_masses,
             ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
@@ -177,6 +186,9 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
+            if self.constrained {
+                engine.constrain(slot, Fifths::boxed(checkpoint.config().vocab)).expect("a slot before its prompt");
+            }
             if let Some(top) = top {
                 engine.want_logprobs(slot, top).expect("a slot before its prompt");
             }
@@ -255,7 +267,8 @@ fn law_of(
 ) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
     let weights = runs.first().map(|(run, _)| run.weights).unwrap_or_default();
-    let plain = Run { weights, ..Run::ar() };
+    let constrained = runs.first().is_some_and(|(run, _)| run.constrained);
+    let plain = Run { weights, constrained, ..Run::ar() };
     let mut last = Vec::new();
     for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
@@ -276,15 +289,21 @@ fn law_of(
     last
 }
 
-/// The methods whose drafts read pages.
-const METHODS: [&str; 3] = ["quantspec", "kv4", "w4"];
+/// The methods of the list whose drafts read any pages and copy nothing: what [`selection`] combines with everything else.
+fn methods() -> [&'static str; 3] {
+    let any_pages = |entry: &&draft::Entry| matches!(entry.source, draft::Source::Model { pages: None, .. });
+    let found: Vec<&str> =
+        draft::METHODS.iter().filter(any_pages).filter(|entry| !entry.copies).map(|entry| entry.name).collect();
+    found.try_into().expect("the selection of combinations is made for three")
+}
+
 const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
 const GAMMAS: [usize; 6] = [1, 2, 4, 7, 12, 16];
 const BATCHES: [usize; 3] = [1, 3, 8];
 const THREADS: [usize; 2] = [1, 2];
 
 #[test]
-fn prompts_read_between_the_rounds_of_others() {
+fn prompts_are_processed_between_the_rounds_of_others() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [300, 900, 129, 640].iter().map(|&n| book(n, n)).collect();
     let runs: Vec<(Run, usize)> = [1, 700, 4000]
@@ -296,7 +315,7 @@ fn prompts_read_between_the_rounds_of_others() {
 }
 
 #[test]
-fn every_method_is_held() {
+fn every_method_has_a_run() {
     for entry in &draft::METHODS {
         let runs = combinations();
         assert!(runs.iter().any(|(run, _)| run.method == entry.name), "no run of method {}", entry.name);
@@ -307,7 +326,7 @@ fn every_method_is_held() {
 /// value of each is combined with every value of every other.
 fn selection() -> Vec<[usize; 5]> {
     let mut all = Vec::new();
-    for m in 0..METHODS.len() {
+    for m in 0..methods().len() {
         for p in 0..PAGES.len() {
             for g in 0..GAMMAS.len() {
                 for b in 0..BATCHES.len() {
@@ -327,13 +346,19 @@ fn selection() -> Vec<[usize; 5]> {
 
 /// The selection; plain decoding; γ auto; windows; and prompt lookup, alone and replacing any network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
-    let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
+    let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(methods()[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
             .into_iter()
-            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
+            .chain([
+                ("window", 1, 2),
+                ("snapkv", 1, 2),
+                ("quantspec+ngram", 1, 2),
+                ("quantspec+ngram", 3, 2),
+                ("draft-model", 1, 2),
+            ])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
@@ -364,12 +389,16 @@ fn combinations() -> Vec<(Run, usize)> {
         all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
         all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
     }
+    for (pages, refresh, gamma, batch) in [(2, 0, 4, 3), (3, 1, 7, 8), (2, 1, 12, 1), (16, 0, 2, 1)] {
+        let name = if batch == 1 { "snapkv+ngram" } else { "snapkv" };
+        all.push((Run::new(name, Pages::Snap { pages, refresh }, gamma, 2), batch));
+    }
     all
 }
 
 #[test]
 fn the_selection_meets_every_pair() {
-    let sizes = [METHODS.len(), PAGES.len(), GAMMAS.len(), BATCHES.len(), THREADS.len()];
+    let sizes = [methods().len(), PAGES.len(), GAMMAS.len(), BATCHES.len(), THREADS.len()];
     for (a, b) in (0..5).flat_map(|b| (0..b).map(move |a| (a, b))) {
         for (i, j) in (0..sizes[a]).flat_map(|i| (0..sizes[b]).map(move |j| (i, j))) {
             let meet = selection().iter().any(|places| (places[a], places[b]) == (i, j));
@@ -381,7 +410,7 @@ fn the_selection_meets_every_pair() {
     for batch in BATCHES {
         for (at, prompt) in prompts.iter().enumerate() {
             let mut chosen = runs.iter().zip(chosen(&runs, prompts.len()));
-            let drafts = |run: &Run| METHODS.contains(&run.method);
+            let drafts = |run: &Run| methods().contains(&run.method);
             let met = chosen.any(|((run, n), chosen)| drafts(run) && *n == batch && chosen.contains(&at));
             assert!(met, "a prompt of {} tokens never runs in a batch of {batch}", prompt.len());
         }
@@ -407,7 +436,7 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
     assert!(runs.iter().any(|(run, _)| run.sensitive != Sensitive::NONE), "no run with sensitive matrices");
-    for method in METHODS.into_iter().chain(["ngram"]) {
+    for method in methods().into_iter().chain(["ngram"]) {
         assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
     }
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
@@ -460,7 +489,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -481,6 +510,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
         ("window", 4, Pages::Window(2)),
+        ("snapkv", 4, Pages::Snap { pages: 2, refresh: 1 }),
         ("quantspec+ngram", 4, Pages::All),
         ("draft-model", 3, Pages::All),
     ] {
@@ -497,7 +527,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
 }
 
 #[test]
-fn penalties_look_at_the_text_alone() {
+fn penalties_depend_on_the_text_alone() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
     // For texts that may not repeat, prompt lookup proposes nothing.
@@ -523,6 +553,151 @@ fn penalties_look_at_the_text_alone() {
             }
         }
     }
+}
+
+#[test]
+fn masks_depend_on_the_text_alone() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    let mut runs = combinations();
+    runs.push((Run { chunk_rows: 700, ..Run::new("quantspec", Pages::All, 5, 2) }, prompts.len()));
+    let auto =
+        ["quantspec", "draft-model"].map(|method| (Run { auto: true, ..Run::new(method, Pages::All, 12, 2) }, 1));
+    let mut runs: Vec<(Run, usize)> = runs.into_iter().step_by(if full() { 1 } else { 5 }).chain(auto).collect();
+    // A text that may not repeat itself leaves prompt lookup little to propose: its first proposals are forbidden ones.
+    runs.retain(|(run, _)| run.method != "ngram" || run.gamma > 1);
+    for entry in &draft::METHODS {
+        if !runs.iter().any(|(run, _)| run.method == entry.name) {
+            runs.push((Run::new(entry.name, Pages::All, 4, 2), 3));
+        }
+    }
+    runs.iter_mut().for_each(|(run, _)| run.constrained = true);
+    let penalties = Penalties::new(1.2, 0.1, 0.0, 0).expect("penalties");
+    for samplers in [[replay(), greedy()], [replay().penalised(penalties), greedy().penalised(penalties)]] {
+        let free = law_of(&model, &prompts, 160, &[], &samplers);
+        let texts = law_of(&model, &prompts, 160, &runs, &samplers);
+        assert!(texts.iter().all(|text| grammar::allows(text)));
+        assert!(!free.iter().any(|text| grammar::allows(text)), "the grammar changed nothing");
+    }
+}
+
+/// Masks computed while drafting serve the verification: of a round of γ drafted tokens, γ + 1.
+#[test]
+fn a_round_computes_a_mask_for_each_of_its_rows() {
+    use quantspec_core::grammar::{Grammar, Mask};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    #[derive(Debug)]
+    struct Counting(Box<dyn Grammar>, Arc<AtomicUsize>);
+
+    impl Grammar for Counting {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            self.1.fetch_add(1, Relaxed);
+            self.0.mask(drafted)
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            self.0.advance(tokens);
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+    let drafter = draft::Entry::named("w4").expect("a method").drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+    let method = Method { target: View::Both, drafter, policy: Policy::fixed(4) };
+    let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+    let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+    let computed = Arc::new(AtomicUsize::new(0));
+    let grammar = Counting(Fifths::boxed(checkpoint.config().vocab), computed.clone());
+    engine.constrain(slot, Box::new(grammar)).expect("a slot before its prompt");
+    engine.prefill(slot, &mut |_, _| ()).expect("prefill");
+    assert_eq!(computed.swap(0, Relaxed), 1);
+    for _ in 0..10 {
+        engine.draft(&[(slot, 4)]).expect("draft");
+        engine.verify().expect("verify");
+        assert_eq!(computed.swap(0, Relaxed), 5);
+    }
+    assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
+}
+
+/// What bans leave empty is told as such, on the first token and on later ones, and ends no text of which drafted tokens alone are to blame.
+#[test]
+fn an_answer_without_a_token_left_says_so() {
+    use quantspec_core::Error;
+    use quantspec_core::grammar::{Grammar, Mask};
+
+    /// Any tokens, so many.
+    #[derive(Debug)]
+    struct Short(usize, Mutex<usize>);
+
+    impl Grammar for Short {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            let length = *self.1.lock().expect("no test panics in here") + drafted.len();
+            Ok((length >= self.0).then(|| Mask::from([0; 1])))
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            *self.1.lock().expect("no test panics in here") += tokens.len();
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let mut texts = Vec::new();
+    for gamma in [0, 4] {
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+        let drafter = draft::Entry::named("w4").expect("a method");
+        let drafter = drafter.drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+        let method = Method { target: View::Both, drafter, policy: Policy::fixed(gamma) };
+        let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(0, Mutex::default()))).expect("a slot before its prompt");
+        assert_eq!(engine.prefill(slot, &mut |_, _| ()).expect_err("no first token"), Error::no_token_left());
+        engine.finish(slot);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(7, Mutex::default()))).expect("a slot before its prompt");
+        let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
+        let error = loop {
+            engine.draft(&[(slot, gamma)]).expect("draft");
+            match engine.verify() {
+                Ok(emitted) => text.extend(&emitted[0].tokens),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((error, text.len()), (Error::no_token_left(), 7), "gamma {gamma}");
+        texts.push(text);
+    }
+    assert_eq!(texts[0], texts[1]);
 }
 
 #[test]

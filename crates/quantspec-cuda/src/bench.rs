@@ -6,7 +6,7 @@
 use crate::args;
 use crate::attend::{Around, Attend, Choice, Layer, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
-use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use crate::device::{Arg, Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
@@ -107,13 +107,18 @@ pub fn measure(
     bench.prompt(contexts, report)
 }
 
-/// Median seconds of the work that `work` queues, replayed as a graph.
-fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
-    let graph = device.record(work)?;
+/// Median seconds of some replays of a graph, after others that do not count.
+///
+/// # Errors
+/// Device errors of the driver.
+///
+/// # Safety
+/// As of [`Graph::launch`].
+pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64> {
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
         let start = device.mark()?;
-        // SAFETY: callers keep the recorded memory until this returns.
+        // SAFETY: the caller's.
         unsafe { graph.launch() }?;
         let took = start.seconds_to(&device.mark()?)?;
         if round >= WARM_UP {
@@ -122,6 +127,13 @@ fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])
+}
+
+/// [`median_seconds`] of what `work` queues.
+fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
+    let graph = device.record(work)?;
+    // SAFETY: callers keep what they recorded until this returns.
+    unsafe { median_seconds(device, &graph) }
 }
 
 /// Memory filled with f16 or bf16 values of ordinary size.
@@ -236,7 +248,7 @@ impl Bench {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
                             attend.run(view, pass, q.at(0), &at, places, Around::default())?;
-                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), places)?;
+                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
                         }
                     }
                 }
@@ -261,7 +273,7 @@ impl Bench {
         if view != View::Upper || visible <= LISTED {
             return Ok(());
         }
-        let choice = device.copied(&[Choice { row: 0, slot: 0, pages: visible as i32 }])?;
+        let choice = device.copied(&[Choice { pages: visible as i32, scored: visible as i32, ..Choice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
         let places =
             PassAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..PassAddresses::default() };
@@ -270,7 +282,7 @@ impl Bench {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
                 let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
                 // SAFETY: as above; lists and scores have room for every page.
-                unsafe { attend.choose(choice.at(0), 1, visible, LISTED, q.at(0), scores.at(0), &at, &places) }
+                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &places) }
             })
         })? / layers as f64;
         // A scale and a zero for each key channel of every page.
@@ -310,7 +322,7 @@ impl Bench {
             let matrices: Vec<Matrix> = (0..self.copies(bytes))
                 .map(|_| Ok(Matrix { buffer: filled(device, bytes)?, dtype: config.dtype, n, k }))
                 .collect::<Result<_>>()?;
-            let (x, y) = (filled(device, most * padded(k) * 4)?, device.allocate(most * n * 4)?);
+            let (x, y) = (filled(device, most.next_multiple_of(8) * padded(k) * 4)?, device.allocate(most * n * 4)?);
             for &rows in rows {
                 let seconds = seconds(device, || {
                     // SAFETY: x has `most` rows and y room for as many.
@@ -323,7 +335,7 @@ impl Bench {
             let drafts: Vec<Quantised> = (0..quantised)
                 .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, 0, &flag))
                 .collect::<Result<_>>()?;
-            let xs = device.zeroed(most * k.div_ceil(128) * 8)?;
+            let xs = device.zeroed(most.next_multiple_of(8) * k.div_ceil(128) * 8)?;
             for &rows in rows {
                 let seconds = seconds(device, || {
                     // SAFETY: as above; any bytes of x are valid codes.
@@ -457,22 +469,22 @@ impl Bench {
         let (ring_k, ring_v) = (ring.at(0), ring.at(kv_width * BUFFER_TOKENS * 2));
         let element = config.dtype.bytes();
         for &rows in rows {
-            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
+            let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
             let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
-            let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, hidden.next_multiple_of(G)];
+            let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, 0usize];
             for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
-                report(told("norm", form, took, hidden * (4 + rows * (12 + out))))?;
+                report(timed("norm", form, took, hidden * (4 + rows * (12 + out))))?;
             }
             let full = args![&y, 0u64, &x, width, padded(width)];
-            let codes = args![&y, 0u64, &x, &xs, width, width.next_multiple_of(G)];
+            let codes = args![&y, 0u64, &x, &xs, width, 0usize];
             let grid = [width.div_ceil(1024), rows, 1];
             for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(silu, grid, 256, 0, arguments))?;
-                report(told("silu", form, took, rows * width * (8 + out)))?;
+                report(timed("silu", form, took, rows * width * (8 + out)))?;
             }
             let arguments = args![
                 &described,
@@ -495,7 +507,7 @@ impl Bench {
             ];
             let grid = [(config.heads + 2 * config.kv_heads).div_ceil(4), rows, 1];
             let took = self.called(|| self.launch(append, grid, 128, 0, &arguments))?;
-            report(told("append", "f16", took, rows * (6 * (q_width + 2 * kv_width) + 4 * d)))?;
+            report(timed("append", "f16", took, rows * (6 * (q_width + 2 * kv_width) + 4 * d)))?;
         }
         Ok(())
     }
@@ -519,11 +531,11 @@ impl Bench {
         let described = device.zeroed(most * 16)?;
         let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), 1, false)?;
         for &rows in rows {
-            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
+            let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());
             let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
             let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;
-            report(told("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
+            report(timed("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
             let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };
             for (form, sampler) in [("greedy", Sampler::greedy()), ("replay", warm)] {
                 let turns = [Turn::new(0, 0, (rows - 1).min(GAMMA_MAX), sampler)];
@@ -531,9 +543,9 @@ impl Bench {
                 let step: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: offset }).collect();
                 sampling.turns().write(0, &sampling.describe(&step, &turns)?)?;
                 let took = self.called(|| sampling.choose_all(rows, described.at(0), logits.at(0), manner))?;
-                report(told("choose", form, took, rows * vocab * 4))?;
+                report(timed("choose", form, took, rows * vocab * 4))?;
                 let took = self.called(|| sampling.judge_chosen(sampling.turns().at(0), 1, logits.at(0)))?;
-                report(told("judge", form, took, 4 * rows))?;
+                report(timed("judge", form, took, 4 * rows))?;
             }
         }
         Ok(())

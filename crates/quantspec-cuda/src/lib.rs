@@ -13,10 +13,12 @@ mod flags;
 pub mod hierarchy;
 mod images;
 pub mod linear;
+pub mod masses;
 mod penalty;
 pub mod prefill;
 mod recorded;
 mod sample;
+mod shapes;
 mod weights;
 
 pub use backend::{CudaBackend, check, plan};

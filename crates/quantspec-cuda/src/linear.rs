@@ -2,6 +2,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, LOADS_PERCENT, Launch};
+use crate::shapes;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -13,12 +14,11 @@ pub(crate) const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
-pub(crate) const WARPS: usize = 8;
+pub(crate) const WARPS: usize = shapes::LINEAR_WARPS;
 /// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
 const RESIDENT: usize = 2;
 
-/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh). A test below checks it against kernels/linear.cu, which
-/// asserts its bytes.
+/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ringed {
     /// Bytes of shared memory.
@@ -30,24 +30,18 @@ pub(crate) struct Ringed {
 }
 
 impl Ringed {
+    pub(crate) fn new(shared: usize, hand_over: bool, cluster: usize) -> Ringed {
+        Ringed { shared, copying: if hand_over { 4 } else { 2 }, cluster }
+    }
+
     /// The pipeline for weights of `bits` bits and `tiles` row tiles.
-    const fn of(bits: usize, tiles: usize) -> Option<Ringed> {
-        let (shared, copying, cluster) = match (bits, tiles) {
-            (16, 1) => (222_448, 2, 1),
-            (16, 2) => (224_488, 2, 2),
-            (16, 4) => (225_472, 2, 2),
-            (16, 8) => (229_504, 4, 2),
-            (4, 1) => (211_848, 2, 1),
-            (4, 2) => (205_008, 4, 2),
-            (4, 4) => (224_936, 4, 2),
-            (4, 8) => (227_440, 4, 2),
-            (8, 1) => (207_240, 2, 1),
-            (8, 2) => (201_424, 4, 2),
-            (8, 4) => (221_864, 4, 2),
-            (8, 8) => (225_392, 4, 2),
-            _ => return None,
-        };
-        Some(Ringed { shared, copying, cluster })
+    fn of(bits: usize, tiles: usize) -> Option<Ringed> {
+        if bits == 16 {
+            let ring = shapes::RING.iter().find(|ring| ring.nt == tiles)?;
+            return Some(Ringed::new(ring.shared, ring.hand_over, ring.cluster));
+        }
+        let ring = shapes::DRAFT_RING.iter().find(|ring| ring.nt == tiles)?;
+        Some(Ringed::new(if bits == 4 { ring.shared4 } else { ring.shared8 }, ring.hand_over, ring.cluster))
     }
 }
 
@@ -132,15 +126,20 @@ struct Gemm {
 }
 
 impl Family {
-    /// `stem_1` to `stem_8`; `ringed` gives each one's pipeline on Hopper.
-    pub(crate) fn new(device: &Device, stem: &str, ringed: impl Fn(usize) -> Option<Ringed>) -> Result<Family> {
-        let kernels = [1, 2, 4, 8].map(|tiles| {
+    /// `stem_{tiles}` of each of `tiles`; `ringed` gives each one's pipeline on Hopper.
+    pub(crate) fn new(
+        device: &Device,
+        stem: &str,
+        tiles: &[usize],
+        ringed: impl Fn(usize) -> Option<Ringed>,
+    ) -> Result<Family> {
+        let kernels = tiles.iter().map(|&tiles| {
             let ringed = ringed(tiles).filter(|_| device.has_tma());
             let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
             device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
             Ok(Gemm { tiles, ringed, kernel })
         });
-        Ok(Family { kernels: kernels.into_iter().collect::<Result<_>>()? })
+        Ok(Family { kernels: kernels.collect::<Result<_>>()? })
     }
 
     /// The smallest kernel that takes all rows at once, or else the largest.
@@ -162,6 +161,35 @@ impl Family {
         };
         let grid = [blocks as u32, rows.div_ceil(8 * gemm.tiles) as u32, 1];
         Ok((gemm.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
+    }
+}
+
+/// Rows of a step from which draft GEMMs on Hopper are `linear_{w4,w8}_wide_{N}` and read panels.
+const WIDE_FROM: usize = 17;
+/// Rows of a panel, as in kernels/panel.cuh.
+pub(crate) const PANEL_ROWS: usize = 64;
+/// Threads of a block of these kernels: four warpgroups that multiply, one that loads.
+const WIDE_THREADS: u32 = 640;
+
+/// A kernel for draft weights of 17 and more rows on Hopper.
+#[derive(Clone, Copy, Debug)]
+struct Wide {
+    /// Most rows of a panel.
+    rows: usize,
+    /// Bytes of shared memory.
+    shared: usize,
+    kernel: Kernel,
+}
+
+impl Wide {
+    fn new(device: &Device, bits: usize) -> Result<Vec<Wide>> {
+        let kernels =
+            shapes::WIDE.iter().filter(|of| of.bits == bits).map(|&shapes::Wide { n: rows, shared, .. }| {
+                let kernel = device.kernel(&format!("linear_w{bits}_wide_{rows}"), shared)?;
+                device.prefer_shared(kernel, 100)?;
+                Ok(Wide { rows, shared, kernel })
+            });
+        kernels.into_iter().collect()
     }
 }
 
@@ -226,8 +254,8 @@ pub struct Linear {
     f16: Family,
     w4: WarpRings,
     w8: WarpRings,
-    /// Draft weights of 4 and of 8 bits on Hopper.
-    ringed: Option<[Family; 2]>,
+    /// Draft weights of 4 and of 8 bits on Hopper: of up to 16 rows, and of more.
+    ringed: Option<[(Family, Vec<Wide>); 2]>,
     single: Kernel,
     quantise: [[Kernel; 3]; 2],
 }
@@ -242,15 +270,13 @@ impl Linear {
             let kernel = |dtype| device.kernel(&format!("weights_w{bits}_{}", name(dtype)), 0);
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
-        let family = |stem, bits| Family::new(device, stem, |tiles| Ringed::of(bits, tiles));
+        let family =
+            |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| Ringed::of(bits, tiles));
+        let draft = |bits| Ok((family(&format!("linear_w{bits}_ring"), bits, &[1, 2])?, Wide::new(device, bits)?));
         Ok(Linear {
-            bf16: family("linear_bf16", 16)?,
-            f16: family("linear_f16", 16)?,
-            ringed: if device.has_tma() {
-                Some([family("linear_w4_ring", 4)?, family("linear_w8_ring", 8)?])
-            } else {
-                None
-            },
+            bf16: family("linear_bf16", 16, &[1, 2, 4, 8])?,
+            f16: family("linear_f16", 16, &[1, 2, 4, 8])?,
+            ringed: if device.has_tma() { Some([draft(4)?, draft(8)?]) } else { None },
             w4: WarpRings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
             w8: WarpRings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
             single: device.kernel("linear_f32", 0)?,
@@ -287,7 +313,14 @@ impl Linear {
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 `[rows][k padded to 128]` and xs float2 `[rows][groups]` {scale, sum}.
+    /// `panels` of a step's int8 inputs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if row-major.
+    pub fn panels(&self, rows: usize) -> usize {
+        if self.ringed.is_some() && rows >= WIDE_FROM { rows } else { 0 }
+    }
+
+    /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 and xs float2 {scale, sum}. Row-major they are
+    /// `[rows][k padded to 128]` and `[rows][groups]`; if [`Linear::panels`] is not 0, panels with rows padded to a multiple
+    /// of eight.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
@@ -297,12 +330,17 @@ impl Linear {
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
         let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
-        // Scales are copied by sixteen bytes: two groups of a row.
-        let (kernel, launch) = match &self.ringed {
-            Some(families) if groups.is_multiple_of(2) => {
-                let [w4, w8] = families;
-                if weights.bits == 4 { w4 } else { w8 }.launch(&self.device, rows, tiles)?
+        let ringed = self.ringed.as_ref().map(|[w4, w8]| if weights.bits == 4 { w4 } else { w8 });
+        let (kernel, launch) = match ringed {
+            Some((_, wide)) if self.panels(rows) > 0 => {
+                let wide = wide.iter().find(|wide| wide.rows >= rows).or(wide.last());
+                let Wide { kernel, shared, .. } = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
+                let clusters = (self.device.sms / 2).max(1).min(tiles);
+                let grid = [2 * clusters as u32, rows.div_ceil(PANEL_ROWS) as u32, 1];
+                (*kernel, Launch { grid, block: WIDE_THREADS, shared: *shared as u32, overlap: true })
             }
+            // Scales are copied by sixteen bytes, two groups of a row.
+            Some((family, _)) if groups.is_multiple_of(2) => family.launch(&self.device, rows, tiles)?,
             _ => {
                 let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
                 let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
@@ -339,7 +377,7 @@ impl Linear {
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             return Err(Error::internal(format!(
-                "{} bytes of weights where {full} are read, {} of a flag",
+                "{} bytes of weights instead of {full}, {} of a flag",
                 weights.buffer.bytes(),
                 flag.bytes()
             )));
@@ -366,41 +404,5 @@ impl Linear {
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Shared memory, loading warps and cluster size match kernels/linear.cu, whose macros assert them, by weight bits and
-    /// row tiles.
-    #[test]
-    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    fn rings_are_launched_as_they_are_compiled() {
-        let source = include_str!("../../../kernels/linear.cu");
-        let mut found = 0;
-        for line in source.lines() {
-            let Some((head, rest)) = line.trim().trim_end_matches('\\').trim().split_once('(') else { continue };
-            let fields: Vec<&str> = rest.trim_end_matches(')').split(", ").collect();
-            let number = |i: usize| fields[i].parse::<usize>().unwrap();
-            // RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED); DRAFT_RING(BITS, ... REGISTERS, SHARED4, SHARED8).
-            let rings = match (head, fields[0]) {
-                ("RING", nt) if nt != "NT" => vec![(16, 0, number(7))],
-                ("DRAFT_RING", "BITS") if fields[1] != "NT" => vec![(4, 1, number(8)), (8, 1, number(9))],
-                _ => continue,
-            };
-            for (bits, at, shared) in rings {
-                let ringed = Ringed::of(bits, number(at)).unwrap();
-                let copying = if fields[at + 5] == "true" { 4 } else { 2 };
-                assert_eq!(
-                    (ringed.shared, ringed.copying, ringed.cluster),
-                    (shared, copying, number(at + 4)),
-                    "{bits} bits: {line}"
-                );
-                found += 1;
-            }
-        }
-        assert_eq!(found, 12);
     }
 }

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn the_graph_cache_is_bounded() {
         let mut recorded = Recorded::new();
         // All kinds twice, five steps each.
         for kind in [|_| Kind::Seen, Kind::Graph] {

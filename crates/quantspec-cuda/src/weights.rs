@@ -159,7 +159,7 @@ impl Weights {
         self.drafts.as_ref().map_or(0, |drafts| drafts.bytes())
     }
 
-    /// Queues making all draft weights anew, after their memory was used for a prompt.
+    /// Queues recomputing all draft weights, after their memory was used for a prompt.
     pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
             let DraftLayer { qkv, output, gate_up, down } = &layer.draft;

@@ -92,7 +92,7 @@ fn named(error: &Error) -> [usize; 3] {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_its_numbers() {
+fn allocations_that_do_not_fit_are_refused_with_their_numbers() {
     let _alone = alone();
     let Some(device) = device() else { return };
     let (free, total) = device.memory().unwrap();
@@ -138,7 +138,7 @@ fn filling(checkpoint: &Checkpoint, device: &Device, bytes: usize) -> Options {
 }
 
 #[test]
-fn a_model_that_does_not_fit_gives_everything_back() {
+fn a_model_that_does_not_fit_returns_all_memory() {
     let _alone = alone();
     let Some(device) = device() else { return };
     let checkpoint = &checkpoints(&device, 512)[0];
@@ -157,7 +157,7 @@ fn a_model_that_does_not_fit_gives_everything_back() {
 }
 
 #[test]
-fn a_model_takes_what_its_plan_says_and_gives_it_back() {
+fn a_model_takes_its_planned_memory_and_returns_it() {
     let _alone = alone();
     let Some(device) = device() else { return };
     let checkpoint = &checkpoints(&device, 512)[0];
@@ -185,7 +185,7 @@ fn a_model_takes_what_its_plan_says_and_gives_it_back() {
 }
 
 #[test]
-fn what_lies_beyond_a_buffer_is_refused_and_changes_nothing() {
+fn accesses_beyond_a_buffer_are_refused_and_change_nothing() {
     let _alone = alone();
     let Some(device) = device() else { return };
     // Between two others of the same size, which the driver may have placed next to it.

@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, download, matrix, name, poisoned, round, run};
+use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::Dtype;
@@ -60,7 +60,8 @@ fn norms_add_the_branch_and_normalise() {
                 let (y_at, bias_at) = if with { (branch.at(0), bias_on.at(0)) } else { (0, 0) };
                 let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
                 arguments.extend_from_slice(outputs);
-                arguments.extend_from_slice(&args![eps, width, pitch]);
+                // Int8 inputs are row-major: no panels.
+                arguments.extend_from_slice(&args![eps, width, if kernel == "norm_i8" { 0 } else { pitch }]);
                 run(&device, kernel, [count, 1, 1], 512, 0, &arguments);
                 h.read::<f32>(0, count * width).unwrap()
             };
@@ -86,36 +87,23 @@ fn norms_add_the_branch_and_normalise() {
             launch("norm_f32", 0, rows, &args![&exact]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
+            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
             launch("norm_i8", 0, rows, &args![&x8, &xs]);
-            check_int8(
-                &exact,
-                pitch,
-                width,
-                rows,
-                &x8.read(0, rows * pitch).unwrap(),
-                pitch,
-                &xs.read(0, rows * groups * 2).unwrap(),
-            );
+            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+            check_int8(&exact, pitch, width, rows, &codes, &scales);
         }
     }
 }
 
 /// Codes, scales and sums of quantised rows.
-fn check_int8(
-    exact: &[f32],
-    exact_pitch: usize,
-    width: usize,
-    rows: usize,
-    codes: &[i8],
-    pitch: usize,
-    scales: &[f32],
-) {
+fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, codes: &[i8], scales: &[f32]) {
     let groups = width.div_ceil(128);
     for row in 0..rows {
         let x = &exact[row * exact_pitch..][..width];
         let want = quantize_activations(x).unwrap();
-        assert!(codes[row * pitch..][..width] == want.codes[..], "codes of row {row}");
+        let (inside, past) = codes[row * groups * 128..][..groups * 128].split_at(width);
+        assert!(inside == &want.codes[..], "codes of row {row}");
+        assert!(past.iter().all(|&code| code == 0), "codes past row {row}");
         for (group, codes) in want.codes.chunks(128).enumerate() {
             let at = (row * groups + group) * 2;
             let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
@@ -210,17 +198,43 @@ fn silu_times_up() {
             run(&device, "silu_mul_f32", grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
-            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, pitch]);
-            check_int8(
-                &exact,
-                pitch,
-                width,
-                rows,
-                &x8.read(0, rows * pitch).unwrap(),
-                pitch,
-                &xs.read(0, rows * groups * 2).unwrap(),
-            );
+            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
+            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, 0usize]);
+            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+            check_int8(&exact, pitch, width, rows, &codes, &scales);
+        }
+    }
+}
+
+/// Two panels, the second of seven rows, and a partial last group: codes and scales are those of row-major inputs.
+#[test]
+fn int8_inputs_are_stored_in_panels() {
+    let Some(device) = device() else { return };
+    let mut random = Random(7);
+    let (rows, width) = (71usize, 296usize);
+    let groups = width.div_ceil(128);
+    let hidden = device.copied(&random.normals(rows * width)).unwrap();
+    let weight = device.copied(&random.normals(width)).unwrap();
+    let gates = device.copied(&random.normals(rows * 2 * width)).unwrap();
+    for kernel in ["norm_i8", "silu_mul_i8"] {
+        let launch = |panels: usize| {
+            let places = 72 * groups;
+            let (x8, xs) = (poisoned(&device, places * 128), poisoned(&device, places * 8));
+            if kernel == "norm_i8" {
+                let arguments = args![&hidden, 0u64, 0u64, &weight, &x8, &xs, 1e-5f32, width, panels];
+                run(&device, kernel, [rows, 1, 1], 512, 0, &arguments);
+            } else {
+                let arguments = args![&gates, 0u64, &x8, &xs, width, panels];
+                run(&device, kernel, [width.div_ceil(1024), rows, 1], 256, 0, &arguments);
+            }
+            (x8.read::<i8>(0, places * 128).unwrap(), xs.read::<f32>(0, places * 2).unwrap())
+        };
+        let (codes, scales) = launch(0);
+        let (want, want_scales) = arranged(&codes, &scales, rows, groups, rows);
+        let (got, got_scales) = launch(rows);
+        for place in (0..72 * groups).filter(|&place| want_scales[place * 2].is_finite()) {
+            assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: codes at place {place}");
+            assert_eq!(got_scales[place * 2..][..2], want_scales[place * 2..][..2], "{kernel}: place {place}");
         }
     }
 }
@@ -329,7 +343,7 @@ fn values_beyond_f16_are_flagged() {
 }
 
 #[test]
-fn heads_are_turned_and_appended() {
+fn heads_are_rotated_and_appended() {
     let Some(device) = device() else { return };
     let mut random = Random(4);
     let (heads, kv_heads, slots, layers, layer, eps) = (6, 2, 3, 2, 1, 1e-6f32);

@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, matrix, poisoned, round, upload, while_busy};
+use gpu::{Random, arranged, device, distance, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
 use quantspec_cuda::args;
@@ -41,8 +41,8 @@ fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64
     all
 }
 
-/// Every row count of a verification of one sequence, and the limits of larger kernels.
-const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
+/// Every row count of a verification of one sequence, and the limits of larger kernels and of panels.
+const COUNTS: [usize; 24] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
 /// Outputs and inputs: whole tiles, remainders of both, and fewer inputs than warps share.
 const SHAPES: [(usize, usize); 5] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280)];
 /// Many tiles per block, in separate tests, since they dominate the time under compute-sanitizer. With 132 SMs, the last
@@ -132,9 +132,13 @@ fn check_draft(shapes: &[(usize, usize)]) {
                     scales[(row * groups + group) * 2 + 1] = quantised.scales[group] * sum as f32;
                 }
             }
-            let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
+            let inputs = COUNTS.map(|rows| {
+                let (codes, scales) = arranged(&codes, &scales, rows, groups, linear.panels(rows));
+                (rows, device.copied(&codes).unwrap(), device.copied(&scales).unwrap())
+            });
             let y = invariant(&device, n, &COUNTS, |y, rows| {
-                // SAFETY: x8 and xs have `most` rows and y room for as many.
+                let (_, x8, xs) = inputs.iter().find(|(count, ..)| *count == rows).unwrap();
+                // SAFETY: x8 and xs have that many rows, arranged as the product takes them, and y room for as many.
                 unsafe { linear.run_quantised(&draft, x8.at(0), xs.at(0), y, rows) }.unwrap();
             });
             let (mut got, mut want) = (Vec::new(), Vec::new());
@@ -198,7 +202,7 @@ fn other_work_changes_no_bit() {
         let scales: Vec<f32> = random.normals(most * k.div_ceil(128) * 2);
         let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
         for quantised in [false, true] {
-            for rows in [1, 5, 8, 16, 17, most] {
+            for rows in [1, 5, 8, 16, 17, 40, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();
                 let run = || {
                     // SAFETY: x, x8 and xs have `most` rows and y room for `rows`.

@@ -147,7 +147,7 @@ impl Stored {
             .and_then(|index| index.checked_add(HEADER_BYTES as u64 + header.description_bytes))
             .filter(|at| at.checked_add(header.data_bytes) == Some(length));
         let Some(data_at) = data_at else {
-            return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
+            return Err(Fault::Damaged(format!("{length} bytes long, unlike the length in its header")));
         };
         if header.description_bytes <= recipe.len() as u64 || !fits(&header) {
             return Err(Fault::Other);

@@ -11,13 +11,14 @@ use crate::forward::{self, Chunk, PrefillCursor};
 use crate::prompt_cache::PromptCache;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
+use quantspec_core::grammar::{Constraint, Grammar};
 use quantspec_core::logprob::{self, Logprob};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_core::{Error, ErrorKind, Result};
+use quantspec_core::{Error, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -41,6 +42,8 @@ struct Sequence {
     sampler: Sampler,
     /// The text as penalties look at it, where there are any.
     history: Option<Arc<History>>,
+    /// What its answer may be, where a grammar says so.
+    constraint: Option<Arc<Constraint>>,
     /// Answers over the prompt before this one.
     answers: usize,
     /// Likeliest tokens that come with the log-probability of every token; `None` where nobody wants these.
@@ -68,6 +71,9 @@ impl Sequence {
         self.text.extend(tokens);
         if let Some(history) = &mut self.history {
             Arc::make_mut(history).extend(tokens);
+        }
+        if let Some(constraint) = &self.constraint {
+            constraint.advance(tokens);
         }
     }
 }
@@ -206,6 +212,7 @@ impl<B: Backend> Engine<B> {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
             history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            constraint: None,
             answers: 0,
             logprobs: None,
             told: Vec::new(),
@@ -221,24 +228,38 @@ impl<B: Backend> Engine<B> {
         Ok(slot)
     }
 
+    /// Has the slot's answer follow a grammar, which is at its beginning; call it before the prompt is processed.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
+    pub fn constrain(&mut self, slot: usize, grammar: Box<dyn Grammar>) -> Result<()> {
+        self.unbegun(slot)?.constraint = Some(Arc::new(Constraint::new(grammar)));
+        Ok(())
+    }
+
     /// Has the slot's tokens come with log-probabilities and the `top` likeliest tokens of their places; call it before the prompt is
     /// processed. [`Engine::take_logprobs`] has them.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
     pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
+        self.unbegun(slot)?.logprobs = Some(top);
+        Ok(())
+    }
+
+    /// A sequence without any token of its answer.
+    fn unbegun(&mut self, slot: usize) -> Result<&mut Sequence> {
         let (_, _, sequence) = self.working(slot)?;
         if sequence.running {
             return Err(Error::usage(
                 format!("slot {slot} has emitted a token"),
-                "ask for log-probabilities before the prompt is processed",
+                "ask for log-probabilities or a grammar before the prompt is processed",
             ));
         }
-        sequence.logprobs = Some(top);
-        Ok(())
+        Ok(sequence)
     }
 
-    /// Log-probabilities of the slot's tokens since the last call, under the target's distribution before penalties and warpers.
+    /// Log-probabilities of the slot's tokens since the last call, under the target's distribution before penalties, masks and warpers.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence.
@@ -290,8 +311,8 @@ impl<B: Backend> Engine<B> {
         let mut first = None;
         if ended {
             let logits = sequence.logprobs.map(|_| backend.logits(0)).transpose()?;
-            let turn =
-                Turn { history: sequence.history.clone(), ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
+            let (history, constraint) = (sequence.history.clone(), sequence.constraint.clone());
+            let turn = Turn { history, constraint, ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
             let token = backend.first(&turn)?;
             drop(turn);
             if let (Some(logits), Some(top)) = (logits, sequence.logprobs) {
@@ -381,7 +402,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Begins the slot's answer anew over its prompt's cache, without log-probabilities: after the prompt comes `token`, and then `max_new_tokens − 1`
+    /// Begins the slot's answer anew over its prompt's cache, without log-probabilities and grammar: after the prompt comes `token`, and then `max_new_tokens − 1`
     /// of `add`, chosen by `sampler`. Quantised pages of the prompt are as prefill left them, and the buffer still is where no
     /// more than `BUFFER_TOKENS` positions were written since the oldest one that the first row reads. Where more were, the
     /// answer is `false`, nothing changed, and the prompt must be prefilled again.
@@ -407,7 +428,7 @@ impl<B: Backend> Engine<B> {
         }
         sequence.answers += 1;
         sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
-        (sequence.logprobs, sequence.told) = (None, Vec::new());
+        (sequence.constraint, sequence.logprobs, sequence.told) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
@@ -492,6 +513,7 @@ impl<B: Backend> Engine<B> {
             }
             let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
             let (history, reads_logits) = (sequence.history.clone(), sequence.logprobs.is_some());
+            let constraint = sequence.constraint.clone();
             sequence.written = sequence.written.max(committed + gamma + 1);
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
@@ -500,6 +522,7 @@ impl<B: Backend> Engine<B> {
             self.turns.push(Turn {
                 stop,
                 history,
+                constraint,
                 reads_logits,
                 copied: copied > 0,
                 ..Turn::new(slot, committed, gamma, sampler)
@@ -528,10 +551,10 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Verifies what the last `draft` drafted, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call. Where that is not finite, it takes a plain step instead, in which nothing drafted is computed.
+    /// the order of that call. Where that is not finite, or too much work for a grammar, it takes a plain step instead, in which nothing drafted is computed.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`forward::verify`],
+    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, those of the slots' grammars, and of [`forward::verify`],
     /// [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`], [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
@@ -542,7 +565,7 @@ impl<B: Backend> Engine<B> {
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         let verdicts = match forward::verify(&mut self.backend, self.method.target, &turns) {
             // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
-            Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
+            Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
                 let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
                 let in_vain = seconds + started.elapsed().as_secs_f64();
                 self.method.policy.observe_draft(in_vain, steps);
@@ -589,6 +612,7 @@ impl<B: Backend> Engine<B> {
             }
             sequence.emit(&tokens);
             sequence.remaining -= tokens.len();
+            let of_prompt = visible_pages(sequence.prompt_tokens);
             // A round that was taken again drafted in vain: none of it was accepted.
             self.stats.round(drafted, verdict.accepted);
             if turn.copied {
@@ -597,8 +621,7 @@ impl<B: Backend> Engine<B> {
             let visible = visible_pages(turn.committed);
             let read = match self.pages.filter(|_| !turn.copied) {
                 None => 0,
-                Some(Pages::All) => visible,
-                Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
+                Some(pages) => pages.read(of_prompt, visible),
             };
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {

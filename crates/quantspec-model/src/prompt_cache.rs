@@ -20,6 +20,7 @@ use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
+use quantspec_core::weights::RECIPE;
 use quantspec_core::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::collections::HashSet;
@@ -151,6 +152,11 @@ pub fn fingerprint(
     })?;
     hashes.sort_unstable();
     let mut all = format!("{config:?} {weights:?}").into_bytes();
+    if weights != TargetWeights::Checkpoint {
+        // Nibbles are made from the stored values, which the bytes hashed above hold rounded to a number format.
+        let stored: Vec<_> = Part::all(config).into_iter().map(|part| checkpoint.encoding(part)).collect();
+        all.extend_from_slice(format!("{RECIPE} {stored:?}").as_bytes());
+    }
     hashes.iter().for_each(|(_, hash)| all.extend_from_slice(&hash.to_le_bytes()));
     Ok(XxHash3_128::oneshot(&all))
 }
@@ -182,7 +188,7 @@ pub struct PromptCache {
     root: u128,
     note: Option<String>,
     /// Notes already given; each is given once.
-    told: HashSet<String>,
+    given_notes: HashSet<String>,
     /// Damaged files that could not be removed, as the folder is read-only.
     damaged: HashSet<PathBuf>,
 }
@@ -239,7 +245,7 @@ impl PromptCache {
             most_blocks: config.max_positions / BLOCK_TOKENS,
             root,
             note: None,
-            told: HashSet::new(),
+            given_notes: HashSet::new(),
             damaged: HashSet::new(),
         }
     }
@@ -257,8 +263,8 @@ impl PromptCache {
         self.note.take()
     }
 
-    fn tell(&mut self, note: String) {
-        if self.told.insert(note.clone()) {
+    fn add_note(&mut self, note: String) {
+        if self.given_notes.insert(note.clone()) {
             self.note = Some(note);
         }
     }
@@ -390,7 +396,7 @@ impl PromptCache {
             found.push(branch);
         }
         touch(&found);
-        notes.into_iter().for_each(|note| self.tell(note));
+        notes.into_iter().for_each(|note| self.add_note(note));
         found
     }
 
@@ -419,7 +425,7 @@ impl PromptCache {
     /// Removes a prompt that [`Reuse::restore`] found damaged, so that the next [`PromptCache::find`] does not use its file.
     pub fn forget(&mut self, mut reuse: Reuse) {
         if let Some(path) = reuse.damaged.take() {
-            self.tell(damaged(&path, "its keys and values"));
+            self.add_note(damaged(&path, "its keys and values"));
             self.damaged.insert(path);
         }
         self.note_failure(&mut reuse);
@@ -428,7 +434,7 @@ impl PromptCache {
     fn note_failure(&mut self, reuse: &mut Reuse) {
         if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
             let note = unusable(&at.folder, &error);
-            self.tell(note);
+            self.add_note(note);
         }
     }
 }

@@ -68,7 +68,7 @@ pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
     let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(None) };
     let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
     let Some(fields) = found else { return Ok(None) };
-    let Value::Object(fields) = fields else { return Err(unsupported(said(fields))) };
+    let Value::Object(fields) = fields else { return Err(unsupported(json_text(fields))) };
     let method = present(fields, "quant_method").and_then(Value::as_str).unwrap_or("unnamed method");
     match method {
         "fp8" => fp8(fields),
@@ -84,14 +84,14 @@ fn present<'a>(fields: &'a Map<String, Value>, name: &str) -> Option<&'a Value> 
     fields.get(name).filter(|value| !value.is_null())
 }
 
-fn said(value: &Value) -> String {
+fn json_text(value: &Value) -> String {
     shown(&value.to_string())
 }
 
 /// Refuses an option that is present with none of these values.
 fn one_of(fields: &Map<String, Value>, name: &str, allowed: &[Value]) -> Result<()> {
     match present(fields, name) {
-        Some(value) if !allowed.contains(value) => Err(unsupported(format!("{name} {}", said(value)))),
+        Some(value) if !allowed.contains(value) => Err(unsupported(format!("{name} {}", json_text(value)))),
         _ => Ok(()),
     }
 }
@@ -99,7 +99,7 @@ fn one_of(fields: &Map<String, Value>, name: &str, allowed: &[Value]) -> Result<
 fn size(name: &str, value: Option<&Value>) -> Result<usize> {
     match value.and_then(Value::as_u64) {
         Some(size @ 1..=0xffff_ffff) => Ok(size as usize),
-        _ => Err(unsupported(format!("{name} {}", value.map_or("(missing)".to_string(), said)))),
+        _ => Err(unsupported(format!("{name} {}", value.map_or("(missing)".to_string(), json_text)))),
     }
 }
 
@@ -114,7 +114,7 @@ fn group_size(fields: &Map<String, Value>) -> Result<Option<usize>> {
 /// Rows and columns of a block of scales.
 fn block_size(name: &str, value: &Value) -> Result<Block> {
     let [rows, columns] = value.as_array().map_or(&[] as &[Value], Vec::as_slice) else {
-        return Err(unsupported(format!("{name} {}", said(value))));
+        return Err(unsupported(format!("{name} {}", json_text(value))));
     };
     Ok(Block { rows: Some(size(name, Some(rows))?), columns: Some(size(name, Some(columns))?) })
 }
@@ -130,7 +130,7 @@ fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
         match present(fields, name) {
             Some(Value::Object(map))
                 if map.is_empty() || map.get("format").and_then(Value::as_str) == Some("dense") => {}
-            Some(value) => return Err(unsupported(format!("{name} {}", said(value)))),
+            Some(value) => return Err(unsupported(format!("{name} {}", json_text(value)))),
             None => {}
         }
     }

@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn dynamic_scaling_begins_behind_the_original_context() {
+    fn dynamic_scaling_begins_beyond_the_original_context() {
         let plain = table(64, RopeScaling::None);
         let dynamic = table(64, RopeScaling::Dynamic { factor: 2.0, original: 100 });
         assert_eq!(fill(&dynamic, 99, 100), fill(&plain, 99, 100));

@@ -162,7 +162,7 @@ fn missing_files() {
 
 /// transformers applies an adapter next to weights, so the weights alone are another model.
 #[test]
-fn an_adapter_beside_weights() {
+fn an_adapter_next_to_weights_is_refused() {
     let folder = Folder::valid();
     folder.write("adapter_config.json", b"{}");
     assert!(refused(&folder, "holds a LoRA adapter (adapter_config.json)").hint.contains("merge"));
@@ -267,7 +267,7 @@ fn damaged_weights() {
 }
 
 #[test]
-fn weights_that_are_not_numbers() {
+fn non_finite_weights_are_refused() {
     for (value, shown) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
         let mut weights = tiny::weights();
         let at = weights.len() - 4 * (16 * 8) - 4 * 3; // the third last value of the final norm
@@ -291,7 +291,7 @@ fn weights_that_are_not_numbers() {
 }
 
 #[test]
-fn a_file_that_shrinks_after_it_was_opened() {
+fn a_file_that_shrinks_after_opening_is_an_error() {
     let folder = Folder::valid();
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
     let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).expect("open");
@@ -504,7 +504,7 @@ fn chunks_bound_the_context() {
 }
 
 #[test]
-fn windows_that_are_not_in_use_are_accepted() {
+fn unused_sliding_windows_are_accepted() {
     config_refused(json!({"model_type": "mistral", "sliding_window": 63}), "sliding-window attention (63 tokens");
     for fields in [
         json!({"model_type": "mistral", "sliding_window": null}),

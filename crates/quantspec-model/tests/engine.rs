@@ -38,6 +38,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         draft_weights: DraftWeights::Int4,
         sensitive: Sensitive::NONE,
         rejection: false,
+        page_masses: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,
@@ -60,7 +61,7 @@ fn prefill(engine: &mut Engine<ReferenceBackend>, slot: usize) -> Result<u32, Er
 }
 
 #[test]
-fn prompts_that_cannot_be_taken() {
+fn unusable_prompts_are_refused() {
     let mut engine = engine(4, 2, 40);
     assert_eq!(add(&mut engine, &[], 5), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1, 16], 5), Err(ErrorKind::Model));
@@ -182,7 +183,7 @@ fn round(engine: &mut Engine<ReferenceBackend>, slot: usize, gamma: usize) -> Ve
 }
 
 #[test]
-fn a_drafter_is_told_the_text_whenever_it_begins() {
+fn a_drafter_gets_the_text_whenever_it_begins() {
     // The model answers 0 to everything.
     let mut engine = engine(4, 1, 60);
     let slot = add(&mut engine, &[1, 2, 0, 0, 3], 50).expect("add");
@@ -222,7 +223,7 @@ fn rejection_needs_no_distribution_of_drafts_that_are_certain() {
 }
 
 #[test]
-fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
+fn an_answer_restarts_while_the_buffer_holds_what_its_first_row_reads() {
     let mut engine = engine(0, 1, 600);
     let slot = add(&mut engine, &[1, 2, 3], 500).expect("add");
     assert_eq!(engine.restart(slot, 1, Sampler::greedy()).expect_err("nothing to restart").kind, ErrorKind::Usage);

@@ -244,7 +244,7 @@ fn rope_scaling_is_read() {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_by_name() {
+fn unimplemented_features_are_refused_by_name() {
     for (key, value, expected) in [
         ("general.architecture", text_value("gemma3"), "architecture \"gemma3\""),
         ("llama.expert_count", u32_value(8), "llama.expert_count (8)"),

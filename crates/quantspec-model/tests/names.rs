@@ -105,7 +105,7 @@ fn fused_matrices_are_divided() {
 }
 
 #[test]
-fn the_language_model_is_found_beside_a_vision_tower() {
+fn the_language_model_is_found_next_to_a_vision_tower() {
     let plain = Folder::valid();
     let plain = Checkpoint::open(plain.path()).expect("plain");
     let old = wrapped(|name| format!("language_model.{name}"));
@@ -119,7 +119,7 @@ fn the_language_model_is_found_beside_a_vision_tower() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn inconsistent_checkpoints_are_refused() {
     let refused = |checkpoint, expected: &str| {
         let error = opened(checkpoint).expect_err("refused");
         assert_eq!(error.kind, ErrorKind::Model);

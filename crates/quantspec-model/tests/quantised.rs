@@ -97,7 +97,7 @@ fn values_are_those_of_an_independent_reader_bit_for_bit() {
 }
 
 #[test]
-fn what_is_missing_or_of_another_shape_is_refused() {
+fn missing_tensors_and_other_shapes_are_refused() {
     for (format, quantisation) in formats() {
         let (stored, _) = tensors(&format);
         for index in 5..stored.len() {
@@ -122,7 +122,7 @@ fn what_is_missing_or_of_another_shape_is_refused() {
 }
 
 #[test]
-fn a_bias_beside_a_quantised_matrix_may_only_be_zeros() {
+fn a_bias_of_a_quantised_matrix_must_be_zero() {
     let quantisation = &formats()["gptq4"];
     for (value, refused) in [(0, false), (1, true)] {
         let (mut stored, _) = tensors("gptq4");
@@ -135,7 +135,7 @@ fn a_bias_beside_a_quantised_matrix_may_only_be_zeros() {
 }
 
 #[test]
-fn options_that_are_not_read_are_refused() {
+fn unsupported_options_are_refused() {
     let (stored, _) = tensors("gptq4");
     for (quantisation, expected) in [
         (json!({"quant_method": "bitsandbytes"}), "method \"bitsandbytes\""),

@@ -11,7 +11,7 @@ use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, TargetWeights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
-use quantspec_core::weights::GROUP;
+use quantspec_core::weights::{GROUP, SMALL_GROUP};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::path::Path;
 
@@ -32,43 +32,49 @@ fn streamed_weights(checkpoint: &Checkpoint, bytes: impl Fn(Part) -> usize) -> u
         .sum()
 }
 
-/// Bytes of a matrix in nibbles: both planes, and the upper one.
-fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
-    let (rows, columns) = checkpoint.shape(part);
-    let groups = rows * columns.div_ceil(GROUP);
-    (groups * (GROUP + PARAMS), groups * (GROUP / 2 + PARAMS))
+/// Bytes of a matrix in nibbles, in groups of `group`: both planes, and the upper one.
+fn nibble_bytes((rows, columns): (usize, usize), group: usize) -> (usize, usize) {
+    let groups = rows * columns.div_ceil(group);
+    (groups * (group + PARAMS), groups * (group / 2 + PARAMS))
 }
 
-/// `traffic(model, start, tokens, weights)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
+/// `traffic(model, start, tokens, weights, device)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
 /// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
-#[pyo3(signature = (model, start, tokens, weights, *, draft_precision="none", described=false))]
+#[pyo3(signature = (model, start, tokens, weights, device, *, draft_precision="none", described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     model: &str,
     start: usize,
     tokens: usize,
     weights: &str,
+    device: &str,
     draft_precision: &str,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
-    let sensitive = sensitive(draft_precision, None, DraftWeights::Int4).map_err(to_python)?.unwrap_or_default();
+    let chosen = sensitive(draft_precision, None, DraftWeights::Int4).map_err(to_python)?.unwrap_or_default();
     let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
-    let upper = |part: Part| nibble_bytes(&checkpoint, part).1;
+    let cpu = device == "cpu";
+    let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
+    // Matrices of which target and draft always read both planes: on a CPU also the values of 4-bit weights.
+    let always = |part: Part| match part {
+        Part::Layer(_, LayerPart::V) => cpu && weights == TargetWeights::Int4,
+        part => part == Part::Head,
+    };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int4 if part != Part::Head => upper(part),
-        TargetWeights::Int8 | TargetWeights::Int4 => nibble_bytes(&checkpoint, part).0,
+        TargetWeights::Int4 if !always(part) => nibbles(part).1,
+        TargetWeights::Int8 | TargetWeights::Int4 => nibbles(part).0,
     };
-    // Of the head, and of what is sensitive, a draft reads what the target does.
-    let draft = |part: Part| if part.is_drafted_in_8_bits(sensitive) { target(part) } else { upper(part) };
+    let draft =
+        |part: Part| if always(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
@@ -110,6 +116,7 @@ pub(crate) fn planned(
         draft_precision,
         draft_pages: None,
         page_choice,
+        draft_refresh: 0,
         accept,
         gamma: None,
         capacity,

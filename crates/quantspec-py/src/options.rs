@@ -43,6 +43,8 @@ pub(crate) struct Request<'a> {
     pub(crate) draft_precision: &'a str,
     pub(crate) draft_pages: Option<DraftPages>,
     pub(crate) page_choice: &'a str,
+    /// New pages after which a draft of `snapkv` chooses again; 0 is never.
+    pub(crate) draft_refresh: usize,
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
@@ -83,6 +85,7 @@ pub(crate) fn of_draft(target: &Options) -> Options {
     // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
+        page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
         ..target.clone()
@@ -161,13 +164,20 @@ impl Request<'_> {
         )?;
         let sensitive = sensitive(self.draft_precision, weights, wanted)?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
-        let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
-        let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let refresh = self.draft_refresh;
+        let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
+        let best: fn(usize, usize) -> Pages = |pages, _| Pages::Best(pages);
+        let window: fn(usize, usize) -> Pages = |pages, _| Pages::Window(pages);
+        let choice = one_of("page_choice", self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
+        let chosen = |count| choice(count, refresh);
         let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let pages = match self.draft_pages {
-            None => vec![Pages::All],
+            None => match method.own_pages() {
+                Some(Pages::Snap { pages, .. }) => vec![snap(pages, refresh)],
+                _ => vec![Pages::All],
+            },
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                let all = method.window().is_none().then_some(Pages::All);
+                let all = method.own_pages().is_none().then_some(Pages::All);
                 all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
@@ -183,7 +193,8 @@ impl Request<'_> {
         };
         let tokens = |&asked: &Pages| match method.pages(asked) {
             Pages::All => usize::MAX,
-            Pages::Window(pages) | Pages::Best(pages) => pages.saturating_mul(G),
+            Pages::Window(pages) | Pages::Best(pages) | Pages::Snap { pages, .. } => pages.saturating_mul(G),
+            Pages::Tokens(tokens) => tokens,
         };
         let fewest = pages.iter().map(tokens).min().unwrap_or(0);
         let drafter = method.drafter(target, wanted, &pages);
@@ -240,6 +251,7 @@ impl Request<'_> {
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
                 sensitive: sensitive.filter(|_| self.every_view || needs.draft_weights).unwrap_or_default(),
+                page_masses: self.every_view || needs.page_masses,
                 rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,

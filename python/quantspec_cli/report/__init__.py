@@ -87,7 +87,7 @@ def evaluation(found: Row) -> str:
         Section(
             "Drafts against the INT8 target",
             "Acceptance is the chance that verification keeps a drafted token at temperature 1; top-1 is agreement of the "
-            "likeliest token.",
+            "most likely token.",
             chart,
             ["acceptance", "top-1 agreement"],
             Table(

@@ -250,7 +250,7 @@ fn bounds_are_those_of_core_and_bound_every_key() {
 }
 
 #[test]
-fn a_score_far_above_the_others_takes_all_and_uniform_scores_share() {
+fn a_dominant_score_gets_all_weight_and_uniform_scores_share_it() {
     let mut noise = Noise::new(23);
     let (d, position) = (64, 4 * G - 1);
     let mut head = Head::new(&mut noise, d, 4 * G, Rounding::Balanced);

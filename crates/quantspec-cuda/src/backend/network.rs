@@ -1,7 +1,7 @@
 //! The network's operations on the rows of a step.
 
 use super::CudaBackend;
-use super::kv_cache::page_shared;
+use super::kv_cache::{Snapped, page_shared};
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
@@ -17,8 +17,8 @@ use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
-/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to be resident next to a GEMM's block.
-pub(crate) const NORM_THREADS: u32 = 512;
+/// Threads of a norm's block.
+pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
 /// Kinds of matrices, as places in `Sensitive::KINDS`.
 const QKV: usize = 0;
@@ -56,7 +56,7 @@ impl CudaBackend {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, self.linear.panels(rows)];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         } else {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
@@ -148,7 +148,7 @@ impl CudaBackend {
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
     }
 
-    /// Makes the draft weights anew if a prompt has overwritten them, and waits: draft kernels read weights before the
+    /// Recomputes the draft weights if a prompt has overwritten them, and waits: draft kernels read weights before the
     /// previous kernel has ended.
     pub(super) fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {
@@ -270,20 +270,20 @@ impl CudaBackend {
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
-            let (n, scores) = match step.pages {
+            let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
-                Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
-                Pages::Best(n) | Pages::Window(n) => (n, 0),
-                Pages::All => (0, 0),
+                Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
+                Pages::Snap { .. } => self.masses.as_ref().map_or(0, |masses| masses.of_layer(layer)),
+                Pages::All | Pages::Best(_) | Pages::Window(_) | Pages::Tokens(_) => 0,
             };
             let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
             unsafe {
                 self.attend.choose(
                     layout.choices,
-                    layout.choosing,
+                    [layout.choosing, layout.scoring],
                     layout.choosing_pages,
-                    self.listed(n),
+                    self.listed(step.pages.count().unwrap_or(0)),
                     space.q.at(0),
                     scores,
                     &cache,
@@ -300,9 +300,10 @@ impl CudaBackend {
                 self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
                 let input = &space.attended;
                 if draft {
-                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
+                    let panels = self.linear.panels(step.rows.len());
+                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
                 } else {
-                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
                 }
             }
         }
@@ -332,7 +333,8 @@ impl CudaBackend {
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
             let y = crate::device::Arg::from(&space.y);
-            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), gated.pitch8().into()];
+            let panels = self.linear.panels(rows);
+            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
             self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
         } else {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
@@ -388,6 +390,11 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => self.step_attend(layer, step),
             Pass::Prefill(block) => {
+                let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
+                if let Some(masses) = &mut self.masses {
+                    // SAFETY: as below.
+                    unsafe { masses.take_in(block, q, kv)? };
+                }
                 let prompt = &self.prompt;
                 // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
                 unsafe {
@@ -501,6 +508,10 @@ impl Network for CudaBackend {
                 self.sampling.flag(),
             ];
             self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+        }
+        let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
+        if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {
+            slot.snapped = Snapped { of_prompt, refreshed: 0 };
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![

@@ -24,7 +24,9 @@ pub(super) struct Input {
 
 impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
-        [rows * padded(width) * dtype.bytes(), rows * width.next_multiple_of(GROUP), rows * width.div_ceil(GROUP) * 8]
+        // Rows of panels are padded to a multiple of eight.
+        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(GROUP));
+        [rows * padded(width) * dtype.bytes(), eights * groups * GROUP, eights * groups * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
@@ -132,7 +134,7 @@ impl Sizes {
 }
 
 /// Most tokens of a prompt with its own memory for hidden states, keys and values. Longer prompts use that of the draft
-/// weights, which are made anew before the next draft. That takes some hundredths of a second; such a prompt takes at least
+/// weights, which are recomputed before the next draft. That takes some hundredths of a second; such a prompt takes at least
 /// half a second.
 pub(super) const TOKENS_OWN: usize = 16_384;
 

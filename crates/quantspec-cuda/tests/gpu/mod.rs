@@ -32,6 +32,33 @@ pub(crate) fn run(device: &Arc<Device>, name: &str, grid: [usize; 3], block: u32
     device.synchronize().unwrap();
 }
 
+/// Int8 inputs `[rows][groups][128]` and their pairs {scale, sum}, arranged for a step's GEMMs: row-major, or panels
+/// (kernels/panel.cuh), where missing rows hold 99 and NaN.
+pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize, panels: usize) -> (Vec<i8>, Vec<f32>) {
+    if panels == 0 {
+        return (codes[..rows * groups * 128].to_vec(), scales[..rows * groups * 2].to_vec());
+    }
+    let (mut to, mut to_scales) = (Vec::new(), Vec::new());
+    for first in (0..rows).step_by(64) {
+        for group in 0..groups {
+            for row in first..rows.min(first + 64).next_multiple_of(8) {
+                let from = row * groups + group;
+                let mut place = [99i8; 128];
+                if row < rows {
+                    for (k, &code) in codes[from * 128..][..128].iter().enumerate() {
+                        let (half, lane, step, pair) = (k / 64, k % 64 / 16, k % 16 / 8, k % 8 / 4);
+                        let piece = (half * 4 + step * 2 + pair) ^ (row % 8);
+                        place[piece * 16 + lane * 4 + k % 4] = code;
+                    }
+                }
+                to.extend(place);
+                to_scales.extend(if row < rows { [scales[from * 2], scales[from * 2 + 1]] } else { [f32::NAN; 2] });
+            }
+        }
+    }
+    (to, to_scales)
+}
+
 /// splitmix64.
 pub(crate) struct Random(pub(crate) u64);
 

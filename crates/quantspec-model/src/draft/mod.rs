@@ -89,6 +89,8 @@ pub struct Needs {
     pub draft_weights: bool,
     /// Room to keep the distribution of every drafted token, where acceptance is by rejection.
     pub distributions: bool,
+    /// The attention that a prompt's end pays to its pages.
+    pub page_masses: bool,
 }
 
 /// What a proposal took.
@@ -148,9 +150,9 @@ pub enum Source {
         weights: Weights,
         /// View of the cache that it reads; `None` is the target's.
         view: Option<View>,
-        /// It reads the first page and the newest ones only, so many in all unless another number is asked for; `None` where
-        /// it reads the pages that are asked for.
-        window: Option<usize>,
+        /// It chooses pages in a way of its own, so many in all unless another number is asked for; `None` where it reads the pages that
+        /// are asked for.
+        pages: Option<Pages>,
     },
     /// Another checkpoint ([`DraftModel`]), which whoever loads it hands over.
     Checkpoint,
@@ -171,23 +173,26 @@ pub struct Entry {
     pub copies: bool,
 }
 
-/// Pages of `window` unless another number is asked for: 2,048 tokens cost little next to a long context.
-const WINDOW_PAGES: usize = 16;
+/// Pages of `window` and `snapkv` unless another number is asked for: 2,048 tokens cost little next to a long context.
+const FIXED_PAGES: usize = 16;
 
-const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), window: None };
-const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), window: None };
-const W4: Source = Source::Model { weights: Weights::Draft, view: None, window: None };
-const QSPEC: Source = Source::Model { weights: Weights::Draft4, view: None, window: None };
-const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, window: Some(WINDOW_PAGES) };
+const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: None };
+const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), pages: None };
+const W4: Source = Source::Model { weights: Weights::Draft, view: None, pages: None };
+const QSPEC: Source = Source::Model { weights: Weights::Draft4, view: None, pages: None };
+const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, pages: Some(Pages::Window(FIXED_PAGES)) };
+const SNAP: Pages = Pages::Snap { pages: FIXED_PAGES, refresh: 0 };
+const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: Some(SNAP) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 14] = [
+pub const METHODS: [Entry; 16] = [
     Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
     Entry { name: "qspec", about: "4-bit weights and activations", source: QSPEC, copies: false },
     Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
+    Entry { name: "snapkv", about: "pages that the prompt's end attends to", source: SNAPKV, copies: false },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
     Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
     Entry { name: "ar", about: "nothing", source: Source::Nothing, copies: false },
@@ -196,6 +201,7 @@ pub const METHODS: [Entry; 14] = [
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
     Entry { name: "qspec+ngram", about: "qspec or earlier text", source: QSPEC, copies: true },
     Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
+    Entry { name: "snapkv+ngram", about: "snapkv or earlier text", source: SNAPKV, copies: true },
     Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
 ];
 
@@ -210,19 +216,25 @@ impl Entry {
         matches!(self.source, Source::Model { weights: Weights::Draft | Weights::Draft4, .. })
     }
 
-    /// Pages that it reads unless told otherwise, if these are always the first and the newest.
-    pub fn window(&self) -> Option<usize> {
+    /// Pages that it reads unless told otherwise, if it chooses them in a way of its own.
+    pub fn own_pages(&self) -> Option<Pages> {
         match self.source {
-            Source::Model { window, .. } => window,
+            Source::Model { pages, .. } => pages,
             Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
         }
     }
 
-    /// Pages that it reads where these are asked for: of a method of the first and newest pages only the number counts.
+    /// Pages that it reads where these are asked for: of a method with a choice of its own only the number counts, and the refresh of
+    /// [`Pages::Snap`].
     pub fn pages(&self, asked: Pages) -> Pages {
-        match (self.window(), asked) {
-            (Some(n), Pages::All) | (Some(_), Pages::Window(n) | Pages::Best(n)) => Pages::Window(n),
-            (None, asked) => asked,
+        match (self.own_pages(), asked.count()) {
+            (None, _) => asked,
+            (Some(own), None) => own,
+            (Some(Pages::Snap { refresh, .. }), Some(pages)) => match asked {
+                Pages::Snap { .. } => asked,
+                _ => Pages::Snap { pages, refresh },
+            },
+            (Some(_), Some(n)) => Pages::Window(n),
         }
     }
 
@@ -268,7 +280,9 @@ mod tests {
             let method = Entry::named(name).unwrap();
             method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
         };
-        let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
+        let needs = |view: Option<View>, draft_weights| {
+            Some(Needs { view, draft_weights, distributions: view.is_some(), page_masses: false })
+        };
         let (upper, both) = (Some(View::Upper), Some(View::Both));
         let models = [
             ("quantspec", upper, true),
@@ -284,6 +298,9 @@ mod tests {
                 assert_eq!(Entry::named(name).unwrap().takes_draft_weights(), weights, "{name}");
             }
         }
+        let snapkv = Needs { view: upper, draft_weights: true, distributions: true, page_masses: true };
+        assert_eq!(made("snapkv", DraftWeights::Int4), Some(snapkv));
+        assert_eq!(made("snapkv+ngram", DraftWeights::Int4), Some(snapkv));
         assert_eq!(made("ngram", DraftWeights::Int4), needs(None, false));
         assert_eq!(made("ar", DraftWeights::Int4), None);
         assert!(Entry::named("").is_none());
@@ -293,8 +310,19 @@ mod tests {
     fn a_window_always_has_the_first_and_the_newest_page() {
         let window = Entry::named("window").unwrap();
         let pages = [Pages::All, Pages::Best(3), Pages::Window(5)].map(|asked| window.pages(asked));
-        assert_eq!(pages, [Pages::Window(WINDOW_PAGES), Pages::Window(3), Pages::Window(5)]);
+        assert_eq!(pages, [Pages::Window(FIXED_PAGES), Pages::Window(3), Pages::Window(5)]);
         assert_eq!(window.draft_config(View::Full).unwrap().view, View::Full);
         assert_eq!(Entry::named("w4").unwrap().pages(Pages::Best(3)), Pages::Best(3));
+    }
+
+    #[test]
+    fn snapkv_keeps_its_choice_for_any_number_of_pages() {
+        let snap = |pages, refresh| Pages::Snap { pages, refresh };
+        let method = Entry::named("snapkv").unwrap();
+        let asked = [Pages::All, Pages::Best(3), Pages::Window(5), snap(7, 2)];
+        assert_eq!(asked.map(|asked| method.pages(asked)), [snap(FIXED_PAGES, 0), snap(3, 0), snap(5, 0), snap(7, 2)]);
+        let stale = |refresh| snap(3, refresh).is_stale(10, 14);
+        assert_eq!([0, 1, 4, 5].map(stale), [false, true, true, false]);
+        assert!(!Pages::Best(3).is_stale(10, 14));
     }
 }

@@ -3,6 +3,7 @@
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
+use quantspec_core::config::Pages;
 
 /// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
 /// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
@@ -19,7 +20,8 @@ impl SelfQuantised {
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
         let draft_weights = self.0[0].weights.is_draft();
-        Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
+        let page_masses = self.0.iter().any(|plan| matches!(plan.pages, Pages::Snap { .. }));
+        Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
     }
 
     fn margins(&self) -> bool {
@@ -58,7 +60,7 @@ impl Drafter for SelfQuantised {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Pages, View, Weights};
+    use quantspec_core::config::{View, Weights};
     use quantspec_core::sample::Sampler;
 
     /// Notes the configs that it is asked to draft by.

@@ -282,7 +282,7 @@ fn processes_may_share_a_folder() {
 }
 
 #[test]
-fn names_are_for_people_and_certain() {
+fn file_names_are_readable_and_unique() {
     let name = |path: &str| file_name(Path::new(path), "int4");
     let hub = name("/cache/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de362430cd3b72f300e6b0f18e50e7166e08");
     assert!(hub.starts_with("meta-llama--Llama-3.2-1B-int4-") && hub.ends_with(".draft"), "{hub}");

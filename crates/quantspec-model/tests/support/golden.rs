@@ -87,6 +87,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
         draft_weights: DraftWeights::None,
         sensitive: Sensitive::NONE,
         rejection: false,
+        page_masses: false,
         step_rows: STEP_ROWS,
         block_rows: 16,
         threads: 1,
