@@ -205,6 +205,46 @@ KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int
   silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
+// coarse_i8: a product's int8 inputs as norm_i8 leaves them, on the grid of 4 bits: codes of -7 .. 7. Grid (groups, rows), block 32.
+KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int pitch) {
+  grid_trigger();
+  grid_wait();
+  const int group = blockIdx.x, row = blockIdx.y, lane = threadIdx.x;
+  uint32_t* at = (uint32_t*)(x + (size_t)row * pitch + group * 128 + lane * 4);
+  const uint32_t codes = *at;
+  uint32_t coarse = 0;
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int code = (int)rintf(__fmul_rn((float)(int8_t)(codes >> 8 * i), 7.f / 127.f));
+    coarse |= (uint32_t)(code & 255) << 8 * i;
+    sum += code;
+  }
+  sum = warp_sum(sum);
+  *at = coarse;
+  float2* of_group = xs + (size_t)row * gridDim.x + group;
+  __syncwarp();
+  if (lane == 0) {
+    const float scale = __fmul_rn(of_group->x, 127.f / 7.f);
+    *of_group = make_float2(scale, __fmul_rn(scale, (float)sum));
+  }
+}
+
+// coarse_{bf16,f16}: the same of 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits. Grid (groups, rows), block 32.
+template <class T>
+DEV void coarse(uint16_t* x, int pitch) {
+  grid_trigger();
+  grid_wait();
+  uint32_t* at = (uint32_t*)(x + (size_t)blockIdx.y * pitch + blockIdx.x * 64) + threadIdx.x;
+  const uint32_t bits = *at;
+  const float a = T::to_float((uint16_t)bits), b = T::to_float((uint16_t)(bits >> 16));
+  const float scale = __fdiv_rn(warp_max(fmaxf(fabsf(a), fabsf(b))), 7.f);
+  auto near = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
+  *at = T::pack(near(a), near(b));
+}
+KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int pitch) { coarse<Bf16>(x, pitch); }
+KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int pitch) { coarse<Half>(x, pitch); }
+
 // widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid ceil(n / 256), block 256.
 KERNEL __launch_bounds__(256) widen(const uint16_t* h, float* x, int64_t n) {
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;

@@ -88,6 +88,7 @@ class Engine:
             "simd": "none",
             "threads": options["threads"] or 1,
             "weights": "int8" if options["weights"] == "int8" else "checkpoint",
+            "draft_precision": "none",
             "planned_bytes": 1000 * capacity * slots,
             "load_s": Script.load_s,
         }
@@ -290,6 +291,7 @@ def plan(
     return {
         "device": "cpu",
         "weights": "checkpoint",
+        "draft_precision": "none",
         "fits": capacity <= config["max_positions"] and needed <= available,
         "planned_bytes": needed,
         "available_bytes": available,

@@ -62,7 +62,7 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "window", "snapkv"]
+    assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window", "snapkv"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
     # Nothing was read as a prompt whose end could choose.
@@ -136,7 +136,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window", "snapkv"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "qspec", "window", "snapkv"),
     ]
 
 

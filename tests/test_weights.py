@@ -72,6 +72,26 @@ def test_scores_agree_with_numpy() -> None:
     assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
 
 
+def test_a_draft_with_sensitive_matrices_agrees_with_numpy() -> None:
+    from quantspec_cli import _native
+
+    ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:120]
+    scores = _native.evaluate(str(hub.demo()), ids, weights="int8", draft_precision="down")
+    config, tensors = llama_numpy.load(hub.demo())
+    coded = {name: views(w) for name, w in tensors.items() if w.ndim == 2}
+    read = {
+        name: both if "down_proj" in name or not name.endswith("_proj.weight") else upper
+        for name, (both, upper) in coded.items()
+    }
+    target = llama_numpy.Llama(config, tensors | {name: both for name, (both, _) in coded.items()})
+    found = llama_numpy.evaluate(
+        target, np.array(ids), "int8", {"quantspec": (llama_numpy.Llama(config, tensors | read), "int4")}
+    )
+    acceptance = np.exp(np.minimum(found["quantspec"], found["target"])[:-1]).sum(-1).mean()
+    assert scores["draft_precision"] == "down"
+    assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
+
+
 # 9 bits of 6.9 million weights; 5 bits of 4.4 million, and 9 of 0.4 million for values and of the head's 2.1.
 @pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.78), ("int4", 5.57)])
 def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: str, megabytes: float) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "planned",
     "prompt_files",
     "rates",
+    "sensitivity",
     "traffic",
 ]
 
@@ -77,6 +78,7 @@ class Engine:
         method: str = "quantspec",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
+        draft_precision: str = "auto",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         draft_refresh: int = 0,
@@ -95,7 +97,8 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The loaded model: device, device_name, simd, threads, weights, family, vocab, layers, max_positions, eos.
+        """The loaded model: device, device_name, simd, threads, weights, draft_precision (what "auto" chose), family, vocab,
+        layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s. cached_drafts is the share of the draft weights read
         from `draft_cache`, a folder and the fewest bytes worth keeping (None without one). note is one line about a
@@ -226,16 +229,35 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    draft_precision: str = "auto",
     pages: Sequence[int] = (),
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, tokens, positions, targets, drafts and page_choices as in `quantspec eval --json`.
+    """Teacher-forced scores: device, draft_precision, tokens, positions, targets, drafts and page_choices as in
+    `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `on_progress` is called with tokens done and in total: the context once for each of three targets, and positions. Also
     returns cached_drafts and note, as in `Engine.info`.
+    """
+
+def sensitivity(
+    model: str,
+    tokens: Sequence[int],
+    *,
+    context: int = 0,
+    device: str = "auto",
+    threads: int | None = None,
+    weights: str = "checkpoint",
+    kv_rounding: str = "balanced",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrices alone, by kind.
+
+    acceptance and top1; added_bytes of a draft step, added_share of its weights, and value, the acceptance gained over that
+    share (None of "none").
     """
 
 def planned(
@@ -246,6 +268,7 @@ def planned(
     threads: int | None,
     weights: str,
     kv_rounding: str,
+    draft_precision: str,
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
@@ -264,6 +287,7 @@ def plan(
     method: str = "quantspec",
     kv_rounding: str = "balanced",
     draft_weights: str = "int4",
+    draft_precision: str = "auto",
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
     draft_refresh: int = 0,
@@ -276,9 +300,9 @@ def plan(
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 
-    device, weights (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context (tokens of each
-    of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part,
-    named as in `Engine.stats`. `described` as in `model_info`.
+    device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
+    (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
+    each part, named as in `Engine.stats`. `described` as in `model_info`.
     """
 
 def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
@@ -297,7 +321,14 @@ def rates(model: str, *, device: str, threads: int | None, context: int, weights
     """
 
 def traffic(
-    model: str, start: int, tokens: int, weights: str, device: str, *, described: bool = False
+    model: str,
+    start: int,
+    tokens: int,
+    weights: str,
+    device: str,
+    *,
+    draft_precision: str = "none",
+    described: bool = False,
 ) -> dict[str, Any]:
     """Mean reads of steps at positions start .. start + tokens, over all layers and KV heads.
 

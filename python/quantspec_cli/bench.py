@@ -511,7 +511,10 @@ def _check_fits(model: Model, grid: Grid, request: Request, options: EngineOptio
 def _engine_options(options: EngineOptions) -> dict[str, Any]:
     """Those of an engine's options that hold for every method."""
     native = options.native()
-    return {name: native[name] for name in ("device", "threads", "weights", "kv_rounding", "page_choice", "accept")}
+    return {
+        name: native[name]
+        for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")
+    }
 
 
 class Bench:
@@ -546,7 +549,7 @@ class Bench:
             )
             memory[model.name] = self._engine.stats()
             self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
-            self._weights = self._engine.info["weights"]
+            self._weights, self._precision = self._engine.info["weights"], self._engine.info["draft_precision"]
         self._page_choice = options.choice_of_pages
         self._accept = options.accept
         self._info = self._engine.info
@@ -641,7 +644,12 @@ class Bench:
         """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
         with native_errors():
             return self._native.traffic(
-                model or str(self._model.directory), start, tokens, self._weights, self._info["device"]
+                model or str(self._model.directory),
+                start,
+                tokens,
+                self._weights,
+                self._info["device"],
+                draft_precision=self._precision,
             )
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:

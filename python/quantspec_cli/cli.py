@@ -26,6 +26,7 @@ from .options import (
     chat_flags,
     device_flags,
     draft_model_flag,
+    draft_precision_flag,
     engine_flags,
     json_flag,
     model_flags,
@@ -435,6 +436,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
+@draft_precision_flag
 @page_choice_flag
 @draft_model_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
@@ -473,6 +475,7 @@ def bench(
     rows: str,
     device: str,
     threads: int | None,
+    draft_precision: str,
     page_choice: str | None,
     accept: str,
     kv_rounding: str,
@@ -494,6 +497,7 @@ def bench(
         device=device,
         threads=threads,
         weights=weights,
+        draft_precision=draft_precision,
         page_choice=page_choice,
         accept=accept,
         kv_rounding=kv_rounding,
@@ -532,14 +536,24 @@ def bench(
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
+@draft_precision_flag
+@click.option(
+    "--sensitivity",
+    is_flag=True,
+    help="Also score the default draft with each kind of matrices in 8 bits, and what that gains for its bytes.",
+)
 @_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag
 @device_flags
 @json_flag
-def evaluate(*, device: str, threads: int | None, weights: str, kv_rounding: str, **flags: Any) -> Done:
+def evaluate(
+    *, device: str, threads: int | None, weights: str, kv_rounding: str, draft_precision: str, **flags: Any
+) -> Done:
     """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
     from .eval import Request
     from .eval import evaluate as execute
 
-    options = EngineOptions(device=device, threads=threads, weights=weights, kv_rounding=kv_rounding)
+    options = EngineOptions(
+        device=device, threads=threads, weights=weights, kv_rounding=kv_rounding, draft_precision=draft_precision
+    )
     return execute(Request(**flags), options)

@@ -643,6 +643,7 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
+        draft_precision: str = "auto",
         draft_pages: int | Literal["all", "auto"] | None = None,
         page_choice: str | None = None,
         draft_refresh: int = 0,
@@ -671,6 +672,8 @@ class Engine:
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
+            draft_precision: matrices that a draft reads in 8 bits, a comma list of "qkv", "o", "gate-up" and "down"; "none";
+                or "auto", "down" where the cache outweighs the weights (`info` says which).
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
@@ -694,6 +697,7 @@ class Engine:
             kv_target=kv_target,
             kv_rounding=kv_rounding,
             draft_weights=draft_weights,
+            draft_precision=draft_precision,
             draft_pages=draft_pages,
             page_choice=page_choice,
             draft_refresh=draft_refresh,

@@ -27,6 +27,7 @@ class Request:
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
+        sensitivity: also score the default draft with each kind of matrices in 8 bits.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
         output: file for the scores instead of standard output; the document of `--json` still goes there.
@@ -39,6 +40,7 @@ class Request:
     prompt: str | None
     tokens: int | None
     context: int
+    sensitivity: bool
     draft_pages: str | None
     output: str | None
     report: str | None
@@ -142,12 +144,25 @@ def _scores(
             threads=options.threads,
             weights=options.weights,
             kv_rounding=options.kv_rounding,
+            draft_precision=options.draft_precision,
             pages=budgets,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
         )
     render.note_of_drafts(found)
+    if request.sensitivity:
+        with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
+            found["sensitivity"] = _native.sensitivity(
+                str(model.directory),
+                ids,
+                context=request.context,
+                device=options.device,
+                threads=options.threads,
+                weights=options.weights,
+                kv_rounding=options.kv_rounding,
+                on_progress=on_progress,
+            )
     return {name: value for name, value in found.items() if name not in {"cached_drafts", "note"}}
 
 
@@ -169,6 +184,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     report += [
         f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in found["drafts"].items()
     ]
+    if "sensitivity" in found:
+        report += ["", f"{'in 8 bits':<10} {'acceptance':>10} {'top-1':>8} {'draft bytes':>12} {'value':>7}"]
+    for name, score in found.get("sensitivity", {}).items():
+        value = "-" if score["value"] is None else f"{score['value']:.3f}"
+        added = f"+{score['added_share']:.1%}"
+        report.append(f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%} {added:>12} {value:>7}")
     for pages, choices in found.get("page_choices", {}).items():
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]

@@ -50,7 +50,9 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         **request,
     }
     if options.temperature > 0 and engine.accept == "rejection":
-        fields |= {name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights")}
+        fields |= {
+            name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights", "draft_precision")
+        }
         if engine.draft_model is not None:
             fields |= {"draft_model": engine.draft_model}
         fields |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}

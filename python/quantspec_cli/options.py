@@ -51,6 +51,7 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
+    "qspec": Method("4-bit weights and activations", draft_weights=True, draft_view="target"),
     "window": Method("first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"),
     "snapkv": Method(
         "pages that the prompt's end attends to", draft_weights=True, draft_view="int4", pages=16, page_choice="snap"
@@ -70,6 +71,8 @@ METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
+# Matrices that a draft may read in 8 bits (Sensitive::KINDS in quantspec-core).
+SENSITIVE = ("qkv", "o", "gate-up", "down")
 PAGE_CHOICES = ("best", "window")
 ACCEPTANCE = ("replay", "rejection")
 
@@ -102,6 +105,7 @@ class EngineOptions:
     kv_target: str = "int8"
     kv_rounding: str = "balanced"
     draft_weights: str = "int4"
+    draft_precision: str = "auto"
     draft_pages: int | Literal["all", "auto"] | None = None
     page_choice: str | None = None
     draft_refresh: int = 0
@@ -115,6 +119,7 @@ class EngineOptions:
         _one_of("kv_target", self.kv_target, KV_TARGETS)
         _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        self._check_precision()
         if self.page_choice is not None:
             _one_of("page_choice", self.page_choice, PAGE_CHOICES)
         _one_of("accept", self.accept, ACCEPTANCE)
@@ -129,6 +134,16 @@ class EngineOptions:
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_unknown()
+
+    def _check_precision(self) -> None:
+        """Refuses what names no matrices; the engine refuses those that it does not keep in two precisions."""
+        named = self.draft_precision.split(",") if isinstance(self.draft_precision, str) else []
+        if self.draft_precision not in ("auto", "none") and not (named and set(named) <= set(SENSITIVE)):
+            raise UsageError(
+                f"draft_precision is {shown(self.draft_precision)}",
+                f"use auto, none, or a comma list of {', '.join(SENSITIVE)}",
+                option="draft_precision",
+            )
 
     def _refuse_unknown(self) -> None:
         """Refuses settings that the method would ignore."""
@@ -146,6 +161,8 @@ class EngineOptions:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
             reasons["draft_weights"] = (DRAFT_WEIGHTS[0], "reads no draft weights")
+        if not method.draft_weights and self.draft_precision != "none":
+            reasons["draft_precision"] = ("auto", "reads no draft weights")
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
@@ -192,6 +209,7 @@ class EngineOptions:
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
+            "draft_precision": self.draft_precision,
             "draft_pages": None if pages == "all" else pages,
             "page_choice": self.choice_of_pages,
             "draft_refresh": self.draft_refresh,
@@ -427,6 +445,19 @@ def page_choice_flag(command: Command) -> Command:
     )(command)
 
 
+def draft_precision_flag(command: Command) -> Command:
+    """--draft-precision."""
+    return click.option(
+        "--draft-precision",
+        cls=Lists,
+        metavar="auto|none|KINDS",
+        default="auto",
+        show_default=True,
+        help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto takes down where the "
+        "cache outweighs the weights.",
+    )(command)
+
+
 def draft_model_flag(command: Command) -> Command:
     """--draft-model."""
     return click.option(
@@ -471,6 +502,7 @@ def engine_flags(command: Command) -> Command:
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
         choice("--draft-weights", DRAFT_WEIGHTS, "Weights of the draft."),
+        draft_precision_flag,
         click.option(
             "--draft-pages",
             type=NumberOr("all", "auto"),

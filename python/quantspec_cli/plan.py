@@ -69,7 +69,15 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         info = _native.model_info(path, described=True)
         context = request.ctx_size or int(info["max_positions"])
         held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
-        seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
+        seen = _native.traffic(
+            path,
+            context - 1,
+            1,
+            held["weights"],
+            held["device"],
+            draft_precision=held["draft_precision"],
+            described=True,
+        )
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     found = {
@@ -80,6 +88,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "weights": held["weights"],
         "weights_bytes": held["weights_bytes"],
         "draft_weights_bytes": held["draft_weights_bytes"],
+        "draft_precision": held["draft_precision"],
         "cache_bytes_per_token": page / predict.PAGE_TOKENS,
         "planned_bytes": held["planned_bytes"],
         "available_bytes": held["available_bytes"],

@@ -144,6 +144,7 @@ def report(
         "kv_target": chosen.kv_target,
         "kv_rounding": chosen.kv_rounding,
         "draft_weights": chosen.weights_of_draft,
+        "draft_precision": engine.info["draft_precision"],
         "draft_pages": chosen.pages_of_draft,
         "page_choice": chosen.choice_of_pages,
         **({} if chosen.draft_refresh == 0 else {"draft_refresh": chosen.draft_refresh}),

@@ -154,8 +154,17 @@ pub enum View {
 pub enum Weights {
     /// The checkpoint's.
     Full,
-    /// 4-bit draft weights.
+    /// 4-bit draft weights, with 8-bit activations.
     Draft,
+    /// The same with 4-bit activations; matrices that a draft reads in 8 bits keep 8-bit ones.
+    Draft4,
+}
+
+impl Weights {
+    /// The draft's.
+    pub const fn is_draft(self) -> bool {
+        !matches!(self, Weights::Full)
+    }
 }
 
 /// Which of the visible pages a draft reads.
@@ -233,6 +242,53 @@ pub enum DraftWeights {
     None,
 }
 
+/// The sensitive matrices of a model: those that drafts read in 8 bits instead of 4, by kind and in every layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Sensitive(
+    /// In the order of [`Sensitive::KINDS`].
+    pub [bool; Sensitive::KINDS.len()],
+);
+
+impl Sensitive {
+    /// Kinds of matrices, as the engine keeps them: queries, keys and values are one matrix, and so are gate and up.
+    pub const KINDS: [&'static str; 4] = ["qkv", "o", "gate-up", "down"];
+
+    /// None.
+    pub const NONE: Sensitive = Sensitive([false; Sensitive::KINDS.len()]);
+
+    /// The down projection: the kind whose 8 bits raise acceptance most for their bytes (docs/design/sensitive.md).
+    pub const DOWN: Sensitive = Sensitive([false, false, false, true]);
+
+    /// The kinds of a comma list, or "none"; `None` for anything else.
+    pub fn named(names: &str) -> Option<Sensitive> {
+        let mut found = Sensitive::NONE;
+        if names != "none" {
+            for name in names.split(',') {
+                found.0[Sensitive::KINDS.iter().position(|kind| *kind == name)?] = true;
+            }
+        }
+        Some(found)
+    }
+
+    /// What [`Sensitive::named`] reads.
+    pub fn names(self) -> String {
+        let names: Vec<&str> =
+            Sensitive::KINDS.into_iter().zip(self.0).filter_map(|(kind, on)| on.then_some(kind)).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(",") }
+    }
+}
+
+impl DraftWeights {
+    /// The kinds of matrices, in the order of [`Sensitive::KINDS`], that drafts read in fewer bits than the target.
+    pub const fn kinds(self) -> [bool; Sensitive::KINDS.len()] {
+        match self {
+            DraftWeights::Int4 => [true; Sensitive::KINDS.len()],
+            DraftWeights::Int4Mlp => [false, false, true, true],
+            DraftWeights::None => [false; Sensitive::KINDS.len()],
+        }
+    }
+}
+
 /// How keys and values are rounded to nibbles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
@@ -258,5 +314,28 @@ impl Planes {
     pub fn of(views: &[View]) -> Planes {
         let reads = |view| views.contains(&view);
         Planes { upper: reads(View::Upper) || reads(View::Both), lower: reads(View::Both), full: reads(View::Full) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sensitive_matrices_have_names() {
+        for (names, kinds) in [
+            ("none", [false; 4]),
+            ("down", [false, false, false, true]),
+            ("qkv,gate-up", [true, false, true, false]),
+            ("qkv,o,gate-up,down", [true; 4]),
+        ] {
+            assert_eq!(Sensitive::named(names), Some(Sensitive(kinds)));
+            assert_eq!(Sensitive(kinds).names(), names);
+        }
+        assert_eq!(Sensitive::named("down,o,down").map(Sensitive::names), Some("o,down".to_owned()));
+        assert_eq!(Sensitive::named("down"), Some(Sensitive::DOWN));
+        for wrong in ["", "auto", "up", "down,", "none,down", "Down", " down"] {
+            assert_eq!(Sensitive::named(wrong), None, "{wrong:?}");
+        }
     }
 }

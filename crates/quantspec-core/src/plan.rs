@@ -4,7 +4,7 @@
 //! adds its padding.
 
 use crate::cache::{BUFFER_TOKENS, G};
-use crate::config::{ModelConfig, Planes};
+use crate::config::{DraftWeights, ModelConfig, Planes, Sensitive, View};
 
 /// Bytes of one f16.
 const HALF: usize = 2;
@@ -78,6 +78,39 @@ impl CacheBytes {
             .into_iter()
             .fold(0, usize::saturating_add)
     }
+}
+
+/// Weights of every kind of matrices over all layers, in the order of [`Sensitive::KINDS`].
+fn weights_of_kinds(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
+    let (hidden, q, intermediate) = (config.hidden, config.q_width(), config.intermediate);
+    let layer = [(q + 2 * config.kv_width()) * hidden, q * hidden, 2 * intermediate * hidden, intermediate * hidden];
+    layer.map(|weights| config.layers.saturating_mul(weights))
+}
+
+/// Bytes of draft weights that a step reads: 4.25 bits a weight, 8.25 of the head.
+pub fn draft_step_bytes(config: &ModelConfig) -> usize {
+    let weights = weights_of_kinds(config).iter().fold(0, |sum: usize, &weights| sum.saturating_add(weights));
+    (weights / 32).saturating_mul(17).saturating_add(config.vocab * config.hidden / 32 * 33)
+}
+
+/// Bytes that a draft step reads in addition where a kind of matrices is sensitive, by kind: 4 bits a weight.
+pub fn sensitive_bytes(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
+    weights_of_kinds(config).map(|weights| weights / 2)
+}
+
+/// Least bytes of a draft step for one byte that sensitive matrices add, where they pay (docs/design/sensitive.md derives it).
+const SENSITIVE_SHARE: usize = 20;
+
+/// The matrices that are sensitive unless the user names others, for drafts of 4-bit weights that read `view` of up to `tokens` tokens of each of `slots`
+/// sequences: the down projections, where their bytes are few beside those of the cache. A rule of shapes: no weight and no text decides.
+pub fn sensitive(config: &ModelConfig, draft: DraftWeights, view: View, tokens: usize, slots: usize) -> Sensitive {
+    if draft == DraftWeights::None {
+        return Sensitive::NONE;
+    }
+    let cache = CacheBytes::of(config, Planes::of(&[view]), tokens, slots);
+    let step = draft_step_bytes(config).saturating_add(cache.total() - cache.buffer_bytes);
+    let [.., down] = sensitive_bytes(config);
+    if down.saturating_mul(SENSITIVE_SHARE) <= step { Sensitive::DOWN } else { Sensitive::NONE }
 }
 
 /// The largest n ≤ `most` (tokens of a context, or sequences) with `needed_bytes(n)` ≤ `bytes`; 0 if none fits.
@@ -165,6 +198,27 @@ mod tests {
         let want = [heads * 8 * 17_408, heads * 8 * 16_384, heads * 8 * 65_536, heads * 196_608];
         assert_eq!([bytes.upper_bytes, bytes.lower_bytes, bytes.full_bytes, bytes.buffer_bytes], want);
         assert_eq!(bytes.total(), want.iter().sum());
+    }
+
+    #[test]
+    fn down_projections_are_sensitive_where_the_cache_outweighs_them() {
+        let config = llama_8b();
+        let down = 32 * 4096 * 14_336;
+        assert_eq!(sensitive_bytes(&config), [32 * 4096 * (4096 + 2 * 1024) / 2, 32 * 4096 * 4096 / 2, down, down / 2]);
+        // 6,979,321,856 weights of 4.25 bits, and the head's 525,336,576 of 8.25.
+        assert_eq!(draft_step_bytes(&config), 6_979_321_856 / 32 * 17 + 525_336_576 / 32 * 33);
+        let of = |view, tokens, slots| sensitive(&config, DraftWeights::Int4, view, tokens, slots);
+        // 20 · 939,524,096 bytes are those of draft weights and of 220,000 tokens of 4.25 bits a number, or of half as many of 8.25.
+        let least = (20 * (down / 2) - draft_step_bytes(&config)).div_ceil(32 * 8 * 17_408) * G;
+        assert_eq!(of(View::Upper, least, 1), Sensitive::DOWN);
+        assert_eq!(of(View::Upper, least - 1, 1), Sensitive::NONE);
+        assert_eq!(of(View::Upper, least / 2 + G, 2), Sensitive::DOWN);
+        assert_eq!(of(View::Both, least * 17 / 33 + G, 1), Sensitive::DOWN);
+        assert_eq!(sensitive(&config, DraftWeights::None, View::Both, usize::MAX, 8), Sensitive::NONE);
+        // Seven billion weights with 32 KV heads: from some 80,000 tokens on.
+        let mha = ModelConfig { kv_heads: 32, intermediate: 11_008, vocab: 32_000, ..config };
+        assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 131_072, 1), Sensitive::DOWN);
+        assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 65_536, 1), Sensitive::NONE);
     }
 
     #[test]

@@ -408,13 +408,27 @@ pub struct Activations {
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN and infinities.
 pub fn quantize_activations(x: &[f32]) -> Result<Activations> {
+    quantize_activations_to(x, WEIGHT_GROUP, ACTIVATION_8)
+}
+
+/// Largest code of an activation of 8 bits.
+pub const ACTIVATION_8: f32 = 127.0;
+
+/// Largest code of an activation of 4 bits.
+pub const ACTIVATION_4: f32 = 7.0;
+
+/// Quantises activations to codes of `−most..=most` (at most 127) in groups of `group`: scale = largest magnitude / `most`.
+///
+/// # Errors
+/// As [`quantize_activations`].
+pub fn quantize_activations_to(x: &[f32], group: usize, most: f32) -> Result<Activations> {
     let mut out = Activations { codes: Vec::with_capacity(x.len()), scales: Vec::new() };
-    for group in x.chunks(WEIGHT_GROUP) {
+    for group in x.chunks(group) {
         let (low, high) = range(group)?;
-        let scale = high.max(-low) / 127.0;
+        let scale = high.max(-low) / most;
         // The scale underflows to 0 for magnitudes below 2e-43; the code is then 0.
         let code = |&value: &f32| {
-            if scale > 0.0 { nearest((value / scale).clamp(-127.0, 127.0)) as i8 } else { 0 }
+            if scale > 0.0 { nearest((value / scale).clamp(-most, most)) as i8 } else { 0 }
         };
         out.codes.extend(group.iter().map(code));
         out.scales.push(scale);
@@ -622,6 +636,10 @@ mod tests {
         let q = quantize_activations(&[-2.54, 1.27, 0.01, 0.03]).unwrap();
         assert_eq!(q.codes, vec![-127, 64, 0, 2]);
         assert_eq!(quantize_activations(&[f32::MIN_POSITIVE / 1e6; 3]).unwrap().codes.len(), 3);
+        // Of 4 bits, in groups of two: sevenths of the largest magnitude, ties to even.
+        let q = quantize_activations_to(&[-14.0, 3.0, 5.0, -5.1, 0.0, 0.0, 7.0], 2, ACTIVATION_4).unwrap();
+        assert_eq!(q.codes, [-7, 2, 7, -7, 0, 0, 7]);
+        assert_eq!(q.scales, [2.0, 5.1 / 7.0, 0.0, 1.0]);
     }
 
     /// Squared error of a group in f64, with the codes that the parameters give.

@@ -11,7 +11,7 @@
 
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::bench::{Llama, Read, SPREAD, machine};
@@ -276,6 +276,7 @@ fn run(out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Erro
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: 17,

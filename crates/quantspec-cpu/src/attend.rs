@@ -129,7 +129,7 @@ impl Planes {
     pub(crate) const fn of(view: View, weights: Weights) -> Option<Planes> {
         match (view, weights) {
             (View::Both, _) => Some(Planes::Both),
-            (View::Upper, Weights::Draft) => Some(Planes::UpperCoarse),
+            (View::Upper, Weights::Draft | Weights::Draft4) => Some(Planes::UpperCoarse),
             (View::Upper, Weights::Full) => Some(Planes::Upper),
             (View::Full, _) => None,
         }

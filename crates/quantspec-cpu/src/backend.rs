@@ -75,7 +75,7 @@ pub fn check(config: &ModelConfig) -> Result<()> {
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
-    let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.weights, options.draft_weights);
+    let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options);
     let [upper, lower, full, ring] = CacheSizes::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
@@ -124,7 +124,7 @@ impl CpuBackend {
         let prompt = Prompt::new(&config, options, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
-        let model = Model::load(checkpoint, options.weights, options.draft_weights, choice.simd, &pool, &mut hooks)?;
+        let model = Model::load(checkpoint, options, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],

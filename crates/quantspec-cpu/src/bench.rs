@@ -15,7 +15,8 @@ use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::quantize::ACTIVATION_8;
 use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
@@ -249,7 +250,7 @@ impl Gemm {
         let mut x = Array::zeros(rows * stride)?;
         x.chunks_exact_mut(stride).for_each(|row| row[..k].fill_with(|| noise.next()));
         let (mut acts, mut x16) = (w4::Acts::zeros(rows, k)?, Array::zeros(rows * stride)?);
-        acts.quantize(simd, &x, stride, rows, k);
+        acts.quantize(simd, ACTIVATION_8, &x, stride, rows, k);
         let mut limbs = hierarchy::Acts::zeros(rows, k)?;
         limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
@@ -417,7 +418,7 @@ impl Elementwise {
                 }
             }
             Op::Bf16 => linear::to_bf16(simd, x, x16),
-            Op::Int8 => acts.quantize(simd, x, stride, *rows, k),
+            Op::Int8 => acts.quantize(simd, ACTIVATION_8, x, stride, *rows, k),
             Op::Widen => widen(simd, x16, x),
             Op::Merge => {
                 for (parts, out) in x.chunks_exact(PARTS * (2 + HEAD)).zip(y.chunks_exact_mut(HEAD)) {
@@ -923,6 +924,7 @@ impl BestPages {
             rounding: Rounding::Balanced,
             weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
+            sensitive: Sensitive::NONE,
             rejection: false,
             page_masses: false,
             step_rows: G,

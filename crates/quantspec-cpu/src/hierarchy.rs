@@ -20,6 +20,7 @@ use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
+use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
 use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO};
 use quantspec_core::{Error, Result};
 
@@ -53,6 +54,8 @@ pub(crate) enum Read {
     Both,
     /// The upper plane, int8 activations. Of a matrix with a lower plane for some panels, both planes of these.
     Upper,
+    /// The upper plane, 4-bit activations in int8 lanes.
+    Upper4,
 }
 
 impl Read {
@@ -118,7 +121,7 @@ impl Planes {
     /// One panel for m rows: `out[m][32]`.
     pub(crate) fn panel(&self, simd: Simd, read: Read, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
         let some = self.both_from > 0 && index >= self.both_from;
-        let read = if some && read == Read::Upper { Read::Both } else { read };
+        let read = if some && matches!(read, Read::Upper | Read::Upper4) { Read::Both } else { read };
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
@@ -492,7 +495,9 @@ impl Acts {
 }
 
 /// Largest magnitude of an activation's integer: 127 in the high limb, 0 in the low one.
-const TOP: f32 = 127.0 * 128.0;
+const TOP: f32 = ACTIVATION_8 * 128.0;
+/// The same of 4 bits: 7 in the high limb.
+const TOP_4: f32 = ACTIVATION_4 * 128.0;
 
 #[inline(always)]
 fn quantize_body<const FMA: bool>(
@@ -513,7 +518,8 @@ fn quantize_body<const FMA: bool>(
             }
         }
         let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
-        let inverse = if most > 0.0 { TOP / most } else { 0.0 };
+        let top = if read == Read::Upper4 { TOP_4 } else { TOP };
+        let inverse = if most > 0.0 { top / most } else { 0.0 };
         // An overflowing inverse (a group of subnormals) would give codes beyond their limbs.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let (mut codes, mut highs) = (0i32, 0i32);
@@ -526,7 +532,7 @@ fn quantize_body<const FMA: bool>(
         }
         (scale[g], total[g]) = match read {
             Read::Target => (most / TOP, codes),
-            Read::Both | Read::Upper => (most / 127.0, highs),
+            Read::Both | Read::Upper | Read::Upper4 => (most / (top / 128.0), highs),
         };
         sum[g] = scale[g] * total[g] as f32;
     }
@@ -564,7 +570,7 @@ impl Operands<'_> {
                     Read::Target if both => avx512::column::<true, 2>(self, m, out),
                     Read::Target => avx512::column::<false, 2>(self, m, out),
                     Read::Both => avx512::column::<true, 1>(self, m, out),
-                    Read::Upper => avx512::column::<false, 1>(self, m, out),
+                    Read::Upper | Read::Upper4 => avx512::column::<false, 1>(self, m, out),
                 };
             },
             // SAFETY: as above.
@@ -572,7 +578,7 @@ impl Operands<'_> {
                 for j in 0..m {
                     let out = out.as_mut_ptr().add(j * PANEL);
                     match read {
-                        Read::Upper => avx2::column::<false>(self, j, out),
+                        Read::Upper | Read::Upper4 => avx2::column::<false>(self, j, out),
                         _ => avx2::column::<true>(self, j, out),
                     }
                 }
@@ -592,6 +598,7 @@ impl Operands<'_> {
 #[inline(always)]
 fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];
+    let upper_alone = matches!(read, Read::Upper | Read::Upper4);
     for (g, tile) in part.upper.chunks_exact(UPPER).enumerate() {
         let q = &part.high[(j * part.groups + g) * GROUP..][..GROUP];
         let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g));
@@ -602,7 +609,7 @@ fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut
                 let (first, second) = (i32::from(q[8 * v + b]), i32::from(q[8 * v + 4 + b]));
                 for l in 0..TILE_ROWS {
                     let u = i32::from(upper[4 * l + b]);
-                    let code = if read == Read::Upper {
+                    let code = if upper_alone {
                         (u & 15, u >> 4)
                     } else {
                         let d = i32::from(lower[4 * l + b]);
@@ -613,7 +620,7 @@ fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut
             }
         }
         // Of both planes codes are sixteenths of a step, and 8 too large.
-        let (step, offset) = if read == Read::Upper { (1.0, 0) } else { (1.0 / 16.0, part.total[at].wrapping_mul(8)) };
+        let (step, offset) = if upper_alone { (1.0, 0) } else { (1.0 / 16.0, part.total[at].wrapping_mul(8)) };
         for l in 0..TILE_ROWS {
             let (scale, zero) = (param(tile, l) * step, param(tile, TILE_ROWS + l));
             acc[l] = madd::<FMA>(dot[l].wrapping_sub(offset) as f32, scale * part.scale[at], acc[l]);

@@ -330,8 +330,8 @@ impl Acts {
         self.groups == tiles.k.div_ceil(GROUP) && self.q.len() >= m * self.width
     }
 
-    /// Quantises m rows of k, `stride` apart; `k` determines the layout until the next call.
-    pub(crate) fn quantize(&mut self, simd: Simd, x: &[f32], stride: usize, m: usize, k: usize) {
+    /// Quantises m rows of k, `stride` apart, to codes of `−most..=most`; `k` determines the layout until the next call.
+    pub(crate) fn quantize(&mut self, simd: Simd, most: f32, x: &[f32], stride: usize, m: usize, k: usize) {
         self.groups = k.div_ceil(GROUP);
         self.width = self.groups * GROUP;
         for j in 0..m {
@@ -339,13 +339,13 @@ impl Acts {
             let q = &mut self.q[j * self.width..][..self.width];
             let (scale, sum) =
                 (&mut self.scale[j * self.groups..][..self.groups], &mut self.sum[j * self.groups..][..self.groups]);
-            portable!(simd, quantize_body(row: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]));
+            portable!(simd, quantize_body(most: f32, row: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]));
         }
     }
 }
 
 #[inline(always)]
-fn quantize_body<const FMA: bool>(x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
+fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
     for (g, q) in q.chunks_exact_mut(GROUP).enumerate() {
         let mut v = [0f32; GROUP];
         let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
@@ -358,7 +358,7 @@ fn quantize_body<const FMA: bool>(x: &[f32], q: &mut [i8], scale: &mut [f32], su
             }
         }
         let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
-        let inverse = if most > 0.0 { 127.0 / most } else { 0.0 };
+        let inverse = if most > 0.0 { largest / most } else { 0.0 };
         // The inverse of a group of subnormals overflows, which would give codes beyond an i8.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let mut total = 0i32;
@@ -368,8 +368,8 @@ fn quantize_body<const FMA: bool>(x: &[f32], q: &mut [i8], scale: &mut [f32], su
             total = total.wrapping_add(code);
             *q = code as i8;
         }
-        scale[g] = most / 127.0;
-        sum[g] = most / 127.0 * total as f32;
+        scale[g] = most / largest;
+        sum[g] = most / largest * total as f32;
     }
 }
 
@@ -618,7 +618,7 @@ mod avx2 {
 mod tests {
     use super::*;
     use crate::testing::{Noise, bits, paths};
-    use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
+    use quantspec_core::quantize::{ACTIVATION_8, quantize_activations, quantize_head_row, quantize_weights_row};
 
     #[test]
     fn codes_are_those_of_core() {
@@ -686,7 +686,7 @@ mod tests {
                 encode(Simd::Scalar, of, &w, k, &mut tiles.data).unwrap();
                 for simd in paths() {
                     let mut acts = Acts::zeros(5, k).unwrap();
-                    acts.quantize(simd, &x, k, 5, k);
+                    acts.quantize(simd, ACTIVATION_8, &x, k, 5, k);
                     let mut y = vec![f32::NAN; 5 * PANEL];
                     tiles.panel(simd, 0, &acts, 5, &mut y);
                     for j in 0..5 {
@@ -702,7 +702,7 @@ mod tests {
                         }
                         // Rows do not affect each other here either.
                         let mut alone = Acts::zeros(1, k).unwrap();
-                        alone.quantize(simd, &x[j * k..], k, 1, k);
+                        alone.quantize(simd, ACTIVATION_8, &x[j * k..], k, 1, k);
                         let mut one = vec![f32::NAN; PANEL];
                         tiles.panel(simd, 0, &alone, 1, &mut one);
                         assert_eq!(bits(&one), bits(&y[j * PANEL..][..PANEL]));
@@ -722,7 +722,7 @@ mod tests {
                     let mut x = x.clone();
                     x[GROUP..GROUP + count].fill(bad);
                     let mut acts = Acts::zeros(1, k).unwrap();
-                    acts.quantize(simd, &x, k, 1, k);
+                    acts.quantize(simd, ACTIVATION_8, &x, k, 1, k);
                     let finite: Vec<bool> = acts.scale.iter().map(|scale| scale.is_finite()).collect();
                     assert_eq!(finite, [true, false, true], "{count} of {bad}, {simd:?}");
                 }

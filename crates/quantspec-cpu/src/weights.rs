@@ -8,9 +8,9 @@ use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Sensitive, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Hooks;
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::draft_cache::{self, DraftBlocks};
 use std::sync::Mutex;
@@ -35,8 +35,13 @@ impl Linear {
     /// What a pass multiplies by.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
-            (Weights::Draft, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
-            (Weights::Draft, Some(DraftMatrix::Planes(read)), Store::Planes(planes)) => Weight::Planes(planes, *read),
+            (Weights::Draft | Weights::Draft4, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
+            (Weights::Draft4, Some(DraftMatrix::Planes(Read::Upper)), Store::Planes(planes)) => {
+                Weight::Planes(planes, Read::Upper4)
+            }
+            (Weights::Draft | Weights::Draft4, Some(DraftMatrix::Planes(read)), Store::Planes(planes)) => {
+                Weight::Planes(planes, *read)
+            }
             (_, _, Store::Planes(planes)) => Weight::Planes(planes, Read::Target),
             _ => Weight::Full(&self.full),
         }
@@ -117,20 +122,27 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(config: &ModelConfig, draft: DraftWeights) -> Sizes {
-        let four = |kept: bool| kept.then_some(Bits::Four);
-        let all = draft == DraftWeights::Int4;
-        let mlp = draft != DraftWeights::None;
+    fn new(config: &ModelConfig, options: &Options) -> Sizes {
+        let (kept, Sensitive(sensitive)) = (options.draft_weights.kinds(), options.sensitive);
+        let bits = |kind: usize| {
+            let both = options.weights != TargetWeights::Int4;
+            let bits = if both && sensitive[kind] { Bits::Eight } else { Bits::Four };
+            kept[kind].then_some(bits)
+        };
         let qkv = QkvOffsets::new(config).width / PANEL;
         let hidden = panels(config.hidden);
         Sizes {
             layer: [
-                (qkv, config.hidden, four(all)),
-                (hidden, config.q_width(), four(all)),
-                (2 * panels(config.intermediate), config.hidden, four(mlp)),
-                (hidden, config.intermediate, four(mlp)),
+                (qkv, config.hidden, bits(0)),
+                (hidden, config.q_width(), bits(1)),
+                (2 * panels(config.intermediate), config.hidden, bits(2)),
+                (hidden, config.intermediate, bits(3)),
             ],
-            head: (panels(config.vocab), config.hidden, all.then_some(Bits::Eight)),
+            head: (
+                panels(config.vocab),
+                config.hidden,
+                (options.draft_weights == DraftWeights::Int4).then_some(Bits::Eight),
+            ),
         }
     }
 }
@@ -147,27 +159,32 @@ fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: u
 }
 
 /// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
-fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, sizes: &Sizes) -> Option<DraftBlocks> {
-    if weights != TargetWeights::Checkpoint {
+fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<DraftBlocks> {
+    if options.weights != TargetWeights::Checkpoint {
         return None;
     }
-    let kind = match draft {
+    let kind = match options.draft_weights {
         DraftWeights::None => return None,
         DraftWeights::Int4 => "int4",
         DraftWeights::Int4Mlp => "int4-mlp",
+    };
+    // A file for each choice: what one engine keeps does not undo what another kept.
+    let kind = match options.sensitive {
+        Sensitive::NONE => kind.to_owned(),
+        sensitive => format!("{kind}-{}", sensitive.names().replace(',', "-")),
     };
     let layers = checkpoint.config().layers;
     let recipe = format!("{} {layers} {sizes:?}", w4::LAYOUT);
     let linears = std::iter::repeat_n(&sizes.layer, layers).flatten().chain([&sizes.head]);
     let panels = linears.filter_map(|(panels, k, bits)| Some((*panels, Tiles::panel_bytes(*k, (*bits)?))));
     let blocks = panels.flat_map(|(panels, bytes)| std::iter::repeat_n(bytes, panels));
-    DraftBlocks::open(checkpoint.draft_cache()?, kind, &recipe, blocks)
+    DraftBlocks::open(checkpoint.draft_cache()?, &kind, &recipe, blocks)
 }
 
 /// Bytes of the weights and of the draft weights.
-pub(crate) fn plan(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights) -> (usize, usize) {
-    let config = checkpoint.config();
-    let sizes = Sizes::new(config, draft);
+pub(crate) fn plan(checkpoint: &Checkpoint, options: &Options) -> (usize, usize) {
+    let (config, weights) = (checkpoint.config(), options.weights);
+    let sizes = Sizes::new(config, options);
     let layers = (0..config.layers).flat_map(|index| {
         sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
             let dtype = dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part)));
@@ -211,15 +228,15 @@ impl Model {
     /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
     pub(crate) fn load(
         checkpoint: &Checkpoint,
-        weights: TargetWeights,
-        draft: DraftWeights,
+        options: &Options,
         simd: Simd,
         pool: &Pool,
         hooks: &mut Hooks,
     ) -> Result<Model> {
         let config = checkpoint.config();
-        let sizes = Sizes::new(config, draft);
-        let drafts = drafts(checkpoint, weights, draft, &sizes);
+        let sizes = Sizes::new(config, options);
+        let drafts = drafts(checkpoint, options, &sizes);
+        let weights = options.weights;
         let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
         let total = total + drafts.as_ref().map_or(0, DraftBlocks::unsaved_bytes);
         let drafts_of = drafts.as_ref();

@@ -6,7 +6,7 @@ mod paths;
 mod random;
 
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
@@ -32,6 +32,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         // Automatic γ depends on timing, so there is room for any choice.
@@ -72,11 +73,20 @@ fn memory_is_what_was_planned() {
                 Options { planes, draft_weights: draft, rejection, page_masses: rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
-            let mut larger = backend.memory().weights_bytes;
+            let (mut larger, down) = (backend.memory().weights_bytes, Sensitive::DOWN);
+            let sensitive = Options { sensitive: down, ..options.clone() };
+            let in_eight = CpuBackend::load(&checkpoint, &sensitive, Hooks::default()).expect("load").memory();
+            assert_eq!(in_eight, plan(&checkpoint, &sensitive), "{shape:?} {planes:?}");
+            assert_eq!(
+                in_eight.draft_weights_bytes > backend.memory().draft_weights_bytes,
+                draft != DraftWeights::None
+            );
             for weights in [TargetWeights::Int8, TargetWeights::Int4] {
                 let options = Options { weights, ..options.clone() };
                 let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load").memory();
                 assert_eq!(one_copy, plan(&checkpoint, &options), "{shape:?} {planes:?} {weights:?}");
+                let sensitive = Options { sensitive: down, ..options };
+                assert_eq!(one_copy, plan(&checkpoint, &sensitive), "planes are there already");
                 assert!(one_copy.weights_bytes < larger && one_copy.draft_weights_bytes == 0);
                 larger = one_copy.weights_bytes;
             }

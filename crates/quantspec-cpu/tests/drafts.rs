@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "one token is enough here")]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
@@ -31,10 +31,14 @@ impl Drop for Folder {
 }
 
 /// Bits of a draft step's logits, and the origin of the draft weights.
-fn load(
+fn load(checkpoint: Checkpoint, folder: Option<&Folder>, draft: DraftWeights, threads: usize) -> (Vec<u32>, Origin) {
+    load_sensitive(checkpoint, folder, (draft, Sensitive::NONE), threads)
+}
+
+fn load_sensitive(
     mut checkpoint: Checkpoint,
     folder: Option<&Folder>,
-    draft: DraftWeights,
+    (draft, sensitive): (DraftWeights, Sensitive),
     threads: usize,
 ) -> (Vec<u32>, Origin) {
     if let Some(Folder(path)) = folder {
@@ -51,6 +55,7 @@ fn load(
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: draft,
+        sensitive,
         rejection: false,
         page_masses: false,
         step_rows: 1,
@@ -111,4 +116,20 @@ fn one_changed_weight_is_quantised_again() {
         let (got, origin) = load(changed(), Some(&folder), DraftWeights::Int4, 2);
         assert!(got == want && origin.cached == first.blocks, "{tensor}: the file was replaced");
     }
+}
+
+#[test]
+fn sensitive_matrices_have_files_of_their_own() {
+    let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
+    let folder = Folder::new("sensitive");
+    let choices = ["none", "down", "qkv,o"].map(|names| Sensitive::named(names).expect("kinds"));
+    let made = choices.map(|kinds| load_sensitive(shape.checkpoint(1), None, (DraftWeights::Int4, kinds), 1).0);
+    assert!(made[0] != made[1] && made[1] != made[2] && made[0] != made[2]);
+    for cached in [false, true] {
+        for (kinds, made) in choices.iter().zip(&made) {
+            let (got, origin) = load_sensitive(shape.checkpoint(1), Some(&folder), (DraftWeights::Int4, *kinds), 2);
+            assert!(got == *made && (origin.cached == origin.blocks) == cached && origin.note.is_none(), "{origin:?}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(&folder.0).expect("folder").count(), choices.len());
 }

@@ -15,7 +15,7 @@ mod grammar;
 use grammar::Fifths;
 use quantspec_core::Result;
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
@@ -88,6 +88,7 @@ struct Run {
     auto: bool,
     threads: usize,
     rounding: Rounding,
+    sensitive: Sensitive,
     /// Rows of a prompt, over all layers, between two rounds of earlier sequences.
     chunk_rows: usize,
     /// Answers follow a grammar.
@@ -105,6 +106,7 @@ impl Run {
             auto: false,
             threads: 1,
             rounding: Rounding::Balanced,
+            sensitive: Sensitive::NONE,
             chunk_rows: usize::MAX,
             constrained: false,
         }
@@ -169,6 +171,7 @@ impl Run {
             rounding: self.rounding,
             weights: self.weights,
             draft_weights: DraftWeights::None,
+            sensitive: self.sensitive,
             rejection: sampler.accept == Accept::Rejection,
             page_masses: false,
             step_rows: prompts.len() * (self.gamma + 1),
@@ -335,9 +338,12 @@ fn law_of(
     last
 }
 
-/// The methods of the list whose drafts read any pages and copy nothing: what [`selection`] combines with everything else.
+/// The methods of the list whose drafts read any pages, with 8-bit activations, and copy nothing: [`selection`] combines these with everything
+/// else.
 fn methods() -> [&'static str; 3] {
-    let any_pages = |entry: &&draft::Entry| matches!(entry.source, draft::Source::Model { pages: None, .. });
+    let any_pages = |entry: &&draft::Entry| {
+        matches!(entry.source, draft::Source::Model { weights: Weights::Full | Weights::Draft, pages: None, .. })
+    };
     let found: Vec<&str> =
         draft::METHODS.iter().filter(any_pages).filter(|entry| !entry.copies).map(|entry| entry.name).collect();
     found.try_into().expect("the selection of combinations is made for three")
@@ -413,6 +419,15 @@ fn combinations() -> Vec<(Run, usize)> {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
         all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
     }
+    for (name, gamma, batch) in [("qspec", 4, 3), ("qspec", 12, 1), ("qspec", 1, 8), ("qspec+ngram", 7, 3)] {
+        all.push((Run::new(name, Pages::All, gamma, 2), batch));
+    }
+    for (names, method, gamma, batch) in
+        [("down", "quantspec", 4, 3), ("qkv,o,gate-up,down", "w4", 16, 1), ("o,gate-up", "quantspec", 7, 8)]
+    {
+        let sensitive = Sensitive::named(names).expect("kinds");
+        all.push((Run { sensitive, ..Run::new(method, Pages::All, gamma, 2) }, batch));
+    }
     for (name, pages, gamma, batch) in [
         ("draft-model", Pages::All, 1, 3),
         ("draft-model", Pages::All, 5, 8),
@@ -476,12 +491,16 @@ fn speculation_changes_no_token_of_the_demo_model() {
 fn speculation_changes_no_token_of_weights_in_planes() {
     let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
+    assert!(runs.iter().any(|(run, _)| run.sensitive != Sensitive::NONE), "no run with sensitive matrices");
     for method in methods().into_iter().chain(["ngram"]) {
         assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
     }
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
     let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
-    let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
+    let by_activations = |(run, _): &(Run, usize)| run.method.starts_with("qspec");
+    let chosen = combinations().into_iter().enumerate();
+    let chosen = chosen.filter(|(at, run)| long() || at.is_multiple_of(6) || by_activations(run));
+    let runs: Vec<_> = chosen.map(|(_, run)| int4(run)).collect();
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
     // Another target view yields another text; otherwise the comparison above would not test these weights.
     let prompt = [book(40, 2 * G + 5)];
@@ -649,6 +668,7 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: 5,
@@ -705,6 +725,7 @@ fn an_answer_without_a_token_left_says_so() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: 5,

@@ -9,7 +9,7 @@ mod random;
 
 use paths::paths;
 use quantspec_core::cache::{Extent, G};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_model::backend::{Backend, Hooks, KvCache, Options, Row, Step, TokenSampler};
@@ -33,6 +33,7 @@ fn options(capacity: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: true,
         step_rows: 5,
@@ -121,6 +122,36 @@ fn weights_in_planes_match_the_reference() {
     }
 }
 
+/// Drafts with sensitive matrices: near the reference's with the same, and nearer than drafts that read the kind in 4 bits.
+#[test]
+fn sensitive_matrices_match_the_reference() {
+    let plan = (Weights::Draft, View::Full, Pages::All);
+    for seed in [0, 1, 4, 6] {
+        let shape = SHAPES[seed];
+        let checkpoint = shape.checkpoint(seed as u64 + 1);
+        let ids = random::tokens(shape.vocab, 2 * G, 99 + seed as u64);
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            let options = Options { weights, ..options(ids.len()) };
+            for simd in paths() {
+                let of = |sensitive| {
+                    let options = Options { sensitive, ..options.clone() };
+                    decode(&mut load(&checkpoint, &options, simd), &ids, G, 5, plan)
+                };
+                let four = of(Sensitive::NONE);
+                for kind in Sensitive::KINDS.into_iter().chain(["qkv,o,gate-up,down"]) {
+                    let sensitive = Sensitive::named(kind).expect("a kind");
+                    let options = Options { sensitive, ..options.clone() };
+                    let mut reference =
+                        ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+                    let expected = decode(&mut reference, &ids, G, 5, plan);
+                    let (near, far) = (worst(&of(sensitive), &expected), worst(&four, &expected));
+                    assert!(near < 0.6 * far && near < 0.12, "{kind} {weights:?} {simd:?} {shape:?}: {near}, {far}");
+                }
+            }
+        }
+    }
+}
+
 /// Compares every view of a random model of this shape with the reference, on every path.
 fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
     let checkpoint = shape.checkpoint(seed as u64 + 1);
@@ -157,6 +188,29 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
                 _ => 0.01,
             };
             assert!(error < bound, "{shape:?} {plan:?} {simd:?}: off by {error} deviations, {weights:?}");
+        }
+    }
+}
+
+/// Drafts with 4-bit activations: near the reference's, on every path, and not those with 8-bit ones.
+#[test]
+fn four_bit_activations_match_the_reference() {
+    let plan = |weights| (weights, View::Full, Pages::All);
+    for seed in [0, 1, 4, 6] {
+        let shape = SHAPES[seed];
+        let checkpoint = shape.checkpoint(seed as u64 + 1);
+        let ids = random::tokens(shape.vocab, 2 * G, 99 + seed as u64);
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
+            let sensitive = if weights == TargetWeights::Int4 { Sensitive::NONE } else { Sensitive::DOWN };
+            let options = Options { weights, sensitive, ..options(ids.len()) };
+            let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+            let expected = decode(&mut reference, &ids, G, 5, plan(Weights::Draft4));
+            for simd in paths() {
+                let mut backend = load(&checkpoint, &options, simd);
+                let mut apart = |weights| worst(&decode(&mut backend, &ids, G, 5, plan(weights)), &expected);
+                let (near, far) = (apart(Weights::Draft4), apart(Weights::Draft));
+                assert!(near < 0.6 * far, "{weights:?} {simd:?} {shape:?}: {near}, {far}");
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ mod paths;
 #[path = "support/random.rs"]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
@@ -39,6 +39,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: true,
         step_rows: 5 * slots,

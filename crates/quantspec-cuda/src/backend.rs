@@ -30,7 +30,7 @@ pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
 use quantspec_core::Result;
-use quantspec_core::config::ModelConfig;
+use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
@@ -45,6 +45,11 @@ struct Kernels {
     /// By input type: the weights', the head's, and int8.
     norm: [Kernel; 2],
     norm_i8: Kernel,
+    /// Adds a product to the hidden stream, where a fused kernel follows.
+    add_rows: Kernel,
+    /// Inputs of 4-bit draft weights on the grid of 4 bits: int8 ones, and those in 16 bits, which nibbles take.
+    coarse_i8: Kernel,
+    coarse: Option<Kernel>,
     silu: Kernel,
     silu_i8: Kernel,
     append: Kernel,
@@ -120,7 +125,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let way = Way::of(architecture, config.dtype);
     Memory {
         weights_bytes: weights::bytes(checkpoint, options.weights),
-        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights, weights::nibbles(options)),
+        draft_weights_bytes: weights::draft_bytes(config, options),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,
@@ -215,6 +220,12 @@ impl CudaBackend {
                 device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
             norm_i8: device.kernel("norm_i8", 0)?,
+            add_rows: device.kernel("add_rows", 0)?,
+            coarse_i8: device.kernel("coarse_i8", 0)?,
+            coarse: match dtype {
+                Dtype::F32 => None,
+                Dtype::Bf16 | Dtype::F16 => Some(device.kernel(&format!("coarse_{}", name(dtype)), 0)?),
+            },
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
             silu_i8: device.kernel("silu_mul_i8", 0)?,
             append: device.kernel(&format!("append_{d}"), 0)?,

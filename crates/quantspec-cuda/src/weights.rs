@@ -6,7 +6,7 @@ use crate::draft::DraftMatrix;
 use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Sensitive, TargetWeights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -186,16 +186,16 @@ struct DraftArena {
 }
 
 impl DraftArena {
-    /// Allocates draft weights of a matrix, and queues making them.
+    /// Allocates draft weights of a matrix in `bits` bits, and queues making them; None without bits.
     fn quantise(
         &mut self,
         linear: &Linear,
         full: &Matrix,
-        bits: usize,
+        bits: Option<usize>,
         paired: usize,
         flag: &Buffer,
     ) -> Result<Option<Quantised>> {
-        let Some(buffer) = self.buffer.clone() else { return Ok(None) };
+        let (Some(bits), Some(buffer)) = (bits, self.buffer.clone()) else { return Ok(None) };
         let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired };
         self.taken += Quantised::bytes(bits, full.n, full.k).next_multiple_of(ALIGNED);
         linear.quantise_into(full, &draft, flag)?;
@@ -242,13 +242,12 @@ pub(crate) fn head_inputs(checkpoint: &Checkpoint, options: &Options) -> Dtype {
     if nibbles(options) { checkpoint.config().dtype } else { checkpoint.dtype(Part::Head) }
 }
 
-/// Draft weights in four bits: attention's, the feed-forward network's; and whether the head has eight.
-pub(crate) const fn drafted(kind: DraftWeights) -> (bool, bool, bool) {
-    match kind {
-        DraftWeights::Int4 => (true, true, true),
-        DraftWeights::Int4Mlp => (false, true, false),
-        DraftWeights::None => (false, false, false),
-    }
+/// Bits in which a draft reads each of a layer's matrices, in the order of [`shapes`]; None where it reads what the target does. Of weights in one
+/// plane there are no more than four.
+pub(crate) fn draft_bits(options: &Options) -> [Option<usize>; 4] {
+    let (kept, Sensitive(sensitive)) = (options.draft_weights.kinds(), options.sensitive);
+    let eight = options.weights != TargetWeights::Int4;
+    std::array::from_fn(|kind| kept[kind].then_some(if eight && sensitive[kind] { 8 } else { 4 }))
 }
 
 /// (N, K) of a layer's matrices: QKV, output, gate and up, down.
@@ -280,18 +279,22 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
 }
 
-/// Bytes of a model's own draft weights on a device, without those it reads from planes.
-pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights, nibbles: bool) -> usize {
-    let shapes = shapes(config);
-    let (attention, mlp, head) = drafted(kind);
-    let [attention, mlp, head] = [attention, mlp, head].map(|on| on && !nibbles);
-    let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
-        let bytes = |&(n, k): &(usize, usize)| Quantised::bytes(4, n, k).next_multiple_of(ALIGNED);
-        if on { shapes.iter().map(bytes).sum() } else { 0 }
+/// Bytes of a model's draft weights on a device, beside those that it has in nibbles.
+pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
+    if nibbles(options) {
+        return 0;
+    }
+    let bytes = |bits: Option<usize>, (n, k): (usize, usize)| {
+        bits.map_or(0, |bits| Quantised::bytes(bits, n, k).next_multiple_of(ALIGNED))
     };
-    let draft_layer = four(attention, &shapes[..2]) + four(mlp, &shapes[2..]);
-    let draft_head = if head { Quantised::bytes(8, config.vocab, config.hidden).next_multiple_of(ALIGNED) } else { 0 };
-    config.layers * draft_layer + draft_head
+    let layer: usize =
+        draft_bits(options).into_iter().zip(shapes(config)).map(|(bits, shape)| bytes(bits, shape)).sum();
+    config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
+}
+
+/// Bits of a draft's own head.
+fn head_bits(options: &Options) -> Option<usize> {
+    (options.draft_weights == DraftWeights::Int4).then_some(8)
 }
 
 /// Loads weights through two page-locked chunks: one is read while the other is copied.
@@ -472,9 +475,7 @@ pub(crate) fn load(
         rows: device.kernel("weights_rows", 0)?,
         done: 0,
     };
-    let kind = options.draft_weights;
-    let (attention, mlp, head_in_eight) = drafted(kind);
-    let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
+    let draft_bytes = draft_bytes(&config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut places = DraftArena { buffer, taken: 0 };
     let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
@@ -486,8 +487,8 @@ pub(crate) fn load(
     let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
     let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
     let draft_head = match head.as_ref().unwrap_or(&embedding) {
-        Full::Whole(head) if head_in_eight => places.quantise(linear, head, 8, 0, flag)?,
-        _ => None,
+        Full::Whole(head) => places.quantise(linear, head, head_bits(options), 0, flag)?,
+        Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
     let mut layers = Vec::with_capacity(config.layers);
@@ -505,14 +506,13 @@ pub(crate) fn load(
             Piece { part: part(Up), first: 0, interleave: 2 },
         ])?;
         let down = loader.plain(part(Down))?;
-        let mut draft = |on: bool, matrix: &Matrix, paired: usize| {
-            if on && hierarchies.is_none() { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
-        };
+        let bits = if hierarchies.is_some() { [None; 4] } else { draft_bits(options) };
+        let mut draft = |kind: usize, matrix, paired| places.quantise(linear, matrix, bits[kind], paired, flag);
         let draft = DraftLayer {
-            qkv: draft(attention, &qkv, config.head_dim)?,
-            output: draft(attention, &output, 0)?,
-            gate_up: draft(mlp, &gate_up, 0)?,
-            down: draft(mlp, &down, 0)?,
+            qkv: draft(0, &qkv, config.head_dim)?,
+            output: draft(1, &output, 0)?,
+            gate_up: draft(2, &gate_up, 0)?,
+            down: draft(3, &down, 0)?,
         };
         let both = options.weights == TargetWeights::Int8;
         let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);

@@ -12,7 +12,9 @@ mod gpu;
 use gpu::{Random, config, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
+};
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
@@ -876,6 +878,7 @@ fn rounds() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: 17,
@@ -976,6 +979,7 @@ fn steps() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: 17,

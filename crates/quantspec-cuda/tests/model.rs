@@ -12,7 +12,7 @@ mod small;
 
 use gpu::device;
 use quantspec_core::cache::Extent;
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
@@ -22,7 +22,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Network, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{self, Copying, DraftModel, Ngram, SelfQuantised};
+use quantspec_model::draft::{self, Copying, DraftModel, Drafter, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, drafting, options, prompt};
@@ -147,6 +147,18 @@ fn speculation_with_weights_in_nibbles_changes_no_token() {
     }
 }
 
+/// The same with sensitive matrices, around which fused kernels and others alternate.
+#[test]
+fn speculation_with_sensitive_matrices_changes_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in in_nibbles(checkpoints(&device, 3200)) {
+        for (weights, names) in [(TargetWeights::Int8, "down"), (TargetWeights::Checkpoint, "o,down")] {
+            let options = Options { weights, sensitive: Sensitive::named(names).unwrap(), ..options(3200, 3) };
+            speculation(&device, &checkpoint, &options, &[View::Both]);
+        }
+    }
+}
+
 /// The checkpoints that a GPU can store in nibbles.
 fn in_nibbles(checkpoints: Vec<Checkpoint>) -> impl Iterator<Item = Checkpoint> {
     checkpoints.into_iter().filter(|checkpoint| checkpoint.config().dtype != Dtype::F32)
@@ -165,10 +177,9 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
         let pages = [Pages::All, Pages::Best(4), Pages::Window(3)].into_iter().cycle();
         let gammas = [vec![1, 16, 0, 7, 3], vec![4], vec![4, 0, 9], vec![7]].into_iter().cycle();
         let listed = draft::METHODS.iter().zip(pages).zip(gammas).filter_map(move |((entry, pages), gammas)| {
-            let drafter = match entry.source {
-                draft::Source::Checkpoint => Some(entry.with(Box::new(model.reading(target, &[pages])))),
-                _ => entry.drafter(target, DraftWeights::Int4, &[pages]),
-            };
+            let takes_second = matches!(entry.source, draft::Source::Checkpoint | draft::Source::Several);
+            let second = takes_second.then(|| Box::new(model.reading(target, &[pages])) as Box<dyn Drafter>);
+            let drafter = entry.drafter(target, DraftWeights::Int4, &[pages], second);
             let method = Method { target, drafter: Some(drafter?), policy: Policy::fixed(4) };
             Some((format!("{} {pages:?}", entry.name), method, gammas))
         });

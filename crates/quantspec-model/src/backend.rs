@@ -12,7 +12,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights};
 use quantspec_core::plan::pages;
 
 /// How a backend is built.
@@ -34,6 +34,8 @@ pub struct Options {
     pub weights: TargetWeights,
     /// Which draft weights are made. If the target's weights are in planes, draft weights are read from the upper plane.
     pub draft_weights: DraftWeights,
+    /// Matrices that drafts read in 8 bits, of those that `draft_weights` has in 4; none of weights in one plane.
+    pub sensitive: Sensitive,
     /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,
     /// Keep how much attention the end of each prompt pays to its pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without

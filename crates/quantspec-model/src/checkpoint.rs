@@ -12,7 +12,7 @@ use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_core::config::{Dtype, ModelConfig, Sensitive};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -157,6 +157,18 @@ impl LayerPart {
 }
 
 impl Part {
+    /// Whether drafts of 4-bit weights read 8 bits of a matrix: of the head, and of what is sensitive.
+    pub fn is_drafted_in_8_bits(self, Sensitive([qkv, output, gate_up, down]): Sensitive) -> bool {
+        match self {
+            Part::Head => true,
+            Part::Layer(_, Q | K | V) => qkv,
+            Part::Layer(_, Output) => output,
+            Part::Layer(_, Gate | Up) => gate_up,
+            Part::Layer(_, Down) => down,
+            _ => false,
+        }
+    }
+
     /// (rows, columns) in a model of this configuration; a vector is one row.
     pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
         match self {

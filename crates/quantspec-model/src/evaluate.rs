@@ -9,7 +9,9 @@ use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
+};
 use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
@@ -22,8 +24,11 @@ const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
-/// The target views, in report order: name, view, slot.
-const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
+/// A target view: name, view, slot.
+type Target = (&'static str, View, usize);
+
+/// The target views, in report order.
+const TARGETS: [Target; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
 
 /// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
@@ -115,6 +120,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         rounding,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: true,
         step_rows: WINDOW_ROWS,
@@ -142,6 +148,24 @@ pub fn bytes(config: &ModelConfig) -> usize {
     (2 * WINDOW_ROWS + 2) * config.vocab * size_of::<f32>()
 }
 
+/// Scores the default method's draft alone on a backend loaded with [`options`], as [`evaluate`] does.
+///
+/// # Errors
+/// As [`evaluate`].
+pub fn acceptance<B: Backend>(
+    backend: &mut B,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<DraftScore> {
+    let drafts = drafts(&[], false).into_iter().take(1).collect();
+    let views = &TARGETS[INT8..=INT8];
+    let scored = score_views(backend, None, tokens, context, block_rows, (views, drafts), &[], progress)?;
+    let score = scored.drafts.first().map(|&(_, score)| score);
+    score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
+}
+
 /// Scores `tokens` on a backend loaded with [`options`].
 ///
 /// If its weights are not the checkpoint's, `checkpoint` is a backend loaded with [`checkpoint_options`], and both are
@@ -156,10 +180,25 @@ pub fn bytes(config: &ModelConfig) -> usize {
 /// backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
+    checkpoint: Option<&mut B>,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    budgets: &[usize],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Evaluation> {
+    let drafts = drafts(budgets, backend.reads_tokens());
+    score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts), budgets, progress)
+}
+
+/// [`evaluate`] for some target views, of which INT8 is one, and some drafts.
+fn score_views<B: Backend>(
+    backend: &mut B,
     mut checkpoint: Option<&mut B>,
     tokens: &[u32],
     context: usize,
     block_rows: usize,
+    (views, drafts): (&[Target], Vec<Draft>),
     budgets: &[usize],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
@@ -171,12 +210,12 @@ pub fn evaluate<B: Backend>(
     }
     check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
-    let mut targets = [TargetScore::default(); TARGETS.len()];
-    let mut drafts = drafts(budgets, backend.reads_tokens());
-    let mut extents: [Extent; TARGETS.len()] = Default::default();
-    let read = TARGETS.len() * context;
+    let mut targets = vec![TargetScore::default(); views.len()];
+    let mut drafts = drafts;
+    let mut extents: Vec<Extent> = views.iter().map(|_| Extent::default()).collect();
+    let read = views.len() * context;
     let total = read + positions - context;
-    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(&TARGETS).enumerate() {
+    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(views).enumerate() {
         backend.open(slot, tokens.len())?;
         if context > 0 {
             // Rows are counted over all layers, tokens once.
@@ -198,7 +237,7 @@ pub fn evaluate<B: Backend>(
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
         // A window's rows of the two targets that others are compared with; [`bytes`] counts these.
         let (mut full, mut int8) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-        for (score, &(_, view, slot)) in targets.iter_mut().zip(&TARGETS) {
+        for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
             feed(backend, slot, start, window, view)?;
             for (row, &token) in next.iter().enumerate() {
                 let found = Scored::new(backend.logits(row)?);
@@ -243,14 +282,14 @@ pub fn evaluate<B: Backend>(
         }
         // The target's keys and values replace the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
-        for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
+        for (extent, &(_, _, slot)) in extents.iter_mut().zip(views) {
             for page in extent.commit(rows) {
                 backend.flush(slot, page)?;
             }
         }
         backend.poll()?;
     }
-    for (_, _, slot) in TARGETS {
+    for &(_, _, slot) in views {
         backend.close(slot);
     }
     let compared = checkpoint.is_some();
@@ -259,7 +298,8 @@ pub fn evaluate<B: Backend>(
     }
     let scored = (positions - context) as f64;
     let mean = |sum: f64| sum / scored;
-    let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
+    let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
+    let targets: Vec<_> = targets.into_iter().map(score).collect();
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
     drafts.iter_mut().for_each(|draft| draft.score = score(draft.score));
     let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {
@@ -278,7 +318,7 @@ pub fn evaluate<B: Backend>(
     }
     Ok(Evaluation {
         positions: positions - context,
-        targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
+        targets: views.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts: of_budget(None),
         choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
         weights: compared.then_some(weights),

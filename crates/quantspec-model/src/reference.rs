@@ -21,8 +21,8 @@ use quantspec_core::cache::{
 };
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::quantize::{
-    Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
-    quantize_weights_row,
+    ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
+    quantize_head_row, quantize_page, quantize_weights_row,
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
@@ -110,11 +110,11 @@ impl ReferenceBackend {
                 _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
             }
             let codes = match options.weights {
-                TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
-                weights => {
+                TargetWeights::Checkpoint => draft_values(part, options, &values, columns)?,
+                TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, weights, options.draft_weights, &mut values, columns)?
+                    hierarchy_values(part, options, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -148,7 +148,7 @@ impl ReferenceBackend {
     }
 
     fn weight(&self, part: Part, weights: Weights) -> Result<(&Tensor, bool)> {
-        let draft = if weights == Weights::Draft { self.draft.get(&part) } else { None };
+        let draft = if weights.is_draft() { self.draft.get(&part) } else { None };
         match (draft, self.full.get(&part)) {
             (Some(tensor), _) => Ok((tensor, true)),
             (None, Some(tensor)) => Ok((tensor, false)),
@@ -174,10 +174,13 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations.
+    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations, or those of 4 bits.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
-        let x = if quantised { &rounded_activations(x)? } else { x };
+        let group = if self.options.weights == TargetWeights::Checkpoint { WEIGHT_GROUP } else { SMALL_GROUP };
+        let coarse = weights == Weights::Draft4 && !part.is_drafted_in_8_bits(self.options.sensitive);
+        let most = if coarse { ACTIVATION_4 } else { ACTIVATION_8 };
+        let x = if quantised { &rounded_activations(x, group, most)? } else { x };
         let y = tensor(|| x.matmul(&weight.t()?))?;
         match bias.and_then(|part| self.full.get(&part)) {
             Some(bias) => tensor(|| y.broadcast_add(bias)),
@@ -303,49 +306,45 @@ fn draft_kept(part: Part, kind: DraftWeights) -> bool {
 }
 
 /// Dequantised draft weights of a part, or None if the draft uses its full weights.
-fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
-    if !draft_kept(part, kind) {
+fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+    if !draft_kept(part, options.draft_weights) {
         return Ok(None);
     }
+    let eight = part.is_drafted_in_8_bits(options.sensitive);
     let mut out = Vec::with_capacity(values.len());
     for row in values.chunks_exact(columns) {
-        let row = if part == Part::Head { quantize_head_row(row)? } else { quantize_weights_row(row)? };
+        let row = if eight { quantize_head_row(row)? } else { quantize_weights_row(row)? };
         out.extend(row.dequantize());
     }
     Ok(Some(out))
 }
 
 /// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
-fn hierarchy_values(
-    part: Part,
-    weights: TargetWeights,
-    kind: DraftWeights,
-    values: &mut [f32],
-    columns: usize,
-) -> Result<Option<Vec<f32>>> {
+fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
     // Of 4 bits, values and the head have both planes, and the draft reads both.
-    let few = part == Part::Head || weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
-    let upper = draft_kept(part, kind) && !few;
+    let few = part == Part::Head || options.weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let kept = draft_kept(part, options.draft_weights);
+    let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || few;
+        let both = options.weights == TargetWeights::Int8 || few;
         let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
-    Ok(draft_kept(part, kind).then_some(draft))
+    Ok(kept.then_some(draft))
 }
 
-/// Activations rounded to int8 codes, row by row.
-fn rounded_activations(x: &Tensor) -> Result<Tensor> {
+/// Activations rounded to codes of at most `most`, row by row, in groups of `group`.
+fn rounded_activations(x: &Tensor, group: usize, most: f32) -> Result<Tensor> {
     let mut out = Vec::new();
     for row in tensor(|| x.to_vec2::<f32>())? {
-        let codes = quantize_activations(&row)?;
-        out.extend(codes.codes.iter().enumerate().map(|(at, &code)| f32::from(code) * codes.scales[at / WEIGHT_GROUP]));
+        let codes = quantize_activations_to(&row, group, most)?;
+        out.extend(codes.codes.iter().enumerate().map(|(at, &code)| f32::from(code) * codes.scales[at / group]));
     }
     tensor(|| Tensor::from_vec(out, x.shape(), &Device::Cpu))
 }

@@ -8,7 +8,7 @@ mod tiny;
 use proptest::prelude::*;
 use quantspec_core::ErrorKind;
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
@@ -37,6 +37,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: slots * (gamma + 1),

@@ -2,7 +2,7 @@
 #![cfg(feature = "reference")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftConfig, Hooks, Options};
@@ -38,6 +38,7 @@ fn decode(
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: slots * (gamma + 1),

@@ -3,13 +3,13 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{Request, target_weights};
+use crate::options::{Request, sensitive, target_weights};
 use crate::plan::checkpoint_of;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
-use quantspec_core::config::TargetWeights;
+use quantspec_core::config::{DraftWeights, TargetWeights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_core::weights::{GROUP, SMALL_GROUP};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -42,7 +42,7 @@ fn nibble_bytes((rows, columns): (usize, usize), group: usize) -> (usize, usize)
 /// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
-#[pyo3(signature = (model, start, tokens, weights, device, *, described=false))]
+#[pyo3(signature = (model, start, tokens, weights, device, *, draft_precision="none", described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     model: &str,
@@ -50,9 +50,11 @@ pub(crate) fn traffic<'py>(
     tokens: usize,
     weights: &str,
     device: &str,
+    draft_precision: &str,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let chosen = sensitive(draft_precision, None, DraftWeights::Int4).map_err(to_python)?.unwrap_or_default();
     let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
@@ -62,16 +64,17 @@ pub(crate) fn traffic<'py>(
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
     // Matrices of which target and draft always read both planes: on a CPU also the values of 4-bit weights.
-    let sensitive = |part: Part| match part {
+    let always = |part: Part| match part {
         Part::Layer(_, LayerPart::V) => cpu && weights == TargetWeights::Int4,
         part => part == Part::Head,
     };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int4 if !sensitive(part) => nibbles(part).1,
+        TargetWeights::Int4 if !always(part) => nibbles(part).1,
         TargetWeights::Int8 | TargetWeights::Int4 => nibbles(part).0,
     };
-    let draft = |part: Part| if sensitive(part) { nibbles(part).0 } else { nibbles(part).1 };
+    let draft =
+        |part: Part| if always(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
@@ -89,7 +92,7 @@ pub(crate) fn traffic<'py>(
 /// `planned(model, …)`: peak bytes of an engine with every view and this capacity. Refuses a model that the device does not
 /// support, and a context or memory that is too small. Reads no weights.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, page_choice, accept, draft_model=None))]
+#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -99,6 +102,7 @@ pub(crate) fn planned(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    draft_precision: &str,
     page_choice: &str,
     accept: &str,
     draft_model: Option<&str>,
@@ -109,6 +113,7 @@ pub(crate) fn planned(
         method: "quantspec",
         kv_rounding,
         draft_weights: "int4",
+        draft_precision,
         draft_pages: None,
         page_choice,
         draft_refresh: 0,

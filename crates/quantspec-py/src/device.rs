@@ -3,8 +3,8 @@
 use crate::machine;
 use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, TargetWeights, View};
-use quantspec_core::plan::{largest_fitting, pages};
+use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
+use quantspec_core::plan::{largest_fitting, pages, sensitive};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -236,7 +236,8 @@ impl ChosenDevice {
         })
     }
 
-    /// Resolves `weights="auto"`: the checkpoint's weights if an engine with them fits, else int8.
+    /// Resolves `auto`: of the target's weights the checkpoint's if an engine with them fits, else int8; of sensitive matrices those that
+    /// pay, unless the engine would not fit with them.
     ///
     /// # Errors
     /// As [`ChosenDevice::weigh`].
@@ -247,6 +248,17 @@ impl ChosenDevice {
             let taken = self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8);
             if weighed.needed_bytes > weighed.available_bytes && taken {
                 resolved.options.weights = TargetWeights::Int8;
+            }
+        }
+        if resolved.auto_precision {
+            let options = &resolved.options;
+            let read = sensitive_of(models.target, options, resolved.drafted);
+            let with = Options { sensitive: read, ..options.clone() };
+            if read != options.sensitive {
+                let weighed = self.weigh(models, &with, 0)?;
+                if weighed.needed_bytes <= weighed.available_bytes {
+                    resolved.options = with;
+                }
             }
         }
         Ok(())
@@ -356,6 +368,14 @@ impl ChosenDevice {
                 gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free))
             }
         }
+    }
+}
+
+/// The sensitive matrices of drafts that read a view of so many tokens; none of weights in one plane.
+pub(crate) fn sensitive_of(checkpoint: &Checkpoint, options: &Options, (view, tokens): (View, usize)) -> Sensitive {
+    match options.weights {
+        TargetWeights::Int4 => Sensitive::NONE,
+        _ => sensitive(checkpoint.config(), options.draft_weights, view, tokens.min(options.capacity), options.slots),
     }
 }
 

@@ -290,7 +290,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -306,6 +306,7 @@ impl PyEngine {
         method: &str,
         kv_rounding: &str,
         draft_weights: &str,
+        draft_precision: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
         draft_refresh: usize,
@@ -328,6 +329,7 @@ impl PyEngine {
             method,
             kv_rounding,
             draft_weights,
+            draft_precision,
             draft_pages,
             page_choice,
             draft_refresh,
@@ -355,37 +357,38 @@ impl PyEngine {
         let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, second, place, config, kept, planned_bytes, prompt_bytes) = interruptible(py, &raised, || {
-            let checkpoint = open(model, draft_cache)?;
-            let draft = draft_model.map(|model| open(model, None)).transpose()?;
-            let models = Models { target: &checkpoint, draft: draft.as_ref() };
-            let place = ChosenDevice::choose(device, &checkpoint)?;
-            place.settle(models, &mut resolved)?;
-            let kept = resolved.options.weights;
-            let planned_bytes = place.plan(models, &resolved.options, 0)?;
-            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
-            let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-            let prompt_bytes =
-                (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
-            let (mut engine, second) =
-                PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
-            if let Some(limit_bytes) = prompt_bytes {
-                on_device!(&mut engine, engine => {
-                    let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
-                    engine.cache_prompts(cache);
-                });
-            } else if let Some(folder) = prompt_folder {
-                let fingerprint = prompt_cache::fingerprint(&checkpoint, kept, threads, &mut hashing)?;
-                let model = PathBuf::from(model);
-                let model = model.canonicalize().unwrap_or(model);
-                let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
-                on_device!(&mut engine, engine => {
-                    let cache = PromptCache::on_disk(engine.backend(), at);
-                    engine.cache_prompts(cache);
-                });
-            }
-            Ok((engine, second, place, checkpoint.config().clone(), kept, planned_bytes, prompt_bytes))
-        })?;
+        let (device, second, place, config, kept, sensitive, planned_bytes, prompt_bytes) =
+            interruptible(py, &raised, || {
+                let checkpoint = open(model, draft_cache)?;
+                let draft = draft_model.map(|model| open(model, None)).transpose()?;
+                let models = Models { target: &checkpoint, draft: draft.as_ref() };
+                let place = ChosenDevice::choose(device, &checkpoint)?;
+                place.settle(models, &mut resolved)?;
+                let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
+                let planned_bytes = place.plan(models, &resolved.options, 0)?;
+                let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
+                let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
+                let prompt_bytes =
+                    (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
+                let (mut engine, second) =
+                    PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
+                if let Some(limit_bytes) = prompt_bytes {
+                    on_device!(&mut engine, engine => {
+                        let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
+                        engine.cache_prompts(cache);
+                    });
+                } else if let Some(folder) = prompt_folder {
+                    let fingerprint = prompt_cache::fingerprint(&checkpoint, kept, threads, &mut hashing)?;
+                    let model = PathBuf::from(model);
+                    let model = model.canonicalize().unwrap_or(model);
+                    let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
+                    on_device!(&mut engine, engine => {
+                        let cache = PromptCache::on_disk(engine.backend(), at);
+                        engine.cache_prompts(cache);
+                    });
+                }
+                Ok((engine, second, place, checkpoint.config().clone(), kept, sensitive, planned_bytes, prompt_bytes))
+            })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks for its lifetime, and Python's garbage collector does not traverse it. A callback that
         // refers to the engine would leak both.
@@ -400,6 +403,7 @@ impl PyEngine {
         info.set_item("simd", simd)?;
         info.set_item("threads", threads)?;
         info.set_item("weights", weights_name(kept))?;
+        info.set_item("draft_precision", sensitive.names())?;
         info.set_item("family", &config.family)?;
         info.set_item("vocab", config.vocab)?;
         info.set_item("layers", config.layers)?;
@@ -562,6 +566,7 @@ impl PyEngine {
             weights: "checkpoint",
             kv_rounding: "balanced",
             draft_weights: "int4",
+            draft_precision: "auto",
             accept: "replay",
             capacity: 1,
             prompt_capacity: 1,

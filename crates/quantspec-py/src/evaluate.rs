@@ -1,22 +1,33 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::{ChosenDevice, Models};
+use crate::device::{ChosenDevice, Models, sensitive_of};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
-use crate::options::{rounding, target_weights, weights_name};
+use crate::options::{rounding, sensitive, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use quantspec_core::Error;
-use quantspec_core::config::TargetWeights;
+use quantspec_core::config::{Sensitive, TargetWeights, View};
+use quantspec_core::plan::{draft_step_bytes, sensitive_bytes};
+use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::evaluate::{self, DraftScore};
 use std::path::PathBuf;
 
+/// Options of a backend that scores so many tokens.
+fn options(tokens: usize, threads: Option<usize>, weights: &str, kv_rounding: &str) -> Result<Options> {
+    let Some(weights) = target_weights(weights)? else {
+        return Err(Error::usage("weights is \"auto\"", "name the weights to score"));
+    };
+    let threads = threads.unwrap_or_else(default_threads);
+    Ok(Options { weights, ..evaluate::options(tokens, rounding(kv_rounding)?, threads) })
+}
+
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", pages=Vec::new(),
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", draft_precision="auto",
+    pages=Vec::new(),
     draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
@@ -28,27 +39,26 @@ pub(crate) fn scores<'py>(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    draft_precision: &str,
     pages: Vec<usize>,
     draft_cache: Option<(PathBuf, usize)>,
     on_loading: Option<Py<PyAny>>,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let threads = threads.unwrap_or_else(default_threads);
-    let weights = match target_weights(weights).map_err(to_python)? {
-        Some(weights) => weights,
-        None => return Err(to_python(Error::usage("weights is \"auto\"", "name the weights to score"))),
-    };
-    let options = evaluate::options(tokens.len(), rounding(kv_rounding).map_err(to_python)?, threads);
-    let options = Options { weights, ..options };
+    let mut options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
+    let weights = options.weights;
+    let precision = sensitive(draft_precision, Some(weights), options.draft_weights).map_err(to_python)?;
     let raised = Raised::default();
     let loading = progress(on_loading, raised.clone());
     let mut show = progress(on_progress, raised.clone());
     let polled = poll(raised.clone());
     let origin = OriginSlot::default();
     let drafts = origin.hook();
-    let (place, scored) = interruptible(py, &raised, || {
+    let (place, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
+        let read = sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
+        options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
         let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
@@ -85,7 +95,7 @@ pub(crate) fn scores<'py>(
                 )
             }
         };
-        Ok((place.name(), scored?))
+        Ok((place.name(), options.sensitive, scored?))
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
@@ -121,6 +131,7 @@ pub(crate) fn scores<'py>(
     }
     let out = PyDict::new(py);
     out.set_item("device", place)?;
+    out.set_item("draft_precision", read.names())?;
     out.set_item("tokens", tokens.len())?;
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;
@@ -137,5 +148,71 @@ pub(crate) fn scores<'py>(
         out.set_item("weights", weights_scores)?;
     }
     origin.describe(&out)?;
+    Ok(out)
+}
+
+/// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The model is loaded for each.
+#[pyfunction]
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", on_progress=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
+pub(crate) fn sensitivity<'py>(
+    py: Python<'py>,
+    model: &str,
+    tokens: Vec<u32>,
+    context: usize,
+    device: &str,
+    threads: Option<usize>,
+    weights: &str,
+    kv_rounding: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
+    if options.weights == TargetWeights::Int4 {
+        let hint = "use --weights int8 or checkpoint";
+        return Err(to_python(Error::usage("weights is \"int4\", which have no 8 bits to read", hint)));
+    }
+    let raised = Raised::default();
+    let mut show = progress(on_progress, raised.clone());
+    let kinds = Sensitive::KINDS;
+    let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
+    let (config, scores) = interruptible(py, &raised, || {
+        let checkpoint = open(model, None)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
+        let mut scores = Vec::new();
+        for (index, (name, sensitive)) in read.enumerate() {
+            let options = Options { sensitive, ..options.clone() };
+            place.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
+            let options = place.adapt(&options);
+            let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+            let mut show = |done, all| show(index * all + done, (1 + kinds.len()) * all);
+            let rows = options.block_rows;
+            let score = match &place {
+                ChosenDevice::Cpu => {
+                    let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
+                    evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
+                }
+                ChosenDevice::Cuda { gpu, .. } => {
+                    let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
+                    evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
+                }
+            };
+            scores.push((name, score));
+        }
+        Ok((checkpoint.config().clone(), scores))
+    })?;
+    let (of_step, plain) =
+        (draft_step_bytes(&config) as f64, scores.first().map_or(0.0, |(_, score)| score.acceptance));
+    let added = std::iter::once(0).chain(sensitive_bytes(&config));
+    let out = PyDict::new(py);
+    for ((name, score), added) in scores.iter().zip(added) {
+        let entry = PyDict::new(py);
+        entry.set_item("acceptance", score.acceptance)?;
+        entry.set_item("top1", score.top1)?;
+        entry.set_item("added_bytes", added)?;
+        let share = added as f64 / of_step;
+        entry.set_item("added_share", share)?;
+        entry.set_item("value", (added > 0).then(|| (score.acceptance - plain) / share))?;
+        out.set_item(name, entry)?;
+    }
     Ok(out)
 }

@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use super::errors::NativeError;
     #[pymodule_export]
-    use super::evaluate::scores;
+    use super::evaluate::{scores, sensitivity};
     #[pymodule_export]
     use super::plan::{fitting, plan, rates};
 

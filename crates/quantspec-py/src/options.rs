@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
@@ -40,6 +40,7 @@ pub(crate) struct Request<'a> {
     pub(crate) method: &'a str,
     pub(crate) kv_rounding: &'a str,
     pub(crate) draft_weights: &'a str,
+    pub(crate) draft_precision: &'a str,
     pub(crate) draft_pages: Option<DraftPages>,
     pub(crate) page_choice: &'a str,
     /// New pages after which a draft of `snapkv` chooses again; 0 is never.
@@ -62,6 +63,10 @@ pub(crate) struct Resolved {
     pub(crate) options: Options,
     /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
+    /// Which matrices are sensitive is decided by what a draft step reads ([`crate::device::ChosenDevice::settle`]); `options` has none.
+    pub(crate) auto_precision: bool,
+    /// The view of the cache that a draft reads, and tokens of it at most.
+    pub(crate) drafted: (View, usize),
     pub(crate) accept: Accept,
     /// Options for drafting with another checkpoint; the method's drafter then uses that network.
     pub(crate) second: Option<Second>,
@@ -110,6 +115,30 @@ pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
     one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
 }
 
+/// The sensitive matrices that `draft_precision` names; None for "auto".
+pub(crate) fn sensitive(names: &str, weights: Option<TargetWeights>, draft: DraftWeights) -> Result<Option<Sensitive>> {
+    if names == "auto" {
+        return Ok(None);
+    }
+    let refused =
+        |why: &str, hint: &str| Err(Error::usage(format!("draft_precision is {names:?}{why}"), hint.to_owned()));
+    let Some(named) = Sensitive::named(names) else {
+        return refused("", &format!("use auto, none, or a comma list of {}", Sensitive::KINDS.join(", ")));
+    };
+    if named != Sensitive::NONE && weights == Some(TargetWeights::Int4) {
+        return refused(
+            ", and weights int4 have no 8 bits to read",
+            "use --weights int8 or checkpoint, or leave it out",
+        );
+    }
+    let in_full = named.0.iter().zip(draft.kinds()).position(|(named, kept)| *named && !kept);
+    if let Some(kind) = in_full {
+        let why = format!(", and the draft reads {} as the target has it", Sensitive::KINDS[kind]);
+        return refused(&why, "use --draft-weights int4, or leave it out");
+    }
+    Ok(Some(named))
+}
+
 /// Values of the `kv_target` argument.
 const KV_TARGETS: [(&str, View); 3] = [("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)];
 
@@ -141,6 +170,7 @@ impl Request<'_> {
             self.draft_weights,
             &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
         )?;
+        let sensitive = sensitive(self.draft_precision, weights, wanted)?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let refresh = self.draft_refresh;
         let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
@@ -169,6 +199,12 @@ impl Request<'_> {
             }
             Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
+        let tokens = |&asked: &Pages| match method.pages(asked) {
+            Pages::All => usize::MAX,
+            Pages::Window(pages) | Pages::Best(pages) | Pages::Snap { pages, .. } => pages.saturating_mul(G),
+            Pages::Tokens(tokens) => tokens,
+        };
+        let fewest = pages.iter().map(tokens).min().unwrap_or(0);
         let drafter = method.drafter(target, wanted, &pages, None);
         let takes_second = matches!(method.source, Source::Checkpoint | Source::Several);
         let second = takes_second.then_some(Second { entry: method, view: target, weights: wanted, pages });
@@ -220,6 +256,7 @@ impl Request<'_> {
                 rounding,
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
+                sensitive: sensitive.filter(|_| self.every_view || needs.draft_weights).unwrap_or_default(),
                 page_masses: self.every_view || needs.page_masses,
                 rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
@@ -227,6 +264,8 @@ impl Request<'_> {
                 threads: self.threads,
             },
             auto_weights: weights.is_none(),
+            auto_precision: sensitive.is_none(),
+            drafted: (needs.view.unwrap_or(target), fewest),
             accept,
             second,
         })

@@ -11,12 +11,12 @@ use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
-/// Memory of an engine with these arguments on its device: `device`, `weights` (resolved from "auto"), `fits`,
+/// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"), `fits`,
 /// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
 /// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
+    kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
     pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
@@ -31,6 +31,7 @@ pub(crate) fn plan<'py>(
     method: &str,
     kv_rounding: &str,
     draft_weights: &str,
+    draft_precision: &str,
     draft_pages: Option<DraftPages>,
     page_choice: &str,
     draft_refresh: usize,
@@ -47,6 +48,7 @@ pub(crate) fn plan<'py>(
         method,
         kv_rounding,
         draft_weights,
+        draft_precision,
         draft_pages,
         page_choice,
         draft_refresh,
@@ -60,7 +62,7 @@ pub(crate) fn plan<'py>(
         every_view: false,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
-    let (name, kept, weighed, limit) = detached(py, || {
+    let (name, kept, sensitive, weighed, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
@@ -68,11 +70,13 @@ pub(crate) fn plan<'py>(
         place.settle(models, &mut resolved)?;
         let weighed = place.weigh(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
-        Ok((place.name(), resolved.options.weights, weighed, checkpoint.config().max_positions.min(draft_limit)))
+        let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
+        Ok((place.name(), kept, sensitive, weighed, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
     out.set_item("weights", weights_name(kept))?;
+    out.set_item("draft_precision", sensitive.names())?;
     out.set_item("fits", capacity <= limit && weighed.needed_bytes <= weighed.available_bytes)?;
     out.set_item("planned_bytes", weighed.used_bytes + weighed.needed_bytes)?;
     out.set_item("available_bytes", weighed.used_bytes + weighed.available_bytes)?;
@@ -105,6 +109,7 @@ pub(crate) fn fitting(
         method: "quantspec",
         kv_rounding: "balanced",
         draft_weights: "int4",
+        draft_precision: "auto",
         draft_pages: None,
         page_choice: "best",
         draft_refresh: 0,

@@ -6,11 +6,12 @@ use crate::elementwise::rms_norm;
 use crate::hierarchy;
 use crate::linear::{self, Input, Weight, row_stride};
 use crate::memory::Array;
-use crate::w4::Acts;
+use crate::w4::{Acts, Bits};
 use crate::weights::{Linear, QkvOffsets};
 use quantspec_core::Result;
 use quantspec_core::cache::visible_pages;
 use quantspec_core::config::{ModelConfig, TargetWeights, Weights};
+use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
 use quantspec_model::backend::Options;
 
 /// Activations of a step.
@@ -163,8 +164,9 @@ impl Rows {
         };
         let weight = linear.weight(weights);
         let input = match weight {
-            Weight::Tiles(_) => {
-                x8.quantize(simd, x, stride, m, k);
+            Weight::Tiles(tiles) => {
+                let coarse = weights == Weights::Draft4 && tiles.bits == Bits::Four;
+                x8.quantize(simd, if coarse { ACTIVATION_4 } else { ACTIVATION_8 }, x, stride, m, k);
                 Input::Int8(x8)
             }
             Weight::Planes(_, read) if !read.takes_f32(simd) => {

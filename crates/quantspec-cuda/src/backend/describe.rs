@@ -4,7 +4,7 @@ use super::CudaBackend;
 use crate::attend::{Pass as AttendPass, PassAddresses};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::config::{Pages, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
@@ -65,7 +65,7 @@ impl CudaBackend {
         self.stage()?;
         let mut at = 0;
         self.layout = self.describe(step, &mut at)?;
-        self.layout.drafts = step.weights == Weights::Draft;
+        self.layout.drafts = step.weights.is_draft();
         self.send(at)
     }
 

@@ -6,7 +6,6 @@ use super::sampler::keeps_logits;
 use crate::device::Mark;
 use crate::recorded::Kind;
 use crate::sample::Manner;
-use quantspec_core::config::Weights;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 use quantspec_model::backend::{DraftConfig, Executor, Round};
@@ -36,11 +35,11 @@ impl Executor for CudaBackend {
     }
 
     fn prepare_draft(&mut self, config: &DraftConfig) -> Result<()> {
-        if config.weights == Weights::Draft { self.restore_drafts() } else { Ok(()) }
+        if config.weights.is_draft() { self.restore_drafts() } else { Ok(()) }
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
-        if round.drafts().any(|step| step.weights == Weights::Draft) {
+        if round.drafts().any(|step| step.weights.is_draft()) {
             // A long prompt after `prepare_draft` may have overwritten them.
             self.restore_drafts()?;
         }

@@ -9,17 +9,29 @@ use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
-use crate::linear::Quantised;
+use crate::linear::{ATOM, GROUP, Quantised};
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{DraftWeights, Pages, Weights};
-use quantspec_core::config::{ModelConfig, Rounding};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, Weights};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
+
+/// Kinds of matrices, as places in `Sensitive::KINDS`.
+const QKV: usize = 0;
+const OUTPUT: usize = 1;
+const GATE_UP: usize = 2;
+const DOWN: usize = 3;
+
+/// Kinds whose product a fused kernel can compute where those of `eight` have eight bits and kernels of their own. The fused down reads what the fused gate and up
+/// wrote in BF16; down in eight bits reads that too where it takes 16-bit activations in BF16.
+const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
+    let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
+    [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]
+}
 
 impl CudaBackend {
     pub(super) fn layer(&self, layer: usize) -> Result<&weights::Layer> {
@@ -52,6 +64,14 @@ impl CudaBackend {
         }
     }
 
+    /// The addition that [`Network::reduce_residual`] left, ahead of a fused kernel, which normalises the hidden stream but adds nothing to it.
+    fn add_residual(&self, rows: usize) -> Result<()> {
+        let Some(bias) = self.residual else { return Ok(()) };
+        let elements = rows * self.config.hidden;
+        let arguments = args![&self.step.hidden, &self.step.y, bias, elements as u64, self.config.hidden];
+        self.launch(self.kernels.add_rows, [elements.div_ceil(1024), 1, 1], 256, 0, &arguments)
+    }
+
     /// y = input · weightsᵀ, with the draft's own weights if it has some; `reads` selects the planes of weights in nibbles.
     pub(super) fn gemm(
         &self,
@@ -75,10 +95,25 @@ impl CudaBackend {
         }
     }
 
-    /// Planes that a step reads of attention's matrices, and of the feed-forward network's.
-    fn reads(&self, step: &Step) -> [Reads; 2] {
-        let (attention, mlp, _) = weights::drafted(self.options.draft_weights);
-        [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::All })
+    /// Rounds a product's input to 4 bits, where a draft multiplies a kind of matrices by such activations; `own` where it has weights of its own.
+    fn coarsen(&self, step: &Step, kind: usize, input: &Input, own: bool) -> Result<()> {
+        if step.weights != Weights::Draft4 || weights::draft_bits(&self.options)[kind] != Some(4) {
+            return Ok(());
+        }
+        let rows = step.rows.len();
+        if own {
+            let (pitch, groups) = (input.pitch8(), input.pitch8() / GROUP);
+            return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, pitch]);
+        }
+        let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
+        let groups = input.width.div_ceil(ATOM);
+        self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, input.pitch()])
+    }
+
+    /// Which nibbles a step reads of a kind of matrices.
+    fn reads(&self, step: &Step, kind: usize) -> Reads {
+        let four = weights::draft_bits(&self.options)[kind] == Some(4);
+        if four && step.weights.is_draft() { Reads::Upper } else { Reads::All }
     }
 
     /// Addresses of a layer's matrices in 16 bits for a prompt's GEMMs: QKV; output; gate and up; down.
@@ -92,15 +127,19 @@ impl CudaBackend {
         }
     }
 
-    /// The fused kernels of a draft step, if they support it: all weights in four bits, few rows.
-    fn together(&self, step: &Step) -> Option<&DraftGemms> {
+    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows.
+    fn together(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
+        let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
+        let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
+        // The fused kernels make inputs of 8 bits.
+        let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
-        let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
+        let of_draft = self.options.draft_weights == DraftWeights::Int4;
         let takes = |draft: &&DraftGemms| match self.nibbles {
             Some(_) => draft.takes_upper(widest, step.rows.len()),
             None => draft.takes(widest, step.rows.len()),
         };
-        self.draft.as_ref().filter(|draft| of_draft && takes(draft))
+        self.draft.as_ref().filter(|draft| fused && of_draft && takes(draft))
     }
 
     /// The hidden stream of a step before a norm.
@@ -149,8 +188,8 @@ impl CudaBackend {
     }
 
     /// The norm before attention, and the QKV GEMM.
-    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, reads: Reads, rows: usize) -> Result<()> {
-        let (weights, space) = (self.layer(layer)?, &self.step);
+    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, step: &Step) -> Result<()> {
+        let (weights, space, rows) = (self.layer(layer)?, &self.step, step.rows.len());
         self.norm(
             rows,
             &weights.attention_norm,
@@ -159,17 +198,19 @@ impl CudaBackend {
             draft.is_some(),
             space.hidden.at(0),
         )?;
-        self.gemm(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
+        self.coarsen(step, QKV, &space.normed, draft.is_some())?;
+        self.gemm(&weights.qkv, draft, self.reads(step, QKV), &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
+        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights.is_draft());
         let paired = draft.is_some() || self.nibbles.is_some();
         let (rows, config) = (step.rows.len(), &self.config);
         let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
-        if let (Some(together), Some(draft)) = (self.together(step), weights.qkv.drafted(&weights.draft.qkv)) {
+        if let (Some(together), Some(draft)) = (self.together(step, QKV), weights.qkv.drafted(&weights.draft.qkv)) {
+            self.add_residual(rows)?;
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
@@ -190,7 +231,7 @@ impl CudaBackend {
             // SAFETY: as above.
             unsafe { together.rows(draft, hidden, space.y.at(0), rows)? };
         } else {
-            self.step_norm_qkv(layer, draft, self.reads(step)[0], rows)?;
+            self.step_norm_qkv(layer, draft, step)?;
         }
         let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
@@ -223,9 +264,9 @@ impl CudaBackend {
 
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let beside = self.together(step).is_some();
+        let beside = self.together(step, OUTPUT).is_some();
         // The output projection's input is int8.
-        let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
+        let draft = beside || weights.draft.output.is_some() && step.weights.is_draft();
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
@@ -271,11 +312,14 @@ impl CudaBackend {
 
     fn step_gate_up(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let drafting = step.weights == Weights::Draft;
+        let drafting = step.weights.is_draft();
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
-        if let (Some(together), Some(draft)) = (self.together(step), weights.gate_up.drafted(&weights.draft.gate_up)) {
+        if let (Some(together), Some(draft)) =
+            (self.together(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up))
+        {
+            self.add_residual(rows)?;
             let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
             // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
             return unsafe {
@@ -283,7 +327,8 @@ impl CudaBackend {
             };
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
-        self.gemm(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
+        self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
+        self.gemm(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -315,7 +360,7 @@ impl Network for CudaBackend {
                         self.layout = next?;
                     }
                     None => {
-                        if step.weights == Weights::Draft {
+                        if step.weights.is_draft() {
                             self.restore_drafts()?;
                         }
                         self.begin(step)?;
@@ -369,16 +414,17 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 let weights = self.layer(layer)?;
-                let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
+                let draft = weights.draft.output.as_ref().filter(|_| step.weights.is_draft());
                 let own = &weights.draft.output;
-                if let (Some(together), Some(draft)) = (self.together(step), weights.output.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.together(step, OUTPUT), weights.output.drafted(own)) {
                     let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
                     let bias = address(&weights.output_bias);
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.gemm(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
+                self.coarsen(step, OUTPUT, input, draft.is_some())?;
+                self.gemm(&weights.output, draft, self.reads(step, OUTPUT), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -422,16 +468,17 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 let weights = self.layer(layer)?;
-                let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
+                let draft = weights.draft.down.as_ref().filter(|_| step.weights.is_draft());
                 let own = &weights.draft.down;
-                if let (Some(together), Some(draft)) = (self.together(step), weights.down.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.together(step, DOWN), weights.down.drafted(own)) {
                     let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
                     let bias = address(&weights.down_bias);
                     // SAFETY: as above.
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.gemm(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
+                self.coarsen(step, DOWN, input, draft.is_some())?;
+                self.gemm(&weights.down, draft, self.reads(step, DOWN), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -490,7 +537,7 @@ impl Network for CudaBackend {
     fn head(&mut self, pass: &Pass) -> Result<()> {
         self.unpenalised.clear();
         let (rows, hidden, drafting) = match pass {
-            Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights == Weights::Draft),
+            Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights.is_draft()),
             Pass::Prefill(block) => {
                 self.layout.drafts = false;
                 (1, self.prompt_hidden(block.start + block.rows - 1), false)
@@ -507,5 +554,28 @@ impl Network for CudaBackend {
     fn poll(&mut self) -> Result<()> {
         // A round is queued without polling: an interrupt would leave a half-recorded graph.
         if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fused_kernels_meet_inputs_in_their_form() {
+        let all = [true; 4];
+        assert_eq!(fused([false; 4], false), all);
+        for bits in 0..16usize {
+            let eight: [bool; 4] = std::array::from_fn(|kind| bits >> kind & 1 == 1);
+            for in_bf16 in [false, true] {
+                let fused = fused(eight, in_bf16);
+                assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
+                // BF16 between gate, up and down where gate and up are fused, or else the form that down's own kernel reads.
+                assert!(!fused[DOWN] || fused[GATE_UP], "{eight:?}");
+                assert!(fused[DOWN] || !fused[GATE_UP] || in_bf16, "{eight:?}");
+            }
+        }
+        assert_eq!(fused([false, false, false, true], true), [true, true, true, false]);
+        assert_eq!(fused([false, false, false, true], false), [true, true, false, false]);
     }
 }

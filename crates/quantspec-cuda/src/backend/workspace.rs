@@ -149,11 +149,7 @@ pub(super) fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
 pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
     let all = options.prompt_capacity.max(1);
     let [hidden, scratch] = kept_bytes(config, all);
-    let room = if options.slots > 1 {
-        0
-    } else {
-        weights::draft_bytes(config, options.draft_weights, weights::nibbles(options))
-    };
+    let room = if options.slots > 1 { 0 } else { weights::draft_bytes(config, options) };
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 

@@ -5,7 +5,7 @@
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
 use crate::gpu::Random;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_cuda::device::Device;
 use quantspec_model::backend::{DraftConfig, Options};
 use quantspec_model::checkpoint::Checkpoint;
@@ -61,6 +61,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: true,
         page_masses: true,
         step_rows: slots * 17,

@@ -117,8 +117,8 @@ pub struct Outlook<'a> {
     pub visible: &'a [usize],
 }
 
-/// Bytes of 4-bit weights relative to the target's, where none are held beside those.
-const FOUR_BITS: f64 = 0.27;
+/// Bytes of the upper plane relative to both (`--weights int8`).
+const UPPER_PLANE: f64 = 0.53;
 
 impl Outlook<'_> {
     /// Most pages that a sequence sees.
@@ -131,8 +131,8 @@ impl Outlook<'_> {
         let Memory { weights_bytes, draft_weights_bytes, .. } = self.memory;
         let weights = match (weights, draft_weights_bytes) {
             (Weights::Full, _) => weights_bytes as f64,
-            (Weights::Draft, 0) => FOUR_BITS * weights_bytes as f64,
-            (Weights::Draft, bytes) => bytes as f64,
+            (Weights::Draft | Weights::Draft4, 0) => UPPER_PLANE * weights_bytes as f64,
+            (Weights::Draft | Weights::Draft4, bytes) => bytes as f64,
         };
         let read = self.visible.iter().map(|&visible| pages.count().map_or(visible, |n| n.min(visible)));
         let page = match view {
@@ -238,17 +238,19 @@ const FIXED_PAGES: usize = 16;
 const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: None };
 const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), pages: None };
 const W4: Source = Source::Model { weights: Weights::Draft, view: None, pages: None };
+const QSPEC: Source = Source::Model { weights: Weights::Draft4, view: None, pages: None };
 const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, pages: Some(Pages::Window(FIXED_PAGES)) };
 const SNAP: Pages = Pages::Snap { pages: FIXED_PAGES, refresh: 0 };
 const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: Some(SNAP) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 15] = [
+pub const METHODS: [Entry; 17] = [
     Entry { name: "auto", about: "whichever is fastest", source: Source::Several, copies: true },
     Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
+    Entry { name: "qspec", about: "4-bit weights and activations", source: QSPEC, copies: false },
     Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
     Entry { name: "snapkv", about: "pages that the prompt's end attends to", source: SNAPKV, copies: false },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
@@ -257,6 +259,7 @@ pub const METHODS: [Entry; 15] = [
     Entry { name: "quantspec+ngram", about: "quantspec or earlier text", source: QUANTSPEC, copies: true },
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
+    Entry { name: "qspec+ngram", about: "qspec or earlier text", source: QSPEC, copies: true },
     Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
     Entry { name: "snapkv+ngram", about: "snapkv or earlier text", source: SNAPKV, copies: true },
     Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
@@ -270,7 +273,7 @@ impl Entry {
 
     /// Whether it reads draft weights, and so knows the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
-        matches!(self.source, Source::Model { weights: Weights::Draft, .. } | Source::Several)
+        matches!(self.source, Source::Model { weights: Weights::Draft | Weights::Draft4, .. } | Source::Several)
     }
 
     /// Pages that it reads unless told otherwise, if it chooses them in a way of its own.
@@ -350,7 +353,13 @@ mod tests {
             Some(Needs { view, draft_weights, distributions: view.is_some(), page_masses: false })
         };
         let (upper, both) = (Some(View::Upper), Some(View::Both));
-        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
+        let models = [
+            ("quantspec", upper, true),
+            ("kv4", upper, false),
+            ("w4", both, true),
+            ("qspec", both, true),
+            ("window", both, true),
+        ];
         for (name, view, weights) in models {
             for name in [name, &format!("{name}+ngram")] {
                 assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");

@@ -3,7 +3,7 @@
 use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::{Pages, Weights};
+use quantspec_core::config::Pages;
 
 /// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
 /// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
@@ -19,7 +19,7 @@ impl SelfQuantised {
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.0[0].weights == Weights::Draft;
+        let draft_weights = self.0[0].weights.is_draft();
         let page_masses = self.0.iter().any(|plan| matches!(plan.pages, Pages::Snap { .. }));
         Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
     }
@@ -61,7 +61,7 @@ impl Drafter for SelfQuantised {
 mod tests {
     use super::super::tests::outlook;
     use super::*;
-    use quantspec_core::config::View;
+    use quantspec_core::config::{View, Weights};
     use quantspec_core::sample::Sampler;
 
     /// Notes the configs that it is asked to draft by.

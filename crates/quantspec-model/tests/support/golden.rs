@@ -1,7 +1,7 @@
 //! Compares any backend with the goldens of `tests/golden` (made by Hugging Face transformers, see make.py there). Tests of
 //! other crates include this file by path.
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_model::backend::{Backend, Options, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
@@ -85,6 +85,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
+        sensitive: Sensitive::NONE,
         rejection: false,
         page_masses: false,
         step_rows: STEP_ROWS,

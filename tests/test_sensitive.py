@@ -1,0 +1,101 @@
+"""Sensitive matrices: those that a draft reads in 8 bits, and what each kind gains (`eval --sensitivity`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Outcome
+
+from quantspec_cli import Engine, _native, hub
+from quantspec_cli.errors import UsageError
+from quantspec_cli.options import SENSITIVE, EngineOptions
+
+Run = Callable[..., Outcome]
+
+
+def test_every_kind_is_scored_alone(quantspec: Run) -> None:
+    outcome = quantspec("eval", "--tokens", "90", "--sensitivity", "--json", "--device", "cpu")
+    assert outcome.code == 0, outcome
+    found = outcome.json
+    scores: dict[str, Any] = found["sensitivity"]
+    assert list(scores) == ["none", *SENSITIVE]
+    plain = scores["none"]
+    assert (plain["added_bytes"], plain["added_share"], plain["value"]) == (0, 0, None)
+    # The same draft as among the others.
+    assert plain["acceptance"] == found["drafts"]["quantspec"]["acceptance"]
+    for kind in SENSITIVE:
+        score = scores[kind]
+        assert score["added_bytes"] > 0
+        assert score["value"] == pytest.approx((score["acceptance"] - plain["acceptance"]) / score["added_share"])
+    gains = {kind: score["acceptance"] - plain["acceptance"] for kind, score in scores.items()}
+    assert gains["down"] > 0
+    # What is scored is what a draft of this precision is.
+    command = ("eval", "--tokens", "90", "--draft-precision", "down", "--json", "--device", "cpu")
+    chosen = quantspec(*command).json
+    assert chosen["draft_precision"] == "down"
+    assert chosen["drafts"]["quantspec"]["acceptance"] == scores["down"]["acceptance"]
+    assert chosen["targets"] == found["targets"]
+
+
+def test_the_table_names_every_kind(quantspec: Run) -> None:
+    lines = quantspec(
+        "eval", "--tokens", "30", "--sensitivity", "--weights", "int8", "--device", "cpu"
+    ).stdout.splitlines()
+    names = [line.split()[0] for line in lines if line]
+    assert names[-6:] == ["in", "none", *SENSITIVE]
+
+
+@pytest.mark.parametrize("weights", ["checkpoint", "int8"])
+def test_precision_changes_no_token(weights: str) -> None:
+    texts, held = [], []
+    for precision in ("none", "down", "qkv,o,gate-up,down"):
+        with Engine.load(context=400, weights=weights, draft_precision=precision, device="cpu", gamma=4) as engine:
+            texts.append(engine.generate("The committee", max_new_tokens=60, ignore_eos=True).text)
+            stats = engine.statistics()
+            held.append(stats["draft_weights_bytes"])
+            assert engine.info["draft_precision"] == precision
+    assert len(set(texts)) == 1
+    # A second copy in 8 bits takes more; both planes are there already.
+    assert (held == sorted(set(held))) if weights == "checkpoint" else held == [0, 0, 0]
+
+
+def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
+    config = quantspec("run", "-n", "4", "--json", "--device", "cpu", "--text", "Once upon a time").json
+    assert config["draft_precision"] == "none"
+    of = {
+        batch: _native.plan(str(hub.demo()), capacity=100_000, slots=batch, device="cpu")["draft_precision"]
+        for batch in (1, 64)
+    }
+    assert of[64] == "down"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--draft-precision", "up"), ("draft-precision is 'up'", "qkv, o, gate-up, down")),
+        (("--draft-precision", "down,none"), ("draft-precision is 'down,none'",)),
+        (("--draft-precision", ""), ("draft-precision is ''",)),
+        (("--draft-precision", "down", "--weights", "int4"), ("weights int4 have no 8 bits", "int8")),
+        (("--draft-precision", "qkv", "--draft-weights", "int4-mlp"), ("reads qkv as the target", "int4")),
+        (("--draft-precision", "down", "--method", "kv4"), ("method kv4 reads no draft weights",)),
+    ],
+)
+def test_what_cannot_be_read_in_8_bits_is_refused(
+    quantspec: Run, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    quantspec("run", "-n", "4", "--device", "cpu", *flags, "--text", "x").assert_error(2, *words)
+
+
+def test_weights_without_8_bits_have_no_sensitivity(quantspec: Run) -> None:
+    command = ("eval", "--tokens", "20", "--sensitivity", "--weights", "int4", "--device", "cpu")
+    quantspec(*command).assert_error(2, "no 8 bits", "int8")
+
+
+def test_names_are_the_engines() -> None:
+    with pytest.raises(UsageError, match="draft_precision is 3"):
+        EngineOptions(draft_precision=3)  # type: ignore[arg-type]
+    for names in ("none", *SENSITIVE, ",".join(SENSITIVE)):
+        plan = _native.plan(str(hub.demo()), capacity=500, device="cpu", draft_precision=names)
+        assert plan["draft_precision"] == names
