@@ -1,4 +1,4 @@
-"""What decoding can be asked for: checked values, and the flags that set them. Imports nothing heavy."""
+"""Options of decoding: checked values, and the flags that set them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """What drafts, and so which settings a method knows.
+    """A decoding method and the settings it supports.
 
     Attributes:
-        about: what drafts, in a few words.
-        drafts: whether anything does.
+        about: a short description of the drafter.
+        drafts: whether it drafts at all.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
-        window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
+        window: default number of pages, if these are always the first and the newest ones.
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
     """
 
@@ -50,7 +50,7 @@ METHODS = {
     "ar": Method("nothing", drafts=False),
 }
 WEIGHTS = ("checkpoint", "int8", "int4", "auto")
-# They copy earlier text in place of a draft by the model.
+# They copy earlier text instead of drafting by the model.
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()
@@ -63,27 +63,27 @@ DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
 PAGE_CHOICES = ("best", "window")
 ACCEPTANCE = ("replay", "rejection")
 
-# Largest γ, far above what pays (GAMMA_MAX in quantspec-core).
+# Largest γ, far above the values that pay (GAMMA_MAX in quantspec-core).
 GAMMA_MAX = 16
 # Fewest selected pages: the first and the newest one are always read.
 PAGES_MIN = 2
-# More than any cache has; the number reaches the engine as it is.
+# More than any cache has, and small enough for the engine's integers.
 PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
-# More than any machine has; the number reaches the system as it is.
+# More than any machine has, and small enough for the system's integers.
 THREADS_MAX = 4096
-# Longest n-grams that may be forbidden (NGRAM_MAX in quantspec-core), and likeliest tokens of a place that are told.
+# Longest n-grams that can be forbidden (NGRAM_MAX in quantspec-core), and most tokens of a position with log-probabilities.
 NGRAM_MAX = 100
 LOGPROBS_MAX = 20
 MAX_NEW_TOKENS = 256
-# Of `run` through a chat template: a summary of two pages, and one that is thought over first.
+# Defaults of `run` with a chat template: a summary of two pages, and one with thinking first.
 MAX_REPLY_TOKENS = 1024
 MAX_THOUGHTFUL_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine decodes, whatever the text. See `quantspec run --help` for each value."""
+    """Engine options, independent of the text. `quantspec run --help` describes each value."""
 
     device: str = "auto"
     threads: int | None = None
@@ -152,17 +152,17 @@ class EngineOptions:
 
     @property
     def weights_of_draft(self) -> str:
-        """The draft weights, as reports name them: "none" for a method that reads none."""
+        """The draft weights as named in reports: "none" for a method that reads none."""
         return self.draft_weights if METHODS[self.method].draft_weights else "none"
 
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
-        """How many pages a draft reads, as reports say it."""
+        """The number of pages a draft reads, as named in reports."""
         return self.draft_pages or METHODS[self.method].window or "all"
 
     @property
     def choice_of_pages(self) -> str:
-        """Which pages a draft reads where it does not read all, as reports say it."""
+        """The choice of pages, if a draft does not read all, as named in reports."""
         return "window" if METHODS[self.method].window else self.page_choice or PAGE_CHOICES[0]
 
     def native(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How one text is chosen and where it ends. Temperature 0 is greedy."""
+    """How tokens of a text are chosen and where it ends. Temperature 0 is greedy."""
 
     max_new_tokens: int = MAX_NEW_TOKENS
     temperature: float = 0.0
@@ -222,7 +222,7 @@ class GenerateOptions:
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         whole("seed", self.seed, 0, SEED_MAX)
-        # Read once: a generator yields its strings to nobody else.
+        # Read once: a generator yields its strings only once.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
@@ -253,7 +253,7 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
-    """Refuses what is no whole number from `least` to `most`. NumPy's whole numbers are some."""
+    """Refuses anything but an integer from `least` to `most`; NumPy integers are accepted."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -265,7 +265,7 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> float:
-    """The number, or 0 where it is so small that the engine's 32 bits hold it as 0; refuses what is not valid as either."""
+    """The number, or 0 if it is so small that it is 0 in the engine's 32 bits; refuses values that are invalid as either."""
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
@@ -278,13 +278,13 @@ def _number(name: str, value: object, valid: Callable[[float], bool], hint: str)
 
 
 def _single(number: float) -> float:
-    """A number of moderate size in 32 bits."""
+    """A number of moderate size, rounded to 32 bits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: Python refuses to print whole numbers of thousands of digits."""
+    """A value for a message: Python refuses to print integers with thousands of digits."""
     if isinstance(value, int) and _is_unprintable(value):
         return f"a number of {value.bit_length()} bits"
     try:
@@ -302,7 +302,7 @@ def _is_index(text: str) -> bool:
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.4
-    """A whole number or one of some words."""
+    """An integer or one of some words."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
@@ -319,22 +319,22 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gen
 
 
 class Verbatim(click.types.StringParamType):
-    """Text of a flag that may be repeated; its variable holds one such text, white space and all."""
+    """Text of a repeatable flag; its variable holds one text, including white space."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
-        """The variable's one text; click would split it at spaces."""
+        """The variable's single text; click would split it at spaces."""
         return [rv]
 
 
 class Lists(click.Option):
-    """A comma list. Of several click would take the last and say nothing of the others; here one continues another."""
+    """A comma-separated list. click uses the last of several silently; here they are joined."""
 
     def add_to_parser(self, parser: Any, _ctx: click.Context) -> None:
         """Has the parser keep each."""
         parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=1)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """All of them as one; a variable or a setting is one list as it is."""
+        """All lists joined; a variable or a setting is one list."""
         value, source = super().consume_value(ctx, opts)
         return (",".join(value) if source is ParameterSource.COMMANDLINE else value), source
 
@@ -444,7 +444,7 @@ def engine_flags(command: Command) -> Command:
 
 
 def sampling_flags(command: Command) -> Command:
-    """Everything of `GenerateOptions` but the stop strings."""
+    """All flags of `GenerateOptions` except the stop strings."""
     return _flags(
         click.option(
             *("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "max_tokens"),

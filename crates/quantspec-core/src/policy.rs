@@ -24,18 +24,19 @@ const BELIEVED: usize = 2;
 const STALE_ROUNDS: usize = 256;
 /// Cost of one more row, relative to the only row count that was timed. Optimistic, so that drafting is tried.
 const SLOPE: f64 = 0.02;
-/// A plain step that takes less than this share of the one before it shows a CPU cache that still fills with weights.
+/// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
-/// A plain step is timed again, up to so many times, if more rows took less than this share of it.
+/// A plain step is timed again, up to this many times, if more rows took less than this share of it.
 const DEAR: (usize, f64) = (3, 0.9);
 /// Drafted tokens over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
-/// Margin scale at first (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, and the margin that larger ones count as, all in logits.
+/// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6), its bounds, and the largest margin that counts, all
+/// in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
 const MARGIN_MAX: f64 = 30.0;
-/// Likelier drafts go on, however expensive a step is.
+/// Drafts with a higher probability always continue, however expensive a step is.
 const MIN_ACCEPTANCE_MAX: f64 = 0.9;
 
 /// Tokens that a round of γ = `gamma` emits on average if each drafted token is accepted with probability `alpha` < 1:
@@ -116,7 +117,7 @@ impl Candidate {
         Candidate { usable: true, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
-    /// Short of 1, where the geometric sum has no closed form.
+    /// Below 1, where the geometric sum has a closed form.
     fn alpha(&self) -> f64 {
         (self.acceptance.0 / self.acceptance.1).min(0.999)
     }
@@ -137,7 +138,7 @@ impl Ratio {
     }
 }
 
-/// The last timings of one thing, and the round of the last. A clock may give anything: only positive numbers count.
+/// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
 #[derive(Clone, Debug, Default)]
 struct Timings {
     recent: Vec<f64>,
@@ -163,8 +164,8 @@ impl Timings {
 struct Costs(BTreeMap<usize, Timings>);
 
 impl Costs {
-    /// Measured seconds, or those on the line through the neighbours. One timing alone may have been a first, slow call: it
-    /// counts for no more than the line through what was timed more often.
+    /// Measured seconds, or those interpolated between the neighbours. A single timing may be a slow first call: it is
+    /// limited to the line through row counts that were timed more often.
     fn seconds(&self, rows: usize) -> Option<f64> {
         match self.0.get(&rows) {
             None => self.line(rows, 1),
@@ -194,7 +195,7 @@ impl Policy {
         Policy { fixed: true, next: Choice { gamma, ..Choice::default() }, ..Policy::auto(gamma) }
     }
 
-    /// The fastest γ of 0..=`max` by measurement.
+    /// Chooses the fastest γ of 0..=`max`, by measurement.
     pub fn auto(max: usize) -> Policy {
         Policy {
             max,
@@ -215,12 +216,12 @@ impl Policy {
         }
     }
 
-    /// Chooses among `count` candidates (at least one), too.
+    /// Also chooses among `count` candidates (at least one).
     pub fn with_candidates(self, count: usize) -> Policy {
         Policy { candidates: vec![Candidate::new(); count.max(1)], ..self }
     }
 
-    /// γ of the next round. A caller may draft fewer, at the end of a text for example.
+    /// γ of the next round. The caller may draft fewer, for example at the end of a text.
     pub fn gamma(&self) -> usize {
         self.next.gamma
     }
@@ -252,13 +253,13 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Says which candidates can draft in the round under way. Candidate 0 always can.
+    /// Sets which candidates can draft in the current round. Candidate 0 always can.
     pub fn observe_usable(&mut self, usable: impl Fn(usize) -> bool) {
         self.candidates.iter_mut().enumerate().for_each(|(at, own)| own.usable = at == 0 || usable(at));
         self.next.candidate *= usize::from(self.candidates[self.next.candidate].usable);
     }
 
-    /// The draft of a round took `seconds` for `steps` sequential steps.
+    /// Records the draft of a round: `seconds` for `steps` sequential steps.
     pub fn observe_draft(&mut self, seconds: f64, steps: usize) {
         if steps > 0 {
             self.steps = steps;
@@ -266,26 +267,28 @@ impl Policy {
         }
     }
 
-    /// One sequence drafted `drafted` tokens in this round, and the first `accepted` of them were accepted.
+    /// Records that one sequence drafted `drafted` tokens in this round, of which the first `accepted` were accepted.
     pub fn observe_round(&mut self, drafted: usize, accepted: usize) {
         (self.drafted, self.accepted) = (self.drafted + drafted, self.accepted + accepted);
-        // A rejected token ends the trials of its round.
+        // The first rejected token ends a round's trials.
         let trials = (accepted + 1).min(drafted) as f64;
         let acceptance = &mut self.candidates[self.next.candidate].acceptance;
         acceptance.add(accepted as f64, trials, (-trials / ACCEPTANCE_WINDOW).exp());
     }
 
-    /// One sequence copied `drafted` tokens of its text in place of a draft, and the first `accepted` were accepted. It says nothing of candidates.
+    /// Records that one sequence copied `drafted` tokens of its text, of which the first `accepted` were accepted. This
+    /// affects no candidate.
     pub fn observe_copied(&mut self, drafted: usize, accepted: usize) {
         (self.drafted, self.accepted) = (self.drafted + drafted, self.accepted + accepted);
     }
 
-    /// One sequence's draft failed, and none of its tokens was verified. [`Policy::observe_draft`] holds the time of it all.
+    /// Records that one sequence's draft failed, and none of its tokens was verified. [`Policy::observe_draft`] has the whole
+    /// time.
     pub fn observe_failure(&mut self) {
         self.candidates[self.next.candidate].acceptance.add(0.0, 1.0, 1.0);
     }
 
-    /// The drafted tokens of a sequence had these logit margins, and the first `accepted` were accepted.
+    /// Records the logit margins of a sequence's drafted tokens, of which the first `accepted` were accepted.
     pub fn observe_margins(&mut self, margins: &[f32], accepted: usize) {
         let candidate = &mut self.candidates[self.next.candidate];
         let (stop, judged) = (candidate.stop(0.0), &margins[..margins.len().min(accepted + 1)]);
@@ -294,7 +297,8 @@ impl Policy {
         candidate.margins.add(rejected, predicted / stop.margin_scale, (-(judged.len() as f64) / MARGIN_WINDOW).exp());
     }
 
-    /// Verification of the round's `rows` rows (one more per sequence than it drafted) took `seconds`. Ends the round.
+    /// Records the verification of the round's `rows` rows (one more per sequence than it drafted) in `seconds`. Ends the
+    /// round.
     pub fn observe_verify(&mut self, rows: usize, seconds: f64) {
         self.round += 1;
         self.batch = rows.saturating_sub(self.drafted).max(1);
@@ -311,8 +315,9 @@ impl Policy {
         self.next = self.choose();
     }
 
-    /// Times the verification. Plain steps right after a prompt or a draft are slow if the model fits into a CPU's caches,
-    /// which other work has filled: one counts after another of the same rows that was not clearly slower, and as hardly slower than that.
+    /// Records the time of a verification. If the model fits in a CPU's caches, plain steps right after a prompt or a draft
+    /// are slow. So a plain step counts only after another of the same rows that was not clearly slower, and at most slightly
+    /// slower than that.
     fn time(&mut self, rows: usize, seconds: f64) {
         let before = self.plain.take().filter(|before| before.0 == rows && self.steps == 0);
         let (usable, plain) = (seconds.is_finite() && seconds > 0.0, self.drafted == 0);
@@ -325,21 +330,22 @@ impl Policy {
         }
     }
 
-    /// Nothing was drafted in this round, and something copied.
+    /// True if nothing was drafted in this round, and something copied.
     fn only_copied(&self) -> bool {
         self.steps == 0 && self.drafted > 0
     }
 
-    /// Books the round in plain steps. Costs are the believed ones, so that one interruption is not held against drafting.
+    /// Books the round in plain steps. Costs are those of the table, so that a single interruption does not count against
+    /// drafting.
     fn book(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
         let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
-        // First timings may be slow by chance: together they overdraw nothing.
+        // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
         let first = self.next.candidate == 0 && candidate.rounds <= EXPLORED;
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
-        // A plain step that is slow because of the draft before it is lost by drafting.
+        // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
         let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
@@ -355,7 +361,8 @@ impl Policy {
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
-        // What is new is explored in turn, while the ledger allows it (a fixed γ has none), and longer if it proposed nothing and nothing else pays.
+        // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and longer if they proposed
+        // nothing and nothing else pays.
         let (drafts, last) = (work.is_some(), |&index: &usize| self.candidates[index].last);
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
@@ -372,7 +379,7 @@ impl Policy {
         let own = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
         let dear = own.is_some_and(|own| own.recent.len() < DEAR.0 && more().any(|more| more < DEAR.1 * own.seconds));
-        // A probe goes on while there is budget, a plain one until it has a timing.
+        // A probe continues while there is budget, a plain one until it has a timing.
         let (goes_on, was_plain) = (self.next.probe && (self.probing > 0.0 || self.cold), self.next.gamma == 0);
         if plain_idle && (dear || goes_on && was_plain) {
             return probe_plain;
@@ -380,7 +387,7 @@ impl Policy {
         if goes_on && !was_plain && others().any(|index| index == self.next.candidate) {
             return Choice { gamma, ..self.next };
         }
-        // What was measured longest ago: a candidate that is not in use, or plain decoding.
+        // The oldest measurement: of a candidate that is not in use, or of plain decoding.
         let refreshed = own.filter(|_| plain_idle).map_or(usize::MAX, |own| own.round);
         match others().min_by_key(last).filter(|index| last(index) < refreshed) {
             _ if self.probing < PROBE => fastest,
@@ -389,8 +396,8 @@ impl Policy {
         }
     }
 
-    /// A candidate's best γ ≥ 1 and tokens per second of one sequence; `None` before it was timed. γ leads to at most twice the
-    /// rows that were verified: a line through two noisy timings should not be followed far.
+    /// A candidate's best γ ≥ 1 and tokens per second of one sequence; `None` before it was timed. γ leads to at most twice
+    /// the verified rows, as a line through two noisy timings does not extrapolate far.
     fn best(&self, candidate: usize) -> Option<(Choice, f64)> {
         let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
@@ -407,10 +414,11 @@ impl Policy {
         Some(gamma as f64 * step.seconds + verify)
     }
 
-    /// Below this probability one more draft step and row yield fewer tokens than rounds do in the same time; 0 if γ tokens are drafted in any case.
+    /// Probability below which one more draft step and row yield fewer tokens than rounds do in the same time; 0 if all γ
+    /// tokens are drafted in any case.
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
-        // Steps of a batch are shared, and a row count that was timed once is timed again as it is.
+        // Steps of a batch are shared. A row count timed only once is timed again unchanged.
         let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < BELIEVED);
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;

@@ -1,21 +1,21 @@
 //! The weight hierarchy: one copy of a matrix, two views of it.
 //!
-//! A row is cut into groups of [`GROUP`] along k. A weight has an upper nibble U in 0..=15 and a lower nibble L in −8..=7; its
-//! group has a scale s and a zero z in f16:
+//! A row is divided into groups of [`GROUP`] along k. A weight has an upper nibble U in 0..=15 and a lower nibble L in
+//! −8..=7; its group has a scale s and a zero z in f16:
 //!
 //! * view Both, the target's: `w = (U + L/16)·s + z`
 //! * view Upper, the draft's: `w ≈ U·s + z`
 //!
-//! In memory a weight is one byte, `code = 16·U + L + 8`, so U is its high nibble and L + 8 its low one. The code is one
-//! rounding of `16·(w − z)/s` to −8..=247, and not of U first and of the remainder then: so U is the nearest step of the draft
-//! but for a tie, and no remainder is clipped.
+//! In memory a weight is one byte, `code = 16·U + L + 8`, so U is its high nibble and L + 8 its low one. The code is a single
+//! rounding of `16·(w − z)/s` to −8..=247, instead of rounding U first and then the remainder. So U is the draft's nearest
+//! step except at ties, and no remainder is clipped.
 //!
-//! s = range/15, so the range takes 240 of the 255 fine steps that the codes have. Where in them it begins is free:
-//! [`FIRST_CODES`] lists what is tried, and the zero whose upper codes have the least squared error is kept. A smaller s would
-//! clip the ends of a group in view Both, which costs the target more than the draft gains.
+//! s = range/15, so the range covers 240 of the 255 fine steps of the codes. Its start among them is free: [`FIRST_CODES`]
+//! lists the candidates, and the zero whose upper codes have the least squared error is kept. A smaller s would clip the ends
+//! of a group in view Both, which costs the target more than the draft gains.
 //!
-//! With 4 bits alone (`--weights int4`) the target reads view Upper too. L is 0, so both views are the same, and the range is
-//! searched freely: clipped ends cost the target nothing that 4 bits do not cost it anyway.
+//! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
+//! searched freely.
 
 use crate::error::{Error, Result};
 use crate::quantize::{self, Params};
@@ -23,11 +23,11 @@ use crate::quantize::{self, Params};
 /// Weights along k that share a scale and a zero; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
 
-/// Codes of a group's least weight that are tried. They take 17 % off the squared error that code 8, the plain `z = minimum`, has
-/// in the draft's view of trained weights; free scales too take 18 %.
+/// Candidate codes of a group's smallest weight. They reduce the squared error of the draft's view of trained weights by 17 %
+/// compared with code 8, the plain `z = minimum`; free scales reduce it by 18 %.
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
-/// The code whose nibbles are both 0.
+/// The code with both nibbles 0.
 pub const ZERO: u8 = 8;
 
 /// Upper nibble of a code, 0..=15.
@@ -50,12 +50,12 @@ pub struct Row {
 }
 
 impl Row {
-    /// What the target reads: `(U + L/16)·s + z`, f32.
+    /// The target's view `(U + L/16)·s + z`, f32.
     pub fn both(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)) + f32::from(lower(code)) / 16.0)
     }
 
-    /// What the draft reads: `U·s + z`, f32.
+    /// The draft's view `U·s + z`, f32.
     pub fn upper(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)))
     }
@@ -96,7 +96,8 @@ pub fn quantize_row_upper(w: &[f32]) -> Result<Row> {
     quantize_groups(w, search, code)
 }
 
-/// Groups of a row: `search` finds the parameters from weights, minimum and maximum, `code` rounds against what is stored.
+/// Quantises the groups of a row: `search` finds parameters from weights, minimum and maximum; `code` rounds against the
+/// stored ones.
 fn quantize_groups(
     w: &[f32],
     search: impl Fn(&[f32], f32, f32) -> Result<Params>,
@@ -110,7 +111,7 @@ fn quantize_groups(
     Ok(row)
 }
 
-/// Appends the codes of one group, which is not empty.
+/// Appends the codes of one non-empty group.
 fn quantize_group(
     w: &[f32],
     search: impl Fn(&[f32], f32, f32) -> Result<Params>,
@@ -119,7 +120,7 @@ fn quantize_group(
 ) -> Result<Params> {
     let (low, high) = quantize::range(w)?;
     if low == high {
-        // Nibbles of 0, so that both views are the zero itself.
+        // Both nibbles 0, so that both views equal the zero point.
         codes.resize(codes.len() + w.len(), ZERO);
         return Params::constant(low);
     }
@@ -129,7 +130,7 @@ fn quantize_group(
     Ok(params)
 }
 
-/// Of the zeros that [`FIRST_CODES`] gives, the one whose upper codes have the least squared error; the first of equals.
+/// The zero of [`FIRST_CODES`] whose upper codes have the least squared error; the first wins ties.
 fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
     let step = (high - low) / 240.0;
     let params = |first: u8| Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step);
@@ -147,14 +148,14 @@ mod tests {
 
     #[test]
     fn codes_of_known_weights() {
-        // The plain grid hits all sixteen values, and the first of equals is kept.
+        // The plain grid hits all sixteen values, and the first candidate wins ties.
         let ramp: Vec<f32> = (0..=15).map(|i| 1.0 + i as f32).collect();
         let row = quantize_row(&ramp).unwrap();
         assert_eq!((row.params[0].scale.to_f32(), row.params[0].zero.to_f32()), (1.0, 1.0));
         assert!(row.codes.iter().enumerate().all(|(i, &code)| upper(code) == i as u8 && lower(code) == 0));
         assert_eq!((row.both(), row.upper()), (ramp.clone(), ramp));
         assert_eq!(quantize_row(&[-1.0, 14.0]).unwrap().codes, [8, 248]);
-        // A short last group has parameters of its own; a constant one is exact in both views.
+        // A short last group has its own parameters; a constant one is exact in both views.
         let row = quantize_row(&[vec![0.25; GROUP], vec![-3.0, 12.0]].concat()).unwrap();
         assert_eq!((row.codes.len(), row.params.len()), (GROUP + 2, 2));
         assert_eq!((row.params[0].scale, row.params[0].zero), (f16::ZERO, f16::from_f32(0.25)));
@@ -178,7 +179,7 @@ mod tests {
         assert!(quantize_row(&[]).unwrap().codes.is_empty());
     }
 
-    /// Weights of any size and centre, at times with an outlier.
+    /// Weights of any size and centre, some with an outlier.
     fn weights() -> impl Strategy<Value = Vec<f32>> {
         (prop::collection::vec(-1.0f32..1.0, 1..200), -12i32..10, -4.0f32..4.0, prop::option::of(0usize..200)).prop_map(
             |(x, exponent, centre, outlier)| {

@@ -1,8 +1,8 @@
-//! Drafters: where the tokens of a round come from before the target has verified them.
+//! Drafters: sources of a round's tokens before the target verifies them.
 //!
-//! A drafter proposes tokens; the engine verifies, commits and keeps the statistics, whatever proposed them. So a drafter
-//! can change the speed of a text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write
-//! a file with a [`Drafter`] and a line of [`METHODS`].
+//! A drafter proposes tokens; the engine verifies, commits and keeps the statistics. So a drafter affects the speed of a
+//! text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write a file with a [`Drafter`]
+//! and a line of [`METHODS`].
 
 mod copying;
 mod model;
@@ -20,89 +20,89 @@ use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use std::fmt::Debug;
 
-/// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with a cache of its own
-/// keeps that sequence wherever it likes.
+/// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with its own cache maps
+/// slots to its sequences.
 ///
-/// The engine calls `prefill` once per answer, then `propose` and `commit` in turn for each round that drafts (`commit` alone
-/// for the others), and `close` at the end. A drafter may be told of a sequence in the middle of its answer.
+/// The engine calls `prefill` once per answer, then `propose` and `commit` for each round that drafts (`commit` alone for
+/// others), and `close` at the end. `prefill` may also come in the middle of an answer.
 pub trait Drafter: Debug + Send {
     /// What the target's backend must hold.
     fn needs(&self) -> Needs;
 
-    /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
+    /// True if proposed tokens have logit margins, by which the policy may end the draft of a single sequence early.
     fn margins(&self) -> bool {
         false
     }
 
-    /// How many tokens of the sequence's own text it would rather copy than draft, at most `most`: the next round of this slot
-    /// drafts as many, and [`Turn::copied`] says so to [`Drafter::propose`]. `par(γ)` is how many tokens a round of γ copied ones
-    /// must emit to be as fast as other rounds; `None` where costs are not known to one sequence alone.
+    /// Tokens, at most `most`, of the sequence's own text to copy instead of drafting in the next round of this slot;
+    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `par(γ)` is the number of tokens a round of γ copied ones must
+    /// emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
     fn copies(&self, _slot: usize, _most: usize, _par: &dyn Fn(usize) -> Option<f64>) -> usize {
         0
     }
 
-    /// Ways to draft that it offers, at least one. The policy compares them by what they cost and yield.
+    /// Number of ways to draft, at least one. The policy compares their cost and yield.
     fn candidates(&self) -> usize {
         1
     }
 
-    /// Whether a candidate is worth trying where a sequence sees `visible` pages. Candidate 0 always is.
+    /// True if a candidate is worth trying when a sequence sees `visible` pages. Candidate 0 always is.
     fn is_usable(&self, _candidate: usize, _visible: usize) -> bool {
         true
     }
 
-    /// Begins a sequence: its prompt, and the first token of the answer. Replaces what was known of the slot.
+    /// Begins a sequence with its prompt and the first token of the answer. Replaces the slot's previous state.
     ///
     /// # Errors
-    /// Those of a network of the drafter's own.
+    /// Those of the drafter's own network.
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()>;
 
-    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` of them stand in the slot's window after the
-    /// last emitted token, or the target's backend will put them there when it verifies; `turn.q` says what they were drawn
-    /// from. `candidate` is one of the ways to draft that the drafter offers.
+    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` tokens are in the slot's window after the
+    /// last emitted token, or the target's backend will write them when it verifies. `turn.q` is their distribution.
+    /// `candidate` is one of the ways to draft.
     ///
     /// # Errors
-    /// Those of the target's backend, and of a network of the drafter's own. What only the draft cannot compute ends the draft.
+    /// Those of the target's backend, and of the drafter's own network. Non-finite values of a draft end the draft instead.
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed>;
 
-    /// A round ended: the sequence emitted `tokens`, accepted ones and the target's own.
+    /// Ends a round: the sequence emitted `tokens`, accepted ones and the target's own.
     ///
     /// # Errors
-    /// Those of a network of the drafter's own.
+    /// Those of the drafter's own network.
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
-    /// Forgets a sequence. Slots that were never begun are allowed.
+    /// Removes a sequence. Slots that were never begun are allowed.
     fn close(&mut self, slot: usize);
 
-    /// Bytes that a network of the drafter's own holds.
+    /// Bytes of the drafter's own network.
     fn memory(&self) -> Memory {
         Memory::default()
     }
 }
 
-/// What a drafter needs of the target's backend.
+/// Data that a drafter needs from the target's backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// A view of the target's cache, whose planes must be kept.
     pub view: Option<View>,
     /// The 4-bit draft weights.
     pub draft_weights: bool,
-    /// Room to keep the distribution of every drafted token, where acceptance is by rejection.
+    /// Room for the distribution of every drafted token, if acceptance is by rejection.
     pub distributions: bool,
 }
 
 /// What a proposal took.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Steps one after another, to which the policy relates the draft's time; 0 where nothing was proposed or computed.
+    /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
     pub steps: usize,
-    /// Sequences whose draft was computed and came to nothing.
+    /// Sequences whose draft was computed and yielded no token.
     pub in_vain: usize,
-    /// Pages of the target's cache that each step read; `None` where it reads none.
+    /// Pages of the target's cache that each step read; `None` if it reads none.
     pub pages: Option<Pages>,
 }
 
-/// What a drafter can ask of the target's backend.
+/// The target's backend, as far as drafters may use it.
 pub trait Target {
     /// [`forward::draft`].
     ///
@@ -148,30 +148,30 @@ pub enum Source {
         weights: Weights,
         /// View of the cache that it reads; `None` is the target's.
         view: Option<View>,
-        /// It reads the first page and the newest ones only, so many in all unless another number is asked for; `None` where
-        /// it reads the pages that are asked for.
+        /// Default number of pages for a method that reads the first page and the newest ones only; `None` if it reads the
+        /// requested pages.
         window: Option<usize>,
     },
-    /// Another checkpoint ([`DraftModel`]), which whoever loads it hands over.
+    /// Another checkpoint ([`DraftModel`]), which the loader provides.
     Checkpoint,
     /// Something else, that takes no settings.
     Other(fn() -> Box<dyn Drafter>),
 }
 
-/// A way to decode, by the name that users give it.
+/// A decoding method, by its user-visible name.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     /// Name in flags, reports and docs.
     pub name: &'static str,
-    /// What drafts, in a few words for people.
+    /// A short description of the drafter, for people.
     pub about: &'static str,
     /// What drafts.
     pub source: Source,
-    /// It copies earlier text in place of drafting where that has proved reliable.
+    /// Copies earlier text instead of drafting where that has proved reliable.
     pub copies: bool,
 }
 
-/// Pages of `window` unless another number is asked for: 2,048 tokens cost little next to a long context.
+/// Default pages of `window`: 2,048 tokens cost little compared with a long context.
 const WINDOW_PAGES: usize = 16;
 
 const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), window: None };
@@ -202,12 +202,12 @@ impl Entry {
         METHODS.iter().find(|method| method.name == name)
     }
 
-    /// Whether it reads draft weights, and so knows the setting of that name.
+    /// True if it reads draft weights, and so supports the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
         matches!(self.source, Source::Model { weights: Weights::Draft, .. })
     }
 
-    /// Pages that it reads unless told otherwise, if these are always the first and the newest.
+    /// Default number of pages, if these are always the first and the newest.
     pub fn window(&self) -> Option<usize> {
         match self.source {
             Source::Model { window, .. } => window,
@@ -215,7 +215,7 @@ impl Entry {
         }
     }
 
-    /// Pages that it reads where these are asked for: of a method of the first and newest pages only the number counts.
+    /// Pages to read for a requested choice; methods that read the first and newest pages use its number only.
     pub fn pages(&self, asked: Pages) -> Pages {
         match (self.window(), asked) {
             (Some(n), Pages::All) | (Some(_), Pages::Window(n) | Pages::Best(n)) => Pages::Window(n),
@@ -223,8 +223,8 @@ impl Entry {
         }
     }
 
-    /// How the model drafts for itself over a target view, with the pages that it reads unless told otherwise; `None` where it
-    /// does not.
+    /// The draft configuration over a target view, with the method's default pages; `None` if the model does not draft for
+    /// itself.
     pub fn draft_config(&self, target: View) -> Option<DraftConfig> {
         match self.source {
             Source::Model { weights, view, .. } => {
@@ -234,8 +234,8 @@ impl Entry {
         }
     }
 
-    /// The drafter; `None` where nothing drafts, and where another checkpoint does ([`Entry::with`]). Where the model drafts, each of `pages` (at least
-    /// one) is a candidate. Without draft weights a method that would read them reads the target's.
+    /// The drafter; `None` if nothing drafts or another checkpoint does ([`Entry::with`]). For self-drafting methods, each of
+    /// `pages` (at least one) is a candidate. Without draft weights they use the target's.
     pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
         let drafter = match (self.draft_config(target), self.source) {
             (Some(config), _) => {
@@ -249,7 +249,7 @@ impl Entry {
         Some(self.with(drafter))
     }
 
-    /// The drafter of this method around one that drafts for it.
+    /// Wraps `drafter` in the parts of this method.
     pub fn with(&self, drafter: Box<dyn Drafter>) -> Box<dyn Drafter> {
         if self.copies { Copying::boxed(drafter) } else { drafter }
     }
