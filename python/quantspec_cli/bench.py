@@ -325,9 +325,9 @@ def read_grid(request: Request) -> Grid:
     drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
     if bool(drafting) != (request.draft_model is not None):
         raise UsageError(
-            f"--methods has {drafting[0]}, and there is no draft model"
+            f"--methods has {drafting[0]}, but there is no draft model"
             if drafting
-            else f"--draft-model is {request.draft_model}, and no method of --methods reads it",
+            else f"--draft-model is {request.draft_model}, but no method of --methods uses it",
             "give both --draft-model and --methods ...,draft-model, or neither",
             option="draft_model",
         )
@@ -369,7 +369,7 @@ def _each_once(flag: str, given: str, values: Callable[[str], Iterable[Any]]) ->
             found[value] = None
             if len(found) > LIST_MAX:
                 raise UsageError(
-                    f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
+                    f"{flag} {item} is more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
                 )
     return list(found)
 

@@ -390,7 +390,7 @@ def draft_model_flag(command: Command) -> Command:
     return click.option(
         "--draft-model",
         metavar="DIR|FILE|HUB_ID",
-        help="Of method draft-model: the checkpoint that drafts, of the same tokenizer.",
+        help="For method draft-model: the checkpoint that drafts, with the same tokenizer.",
     )(command)
 
 
@@ -410,7 +410,7 @@ def engine_flags(command: Command) -> Command:
             metavar="METHOD",
             default="quantspec",
             show_default=True,
-            help=f"What drafts: {about}. NAME+ngram copies earlier text where that has proved reliable.",
+            help=f"The drafter: {about}. NAME+ngram copies earlier text where that has proved reliable.",
         ),
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
@@ -424,7 +424,7 @@ def engine_flags(command: Command) -> Command:
             "--weights",
             WEIGHTS,
             "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
-            "nibbles draft; int4, those alone; auto takes int8 where the checkpoint's do not fit.",
+            "nibbles draft; int4, the upper nibbles alone; auto, int8 if the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
@@ -434,7 +434,7 @@ def engine_flags(command: Command) -> Command:
             type=NumberOr("all", "auto"),
             metavar="N|all|auto",
             default=None,
-            help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
+            help="Pages of 128 tokens that a draft reads per KV head; auto chooses them together with gamma.  "
             f"[default: all; {METHODS['window'].window} with window]",
         ),
         page_choice_flag,
@@ -451,8 +451,8 @@ def sampling_flags(command: Command) -> Command:
             type=int,
             metavar="N",
             default=MAX_NEW_TOKENS,
-            help=f"New tokens at most.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
-            f"{MAX_THOUGHTFUL_TOKENS} where the model may think first; less where the context ends]",
+            help=f"Maximum number of new tokens.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
+            f"{MAX_THOUGHTFUL_TOKENS} if the model may think first; less near the end of the context]",
         ),
         click.option(
             *("--temperature", "--temp", "temperature"),
@@ -460,23 +460,25 @@ def sampling_flags(command: Command) -> Command:
             default=0.0,
             help="0 is greedy.  [default: 0; through a chat template generation_config.json's, as are the next three]",
         ),
-        click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 is off.  [default: 0]"),
+        click.option("--top-k", type=int, default=0, help="Keep the K most likely tokens; 0 is off.  [default: 0]"),
         click.option(
-            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens of mass P; 1 is off.  [default: 1]"
+            "--top-p", type=float, default=1.0, help="Keep the most likely tokens of mass P; 1 is off.  [default: 1]"
         ),
-        click.option("--min-p", type=float, default=0.0, help="Drop tokens below P times the likeliest.  [default: 0]"),
+        click.option(
+            "--min-p", type=float, default=0.0, help="Drop tokens below P times the most likely one.  [default: 0]"
+        ),
         click.option(
             *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
             type=float,
             default=1.0,
-            help="Divide positive logits of tokens that prompt or answer have, multiply negative ones; 1 is off.  "
+            help="Divide positive logits of tokens in prompt or answer by this, multiply negative ones; 1 is off.  "
             "[default: 1; through a chat template generation_config.json's]",
         ),
         click.option(
             "--frequency-penalty",
             type=float,
             default=0.0,
-            help="Subtract this from a token's logit for every time the answer has it.  [default: 0]",
+            help="Subtract this from a token's logit per occurrence in the answer.  [default: 0]",
         ),
         click.option(
             "--presence-penalty",
@@ -489,11 +491,11 @@ def sampling_flags(command: Command) -> Command:
             type=int,
             metavar="N",
             default=0,
-            help="No N tokens in a row come twice in prompt and answer; 0 is off.  "
+            help="Forbid tokens that would repeat N tokens of prompt or answer; 0 is off.  "
             "[default: 0; through a chat template generation_config.json's]",
         ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
+        click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token."),
     )(command)
 
 
@@ -503,14 +505,14 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before it answers; the answer comes without it.  [default: off]",
+            help="If the model can think before it answers; the answer excludes the thinking.  [default: off]",
         ),
         click.option(
             "--template-arg",
             multiple=True,
             type=Verbatim(),
             metavar="KEY=VALUE",
-            help="What the chat template is told besides: VALUE is JSON, or else text. Repeatable.",
+            help="A variable of the chat template: VALUE is JSON if valid, else text. Repeatable.",
         ),
     )(command)
 

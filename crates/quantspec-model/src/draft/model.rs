@@ -108,7 +108,7 @@ impl<B: Backend> Shared<B> {
         let Shared { backend, sequences, .. } = self;
         let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
         if sequence.extent.committed() + sequence.pending.len() != committed + 1 {
-            return Err(Error::internal(format!("the draft model knows another text of slot {slot}")));
+            return Err(Error::internal(format!("the draft model has another text for slot {slot}")));
         }
         while sequence.pending.len() > 1 {
             let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);

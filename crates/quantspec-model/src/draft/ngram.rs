@@ -178,13 +178,13 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_repeats_goes_on() {
+    fn a_repeating_text_is_continued() {
         assert_eq!(proposed(&[5, 5, 5], 4), [5, 5, 5, 5]);
         assert_eq!(proposed(&[0, 1, 2, 3, 1, 2], 7), [3, 1, 2, 3, 1, 2, 3]);
     }
 
     #[test]
-    fn nothing_is_proposed_where_nothing_agrees() {
+    fn nothing_is_proposed_without_a_match() {
         for text in [&[1][..], &[1, 1], &[1, 2, 3], &[2, 9, 1, 3, 9]] {
             assert!(proposed(text, 5).is_empty(), "{text:?}");
         }
