@@ -300,7 +300,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
   }
   if (cut_p) {
-    if (cut_k) {  // what top-k left
+    if (cut_k) {  // tokens that top-k keeps
       double left = 0;
       if (listed) {
         uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? h.masses[threadIdx.x] : 0;

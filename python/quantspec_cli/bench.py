@@ -49,7 +49,7 @@ BOOK = Path(__file__).with_name("book.txt.gz")
 # Default depths of `bench kernels`, and the most rows of a step it accepts.
 KERNEL_DEPTHS = [4096, 32_768, 131_072]
 ROWS_MAX = 64
-# Far beyond what steadies a mean.
+# More than a mean needs.
 REPETITIONS_MAX = 10_000
 # Most measurements of one option; more are a typing error (0-100000).
 LIST_MAX = 256
@@ -695,7 +695,7 @@ class Bench:
         return share
 
     def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
-        """What every test reports."""
+        """Fields of every test."""
         times = [sample.seconds / tokens * 1e3 for sample in samples]
         bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
         bandwidths = [sample.bandwidth for sample in samples]

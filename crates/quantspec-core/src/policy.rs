@@ -1,28 +1,35 @@
-//! How many tokens to draft, and with which candidate, from measured seconds and acceptance (docs/design/policy.md).
+//! Chooses γ, the number of tokens to draft, and the candidate that drafts them, from measured seconds and acceptance
+//! (docs/design/policy.md).
 //!
-//! A candidate is a way to draft: a choice of pages, a drafter. [`Policy`] knows it by index, with the seconds of its draft step and its acceptance α; all
-//! share one table of verification seconds by rows. Each round takes the candidate and the γ with the most tokens per second, or γ = 0, plain decoding.
-//! Two accounts, in plain steps, bound what that costs. The ledger holds what drafting won or lost against plain decoding; below 0, rounds are plain. The
-//! probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the same observations give the same choices.
+//! A candidate is a way to draft: a choice of pages, or a drafter. [`Policy`] identifies it by an index, and keeps the
+//! seconds of its draft step and its acceptance α. All candidates share one table of verification seconds by rows. Each round
+//! uses the candidate and the γ with the most tokens per second, or γ = 0, plain decoding.
+//!
+//! Two accounts, in plain steps, bound the cost. The ledger holds the gain of drafting over plain decoding; below 0, rounds
+//! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
+//! same observations give the same choices.
 
 use std::collections::BTreeMap;
 
-/// Share of the time that may be lost against plain decoding, and again by probes against the fastest choice.
+/// Share of the time that may be lost against plain decoding; probes may lose as much against the fastest choice.
 const SHARE: f64 = 0.005;
-/// Plain steps that the ledger lends at first. Its bounds: a text that turns bad falls back soon, and one wild measurement does not end drafting for good.
+/// Initial credit of the ledger in plain steps, and its bounds: a text that turns bad falls back soon, and a single wild
+/// measurement does not end drafting.
 const CREDIT: f64 = 2.5;
 const LEDGER: (f64, f64) = (-6.0, 12.0);
-/// Rounds of each candidate at first, and rows of its first verification: about as expensive as one where memory is the bound.
+/// Rounds in which a new candidate is explored, and rows of its first verification: about as expensive as one row if
+/// memory-bound.
 const EXPLORED: usize = 3;
 const FIRST_ROWS: usize = 8;
-/// Plain steps of budget with which a probe begins, and drafted tokens of its rounds at most.
+/// Budget, in plain steps, at which a probe begins, and most drafted tokens of its rounds.
 const PROBE: f64 = 1.0;
 const PROBE_GAMMA: usize = 4;
-/// Timings kept of one thing; timings that are believed whatever other row counts say; rounds after which an unused row count is forgotten.
+/// Timings kept per entry; timings after which an entry counts regardless of the others; rounds after which an unused row
+/// count is dropped.
 const KEPT: usize = 7;
 const BELIEVED: usize = 2;
 const STALE_ROUNDS: usize = 256;
-/// Cost of one more row, relative to the only row count that was timed. Optimistic, so that drafting is tried.
+/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
 const SLOPE: f64 = 0.02;
 /// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
@@ -45,7 +52,7 @@ pub fn expected_tokens(alpha: f64, gamma: usize) -> f64 {
     (1.0 - alpha.powi(gamma as i32 + 1)) / (1.0 - alpha)
 }
 
-/// When a draft ends before γ tokens.
+/// Condition that ends a draft before γ tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stop {
     /// The draft ends if the estimated probability that all its tokens are accepted is below this; 0 never ends it.
@@ -61,8 +68,9 @@ impl Stop {
     }
 }
 
-/// Chooses γ and the candidate of each round. The engine reports a round in this order: [`Policy::observe_draft`]; for each sequence that drafted
-/// [`Policy::observe_margins`] if margins are known, and [`Policy::observe_round`]; [`Policy::observe_verify`].
+/// Chooses γ and the candidate of each round. The engine reports a round in this order: [`Policy::observe_draft`]; for each
+/// sequence that drafted, [`Policy::observe_margins`] if margins are known, and [`Policy::observe_round`];
+/// [`Policy::observe_verify`].
 #[derive(Clone, Debug)]
 pub struct Policy {
     /// Largest γ; the only one if `fixed`.
@@ -78,7 +86,7 @@ pub struct Policy {
     round: usize,
     /// Sequences of the last round.
     batch: usize,
-    /// The round under way: draft steps, and tokens over all sequences.
+    /// The current round: draft steps, and tokens over all sequences.
     steps: usize,
     drafted: usize,
     accepted: usize,
@@ -87,7 +95,7 @@ pub struct Policy {
     cold: bool,
 }
 
-/// What a round does, and whether it is a probe.
+/// The choice for a round, and whether it is a probe.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Choice {
     gamma: usize,
@@ -95,7 +103,7 @@ struct Choice {
     probe: bool,
 }
 
-/// A way to draft: what it costs and yields.
+/// A way to draft: its cost and yield.
 #[derive(Clone, Debug)]
 struct Candidate {
     usable: bool,
@@ -105,7 +113,7 @@ struct Candidate {
     acceptance: Ratio,
     /// Rejections per rejection that margins predict at a scale of one logit.
     margins: Ratio,
-    /// Rounds it was chosen for, and the last of them.
+    /// Rounds in which it was chosen, and the last of them.
     rounds: usize,
     last: usize,
 }
@@ -174,7 +182,8 @@ impl Costs {
         }
     }
 
-    /// The line through the nearest row counts that were timed this often, two on one side if there are none on the other; never below half the lower one.
+    /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
+    /// half the lower timing.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);
@@ -236,14 +245,14 @@ impl Policy {
         self.max
     }
 
-    /// Tokens that a round of one sequence must emit, if it verifies `gamma` tokens that cost nothing to draft, to be as fast as the fastest choice:
-    /// infinite before a plain step was timed, `None` for a fixed γ.
+    /// Tokens that a round of one sequence must emit to be as fast as the fastest choice, if it verifies `gamma` tokens that
+    /// cost nothing to draft. Infinite before a plain step was timed; `None` for a fixed γ.
     pub fn par(&self, gamma: usize) -> Option<f64> {
         let (plain, verify) = (self.verify.seconds(self.batch), self.verify.seconds(self.batch * (gamma + 1)));
         (!self.fixed).then(|| plain.zip(verify).map_or(f64::INFINITY, |(plain, verify)| self.rate * verify / plain))
     }
 
-    /// When drafts of the next round end early, for a sequence with known margins that is alone in its round; `None` for a fixed γ.
+    /// Condition that ends drafts of the next round early, for a single sequence with known margins; `None` for a fixed γ.
     pub fn stop(&self) -> Option<Stop> {
         (!self.fixed).then(|| self.candidates[self.next.candidate].stop(self.min_acceptance()))
     }

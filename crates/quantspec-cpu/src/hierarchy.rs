@@ -774,7 +774,7 @@ mod tests {
         w
     }
 
-    /// What core makes of a row.
+    /// Core's result for a row.
     fn quantized(row: &[f32], both: bool) -> Row {
         if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()
     }

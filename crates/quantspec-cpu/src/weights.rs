@@ -27,12 +27,12 @@ pub(crate) const fn panels(n: usize) -> usize {
 pub(crate) struct Linear {
     pub(crate) full: Matrix,
     pub(crate) draft: Option<DraftMatrix>,
-    /// Empty where the model has none.
+    /// Empty if the model has none.
     pub(crate) bias: Vec<f32>,
 }
 
 impl Linear {
-    /// What a pass multiplies by.
+    /// The operand of a pass.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
             (Weights::Draft, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
@@ -42,7 +42,7 @@ impl Linear {
         }
     }
 
-    /// Draft weights of its own.
+    /// Separate draft weights.
     fn tiles(&self) -> Option<&Tiles> {
         match &self.draft {
             Some(DraftMatrix::Tiles(tiles)) => Some(tiles),
@@ -53,7 +53,7 @@ impl Linear {
 
 /// The draft's weights of a linear layer.
 pub(crate) enum DraftMatrix {
-    /// Weights of their own.
+    /// Separate weights.
     Tiles(Tiles),
     /// The target's planes.
     Planes(Read),
@@ -289,7 +289,7 @@ fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
         .chain(embedding)
 }
 
-/// Numbers as they lie in memory.
+/// The bytes of f32 numbers.
 fn bytes_of_f32(values: &[f32]) -> &[u8] {
     // SAFETY: f32 has no padding, and bytes have no alignment.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }

@@ -45,7 +45,7 @@ struct Sequence {
     answers: usize,
     /// Number of most likely tokens to return with each token's log-probability; `None` without log-probabilities.
     logprobs: Option<usize>,
-    /// Log-probabilities that nobody has taken.
+    /// Log-probabilities not yet taken.
     told: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,

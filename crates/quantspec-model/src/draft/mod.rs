@@ -26,7 +26,7 @@ use std::fmt::Debug;
 /// The engine calls `prefill` once per answer, then `propose` and `commit` for each round that drafts (`commit` alone for
 /// others), and `close` at the end. `prefill` may also come in the middle of an answer.
 pub trait Drafter: Debug + Send {
-    /// What the target's backend must hold.
+    /// Data that the target's backend must keep.
     fn needs(&self) -> Needs;
 
     /// True if proposed tokens have logit margins, by which the policy may end the draft of a single sequence early.
@@ -91,7 +91,7 @@ pub struct Needs {
     pub distributions: bool,
 }
 
-/// What a proposal took.
+/// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
     /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
@@ -137,7 +137,7 @@ impl<B: Backend> Target for B {
     }
 }
 
-/// What a method drafts with.
+/// The source of a method's drafts.
 #[derive(Clone, Copy, Debug)]
 pub enum Source {
     /// Nothing: γ is 0.
@@ -165,7 +165,7 @@ pub struct Entry {
     pub name: &'static str,
     /// A short description of the drafter, for people.
     pub about: &'static str,
-    /// What drafts.
+    /// The source of its drafts.
     pub source: Source,
     /// Copies earlier text instead of drafting where that has proved reliable.
     pub copies: bool,

@@ -23,7 +23,7 @@ pub const CATCH_UP_ROWS: usize = GAMMA_MAX;
 /// Drafts with its own network. Clones share it, so that methods can differ in the pages it reads.
 pub struct DraftModel<B: Backend> {
     shared: Arc<Mutex<Shared<B>>>,
-    /// What its steps read, one per candidate.
+    /// Draft configuration of each candidate.
     configs: Vec<DraftConfig>,
 }
 

@@ -134,7 +134,7 @@ mod tests {
     use proptest::prelude::*;
     use quantspec_core::sample::Sampler;
 
-    /// Remembers what was put into windows.
+    /// Records the tokens put into windows.
     #[derive(Default)]
     struct Windows(Vec<(usize, Vec<u32>)>);
 
