@@ -429,9 +429,9 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     "--n-prompt",
     "n_prompt",
     default="512",
-    text="Prompt tokens to time; 0 for no such test. For a file use --prompt.",
+    text="Prompt tokens to time; 0: none. For a file use --prompt.",
 )
-@_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 for no such test.")
+@_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0: none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before the timed ones.")
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
