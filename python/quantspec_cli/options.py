@@ -505,7 +505,7 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before it answers; the answer excludes the thinking.  [default: off]",
+            help="Whether a model that can think does so before it answers; the answer excludes this part.  [default: off]",
         ),
         click.option(
             "--template-arg",
