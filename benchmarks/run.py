@@ -6,7 +6,8 @@
     python benchmarks/run.py --check            exit 1 if the page is not its rendering
 
 One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
-DIR holds the checkpoint seed-gqa; its case is left out without it. GPU results come from run_gpu.sh.
+DIR holds the checkpoint seed-gqa; its case is left out without it. GPU results come from run_gpu.sh,
+those of llama.cpp from llama_cpp.py.
 """
 
 from __future__ import annotations
@@ -75,8 +76,22 @@ def measure(models: Path | None) -> None:
             )
             # Model names without local folders.
             rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
+            predict(model, rows)
             measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def predict(model: list[str], rows: list[Row]) -> None:
+    """Adds to each row of decoding what `quantspec plan` predicts halfway, with the acceptance that was measured."""
+    for row in (row for row in rows if row["test"] == "tg"):
+        context = str(row["n_depth"] + row["n_gen"] // 2)
+        # Plain decoding drafts nothing: any share will do.
+        share = str(row["acceptance_rate"] or 0.5)
+        asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", "cpu", "--json")
+        found = json.loads(run(sys.executable, "-m", "quantspec_cli", "plan", *model, *asked))
+        row["predicted_tokens_per_s"] = next(
+            method["decode_tokens_per_s"] for method in found["methods"] if method["method"] == row["method"]
+        )
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
@@ -100,6 +115,13 @@ def accepted(row: Row) -> str:
     """Share of drafted tokens that were accepted."""
     rate = row["acceptance_rate"]
     return "" if rate is None else f"{100 * rate:.0f} %"
+
+
+def planned(row: Row) -> list[str]:
+    """What was predicted, divided by what was measured; empty if nothing was predicted."""
+    if "predicted_tokens_per_s" not in row:
+        return []
+    return [f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×"]
 
 
 def label(row: Row) -> str:
@@ -128,10 +150,12 @@ def cpu() -> str:
                 f"{speedup(row, decode):.2f}×",
                 spread(row),
                 accepted(row),
+                *planned(row),
             ]
             for row in decode
         ]
         head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted"]
+        head += ["plan"] * len(planned(decode[0]))
         prompts = [
             f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
         ]
@@ -161,10 +185,31 @@ def gpu() -> str:
     return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
 
 
+def llama_cpp() -> str:
+    """The section between the markers `llama.cpp`; empty if it was not measured."""
+    if not (RESULTS / "llama_cpp.json").exists():
+        return ""
+    measured = json.loads((RESULTS / "llama_cpp.json").read_text())
+    lines = []
+    for case in measured["cases"]:
+        by_depth: dict[int, dict[str, Row]] = {}
+        for row in case["rows"]:
+            by_depth.setdefault(row["depth"], {})[row["engine"]] = row
+        for depth, rows in by_depth.items():
+            own = [f"{rows[name]['tokens_per_s']:.0f} ({rows[name]['ratio']:.2f}×)" for name in ("ar", "quantspec")]
+            peer = f"{rows['llama.cpp']['tokens_per_s']:.0f}"
+            lines.append([case["file"], case["weights"], f"{depth:,}", peer, *own, accepted(rows["quantspec"])])
+    head = ["file", "`--weights`", "context", "llama.cpp", "plain, INT8 cache", "quantspec", "accepted"]
+    return (
+        f"{measured['device_name']}, {measured['threads']} threads, commit `{measured['commit'][:12]}`, "
+        f"xllamacpp {measured['xllamacpp']}. Tokens/s, and the ratio to llama.cpp.\n\n{table(head, lines)}"
+    )
+
+
 def rendered(page: str) -> str:
     """The page with its tables rendered from the results."""
-    for name, section in (("cpu", cpu()), ("gpu", gpu())):
-        marked = rf"(<!-- {name} -->\n)(?:.*\n)?(<!-- /{name} -->)"
+    for name, section in (("cpu", cpu()), ("llama.cpp", llama_cpp()), ("gpu", gpu())):
+        marked = rf"(<!-- {re.escape(name)} -->\n)(?:.*\n)?(<!-- /{re.escape(name)} -->)"
         page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
         if found != 1:
             sys.exit(

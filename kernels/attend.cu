@@ -183,7 +183,7 @@ MERGE(i8, int8_t, 1)
 // ---- choosing pages for a draft ----
 //
 // bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d],
-// choices [list], scores [list][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
+// choices [list], scores [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
 // (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
@@ -193,7 +193,9 @@ MERGE(i8, int8_t, 1)
 // Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. With 25 KB of code `select` takes 14
 // us, waiting for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its number of visible pages, at least one
+// The list's row of q, its slot, its number of visible pages (at least one), how many of them are chosen among (all after them are listed), and which
+// scores.
+struct Choice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
@@ -258,7 +260,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int page = first + u * across;
-    if (lane == 0 && page < choice.pages) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best[u];
+    if (lane == 0 && page < choice.pages) scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
   }
 }
 #define BOUNDS(HEADS, U) \
@@ -268,7 +270,7 @@ BOUNDS(4, 2)
 BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number), ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
+// lower number) of the pages chosen among, then all later ones, ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
 // range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated. They are
 // then listed in order.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
@@ -278,7 +280,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
   grid_trigger();
   const Choice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
+  const float* s = scores + ((size_t)choice.scores * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
   // A first pass with dummy keys loads the instructions while the scores are computed. Pays only where kernels overlap.
 #ifdef QS_SM90
@@ -288,7 +290,8 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
 #endif
 #pragma unroll 1
   for (int dry = waits; dry >= 0; dry--) {
-    const int pages = dry ? min(choice.pages, 64) : choice.pages, kept = dry ? max(pages / 2, 2) : min(n, pages);
+    const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
+    const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
     __syncthreads();
     if (threadIdx.x < 32) parts[0][lane] = 0;
     if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
@@ -297,7 +300,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     // Keys in the order of the scores (zeros differ, as in core's total_cmp), from 1 on; 0 means no page.
     auto make = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
-      if (page == 0 || page == pages - 1) return ~0u;
+      if (page == 0 || page >= scored - 1) return ~0u;
       if (!scores || dry) return page;
       const uint32_t bits = __float_as_uint(__ldcg(s + page));
       return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -315,7 +318,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
     // At least `kept` pages have a key of `least` or more.
-    const int wanted = kept - 2;                          // besides the first and the newest
+    const int wanted = of_scored - 2;                     // besides the first, the newest and those that are all listed
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
       int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones

@@ -127,7 +127,7 @@ DEV float block_sum(float x, float* scratch) {
 }
 
 // The device's error flag: kernels only set bits; the host reads and clears it when it synchronises.
-constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2;
+constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
 
 // 16 bytes to shared memory, or zeros.
 DEV void copy16_or_zero(uint32_t shared, const void* global, bool there) {

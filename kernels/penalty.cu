@@ -1,4 +1,4 @@
-// Penalties on tokens of the text, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty.
+// Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty and ::grammar.
 //
 // Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top bit: the token occurred; other
 // bits: its count in the answer). Drafted tokens are those of the slot's window before the row.
@@ -87,5 +87,19 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const 
     int i = 1;
     while (i < n && at(end - i) == last[n - 1 - i]) i++;
     if (i == n) logits[(size_t)blockIdx.y * vocab + at(end)] = __int_as_float(0xff800000);
+  }
+}
+
+// penalty_mask: tokens that may not follow, after the penalties.
+//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid (ceil(vocab / 1024), rows), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS) penalty_mask(const uint32_t* masks, int words, float* logits, int vocab) {
+  grid_trigger();
+  grid_wait();
+  const uint32_t* mask = masks + (size_t)blockIdx.y * words;
+  float* row = logits + (size_t)blockIdx.y * vocab;
+#pragma unroll
+  for (int i = 0; i < PENALTY_TOKENS / PENALTY_THREADS; i++) {
+    const int id = blockIdx.x * PENALTY_TOKENS + i * PENALTY_THREADS + threadIdx.x;
+    if (id < vocab && !(mask[id / 32] >> id % 32 & 1)) row[id] = __int_as_float(0xff800000);
   }
 }

@@ -271,7 +271,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
   const float most = unordered(top);
   if (bad || !is_finite(most)) {
     if (threadIdx.x == 0) {
-      atomicOr(flag, FLAG_LOGITS);
+      atomicOr(flag, bad ? FLAG_LOGITS : FLAG_NO_TOKEN);
       cuts[blockIdx.x] = Cut{0.f, minus_infinity(), 0x7fffffff, 0, 1.0};
     }
     return;
@@ -483,7 +483,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   if (lane) return;
   int token = (int)~(uint32_t)race.first;
   const float score = unordered((uint32_t)(race.first >> 32));
-  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);
+  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_NO_TOKEN);
   choices[row] = token;
   if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;

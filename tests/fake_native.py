@@ -262,6 +262,11 @@ def model_info(path: str) -> dict[str, Any]:
         "family": config["model_type"],
         "vocab": config["vocab_size"],
         "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config["num_key_value_heads"],
+        "head_dim": config["head_dim"],
         "max_positions": config["max_position_embeddings"],
         "eos": eos if isinstance(eos, list) else [eos],
     }

@@ -287,9 +287,9 @@ def test_a_checkpoint_is_not_read_between_measurements(
     configs: list[str] = []
     traffic, read = _native.traffic, files.read
 
-    def noted(model: str, start: int, tokens: int, weights: str) -> dict[str, Any]:
+    def noted(model: str, start: int, tokens: int, weights: str, device: str) -> dict[str, Any]:
         asked.append((start, tokens))
-        return traffic(model, start, tokens, weights)
+        return traffic(model, start, tokens, weights, device)
 
     monkeypatch.setattr(_native, "traffic", noted)
     monkeypatch.setattr(files, "read", lambda path: configs.append(path.name) or read(path))

@@ -79,7 +79,7 @@ def test_unused_draft_weights_are_reported_as_none(fake: Any, quantspec: Run) ->
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
-        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "window"} else "none"
+        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "window", "snapkv"} else "none"
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # Reported values can be passed as flags.
     for method in ("kv4", "ngram", "ar"):
@@ -260,8 +260,11 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--method", "ngram", "--page-choice", "best"], ["--page-choice is 'best', and method ngram"]),
         (
             ["--method", "window", "--page-choice", "best"],
-            ["--page-choice is 'best', and method window reads the first"],
+            ["--page-choice is 'best', and method window chooses pages"],
         ),
+        (["--method", "snapkv", "--draft-pages", "all"], ["--draft-pages is 'all', and method snapkv chooses pages"]),
+        (["--method", "snapkv", "--draft-refresh", "-1"], ["--draft-refresh is -1", "at least 0"]),
+        (["--draft-refresh", "4"], ["--draft-refresh is 4, and method quantspec keeps no choice of pages"]),
         (["--method", "window+ngram", "--draft-pages", "all"], ["--draft-pages is 'all', and method window+ngram"]),
         (["--method", "kv4+ngram", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method kv4"]),
         (["--kv-target", "int2"], ["int2"]),

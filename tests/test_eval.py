@@ -62,9 +62,11 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "window"]
+    assert list(drafts) == ["quantspec", "kv4", "w4", "window", "snapkv"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
+    # Nothing was read as a prompt whose end could choose.
+    assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
     assert targets["int8"]["top1"] >= 0.99
@@ -102,6 +104,23 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
+    command = ["eval", "--tokens", "940", "--context", "900", "--draft-pages", "2,3,100"]
+    found = quantspec(*command, "--json").json
+    assert list(found["page_choices"]) == ["2", "3", "100"]
+    assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
+    # Six pages are visible: with 100 every choice is all of them.
+    whole = found["drafts"]["quantspec"]
+    for name, score in found["page_choices"]["100"].items():
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
+    # Single tokens are the finest choice there is.
+    for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
+        distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
+        assert distances["tokens"] < 0.01 < max(distances.values())
+    lines = quantspec(*command).stdout.splitlines()
+    assert [line.split()[0] for line in lines[-5:]] == ["100", "best", "snap", "window", "tokens"]
+
+
 def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     command = ["eval", "--tokens", "60"]
@@ -117,7 +136,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window", "snapkv"),
     ]
 
 
@@ -127,6 +146,8 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "1"], 2, ("tokens is 1",)),
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
+        (["--draft-pages", "1"], 2, ("draft-pages is 1", "at least 2")),
+        (["--draft-pages", "all"], 2, ("--draft-pages has 'all'",)),
         (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens; 5000 were requested",)),
         (
             ["--tokens", "40", "--context", "39"],

@@ -16,7 +16,7 @@ from quantspec_cli.conversation import parsed_arguments
 from quantspec_cli.engine import Generation, Model, Prompt
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
-from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS
+from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions
 
 Run = Callable[..., Outcome]
 
@@ -328,6 +328,56 @@ def test_penalties_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Pa
     assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1, 0)
     engine = Engine.load(model, context=100)
     assert engine.model.sampling_defaults == {"repetition_penalty": 1.05, "no_repeat_ngram": 4}
+
+
+def test_small_models_that_recommend_nothing_are_penalised(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "temperature")
+    none = [1, 0, 0, 0, 0]
+
+    def penalties(*flags: str, model: str) -> list[float]:
+        report = quantspec("run", "-m", model, "--text", "D", "-n", "2", "--json", *flags).json
+        return [report[name] for name in names]
+
+    model, ask = chat_model(tmp_path / "m", TURNS), ["--instruction", "I"]
+    assert penalties(*ask, model=model) == [1.05, 0.4, 0, 0, 0]
+    said = "recommends no sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 is none\n"
+    assert said in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
+    assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.4, 0, 0, 0.5]
+    # One penalty that is asked for is all there is.
+    assert penalties(*ask, "--repetition-penalty", "1", model=model) == none
+    assert penalties(*ask, "--no-repeat-ngram", "9", model=model) == [1, 0, 0, 9, 0]
+    monkeypatch.setenv("QUANTSPEC_PRESENCE_PENALTY", "0.1")
+    assert penalties(*ask, model=model) == [1, 0, 0.1, 0, 0]
+    monkeypatch.undo()
+    # Text that is continued, JSON, larger models and those that recommend something are left alone.
+    assert penalties(model=model) == none
+    settled = GenerateOptions(json_schema={"type": "integer"})
+    opened = Model.open(model)
+    prompt = opened.prompt("D", instruction="I")
+    unset = frozenset(GenerateOptions.__dataclass_fields__)
+    settled, _ = instruct.settle(opened, [prompt], settled, unset=unset, arguments={}, context=99)
+    assert settled.frequency_penalty == 0
+    monkeypatch.setattr(instruct, "_SMALL_WEIGHTS", instruct._weights(opened.info))
+    assert penalties(*ask, model=model) == none
+    monkeypatch.undo()
+    assert penalties(*ask, model=chat_model(tmp_path / "n", TURNS, SAMPLES))[:2] == [1, 0]
+    assert penalties(*ask, model=chat_model(tmp_path / "o", TURNS, {"repetition_penalty": 1.2}))[:2] == [1.2, 0]
+
+
+def test_the_weights_of_a_model() -> None:
+    # SmolLM2-135M: 134.5 million, 0.03 of them norms.
+    shape = {
+        "vocab": 49152,
+        "layers": 30,
+        "hidden": 576,
+        "intermediate": 1536,
+        "heads": 9,
+        "kv_heads": 3,
+        "head_dim": 64,
+    }
+    assert instruct._weights(shape) == 134_479_872
 
 
 def test_room_for_an_answer(fake: Any, thinker: str, quantspec: Run) -> None:

@@ -33,7 +33,7 @@ def test_a_method_has_the_memory_of_its_table_entry(name: str, method: Method) -
     options = EngineOptions(method=name, draft_model=draft_model)
     assert (stats["draft_weights_bytes"] > 0) == (method.draft_weights or method.draft_model)
     assert options.weights_of_draft == ("int4" if method.draft_weights else "none")
-    assert options.pages_of_draft == (method.window or "all")
+    assert options.pages_of_draft == (method.pages or "all")
     # Without a view of its own, only the target's planes are kept.
     assert stats["cache_lower_bytes"] > 0
     assert stats["cache_full_bytes"] == 0
@@ -67,6 +67,23 @@ def test_a_window_reads_the_given_number_of_pages(weights: str) -> None:
     # A context shorter than the window is read completely.
     assert engine.generate(TEXT, **options) == plain.generate(TEXT, **options)
     assert (engine.statistics()["draft_pages_mean"] or 0) < 2
+
+
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_snapkv_reads_its_pages_of_the_prompt_and_all_later_ones(refresh: int) -> None:
+    engine = Engine.load(
+        method="snapkv", draft_pages=2, draft_refresh=refresh, gamma=3, context=1200, device="cpu", batch=2
+    )
+    plain = Engine.load(method="ar", context=1200, batch=2, device="cpu")
+    text = "".join(f"{number} green bottles stand on the wall. " for number in range(70))
+    options: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True}
+    assert engine.generate(text, **options) == plain.generate(text, **options)
+    # The answer makes one or two pages visible.
+    mean = engine.statistics()["draft_pages_mean"] or 0
+    assert 2 < mean < 4 if refresh == 0 else mean == 2
+    # In a batch, beside a context that has no page to choose from, and a prompt whose beginning is known.
+    prompts = [text + " And then", TEXT]
+    assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
 
 
 @pytest.mark.parametrize("gamma", ["auto", 4])

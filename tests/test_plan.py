@@ -67,6 +67,23 @@ def test_the_document(quantspec: Run, tmp_path: Path) -> None:
     assert found["roofline"][0]["flops"] == 2 * 2 * weights
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_plan_of_weights_in_nibbles(quantspec: Run, weights: str) -> None:
+    plans = [
+        quantspec("plan", "-c", "900", "--weights", kept, "--device", "cpu", "--json").json
+        for kept in (weights, "checkpoint")
+    ]
+    own, checkpoint = plans
+    assert (own["weights"], checkpoint["weights"]) == (weights, "checkpoint")
+    # 9 or about 6.4 bits a weight in place of 16, and no second copy for drafts.
+    assert own["weights_bytes"] < {"int8": 0.58, "int4": 0.42}[weights] * checkpoint["weights_bytes"]
+    assert (own["draft_weights_bytes"], checkpoint["draft_weights_bytes"] > 0) == (0, True)
+    read = [plan["roofline"][0]["bytes"] for plan in plans]
+    assert read[0] < 0.58 * read[1]
+    drafted = next(row["bytes"] for row in own["roofline"] if row["operation"] == "draft matrices")
+    assert drafted <= read[0]
+
+
 def test_the_table_is_readable(quantspec: Run) -> None:
     outcome = quantspec("plan", "-c", "600", "--device", "cpu")
     assert outcome.code == 0, outcome
@@ -166,11 +183,17 @@ def test_nonsense_is_refused(quantspec: Run, flags: tuple[str, str], words: str)
 
 
 def test_sizes_are_those_of_their_models() -> None:
-    rows = {row["size"]: row for row in sizes.table("cpu")}
+    table = {(row["size"], row["weights"]): row for row in sizes.table("cpu")}
+    rows = {size: row for (size, weights), row in table.items() if weights == "bf16"}
     # Weights of the published checkpoints, in units of 10^9 with 2 bytes each.
     for name, billions in (("1B", 1.236), ("3B", 3.213), ("8B", 8.03), ("14B", 14.77), ("32B", 32.76), ("70B", 70.55)):
         assert rows[name]["weights_bytes"] == pytest.approx(2e9 * billions, rel=0.005), name
         assert rows[name]["longest_context"] <= sizes.CONTEXT
+    # 8B: 7.5 billion weights in 9 and 5 bits, the head's 0.53 in 9, the embedding in 16; drafts read the same bytes.
+    for weights, gigabytes in (("int8", 9.49), ("int4", 6.07)):
+        held = table["8B", weights]
+        assert (held["weights_bytes"], held["draft_weights_bytes"]) == (pytest.approx(1e9 * gigabytes, rel=0.01), 0)
+        assert held["longest_context"] >= rows["8B"]["longest_context"]
 
 
 # Predictions ---------------------------------------------------------------------------------------------------------

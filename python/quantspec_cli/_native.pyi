@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
+from .schema import Answer
+
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
     "PROMPTS_LIMIT_BYTES",
@@ -77,6 +79,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
@@ -114,8 +117,11 @@ class Engine:
         presence_penalty: float = 0.0,
         no_repeat_ngram: int = 0,
         logprobs: int | None = None,
+        grammar: Answer | None = None,
     ) -> int:
-        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are kept."""
+        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are
+        kept; a `grammar` says which tokens may be chosen.
+        """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
         """Log-probabilities of the slot's tokens after the last call, each with those of the most likely tokens at its
@@ -151,6 +157,7 @@ class Engine:
         kv_target: str = "int8",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
         """Changes the method of an engine opened with `every_view`; policy and statistics restart."""
@@ -219,11 +226,12 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    pages: Sequence[int] = (),
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
+    """Teacher-forced scores: device, tokens, positions, targets, drafts and page_choices as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `on_progress` is called with tokens done and in total: the context once for each of three targets, and positions. Also
@@ -258,6 +266,7 @@ def plan(
     draft_weights: str = "int4",
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
+    draft_refresh: int = 0,
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
@@ -272,12 +281,12 @@ def plan(
     named as in `Engine.stats`. `described` as in `model_info`.
     """
 
-def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
     """For each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
     that fits the device, 0 for none. The device is opened once.
     """
 
-def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
+def rates(model: str, *, device: str, threads: int | None, context: int, weights: str) -> dict[str, Any]:
     """Cost of operations on a device at the widths of a model that config.json describes: device, device_name, threads,
     compute_capability (of a GPU) and read_gb_per_s.
 
@@ -287,7 +296,9 @@ def rates(model: str, *, device: str, threads: int | None, context: int) -> dict
     GB.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str, *, described: bool = False) -> dict[str, Any]:
+def traffic(
+    model: str, start: int, tokens: int, weights: str, device: str, *, described: bool = False
+) -> dict[str, Any]:
     """Mean reads of steps at positions start .. start + tokens, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (read by a draft from int8 weights;

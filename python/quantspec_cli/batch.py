@@ -28,6 +28,7 @@ from . import (
     prompts,
     render,
     report,
+    schema,
     sources,
 )
 from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, longest, look, room
@@ -164,6 +165,7 @@ def _settled(request: Request, options: GenerateOptions, model: Model, context: 
     options, notes = instruct.settle(
         model, [sample], options, unset=request.unset, arguments=request.template_args, context=context
     )
+    schema.check(model, [sample], options.json_schema)
     if not request.quiet and not request.as_json:
         for line in notes:
             render.note(line)
@@ -489,8 +491,18 @@ class _Run:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         if not self.request.quiet:
             batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
+            cut = [outcome for outcome in self.finished if _is_cut(outcome)]
+            if cut and self.reader.options.json_schema is not None:
+                render.note(
+                    f"{len(cut)} answers were cut at {self.reader.options.max_new_tokens:,} tokens (-n), so their JSON "
+                    'is not whole: stop_reason "length" in results.jsonl'
+                )
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)
+
+
+def _is_cut(outcome: Outcome) -> bool:
+    return outcome.answer is not None and outcome.answer.generation.stop_reason == "length"
 
 
 def _foreign(request: Request, job: Job) -> FileError:

@@ -435,8 +435,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         method = METHODS[name]
         of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
-        if method.window is not None:
-            of_pages = [count for count in pages if count != "all"] or [method.window]
+        if method.pages is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.pages]
         found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
@@ -638,7 +638,9 @@ class Bench:
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
         """Bytes that steps at these positions read. Opens the checkpoint, so it must not be called between measurements."""
         with native_errors():
-            return self._native.traffic(model or str(self._model.directory), start, tokens, self._weights)
+            return self._native.traffic(
+                model or str(self._model.directory), start, tokens, self._weights, self._info["device"]
+            )
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Fewest bytes read by a prefill of `tokens` after `depth`: a layer's weights and the past once per block, the head
@@ -671,7 +673,7 @@ class Bench:
                 pages = stats.get("draft_pages_mean") or 0.0
             drafted = stats["drafted_tokens"] - stats["copied_tokens"]
             read += stats["draft_steps"] * weights + drafted * (pages * view + recent)
-            if pages < seen["pages"] and self._page_choice == "best" and drafts.window is None:
+            if pages < seen["pages"] and self._page_choice == "best" and drafts.pages is None:
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 

@@ -273,6 +273,10 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
     """Extracts the decoding options from a command's flags."""
     named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
     sampling = {name: flags.pop(name) for name in named}
+    if sampling.get("json_schema") is not None:
+        from .schema import read
+
+        sampling["json_schema"] = read(sampling["json_schema"])
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 
@@ -349,6 +353,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     allow_from_autoenv=False,
     help="Sequences that decode together.",
 )
+@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
 @click.option(
     "--acceptance",
@@ -358,7 +363,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
 )
 @device_flags
 @json_flag
-def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
+def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
     """Show, before a download, whether a model fits on this machine, with which context and batch, and how fast it is.
 
     Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
@@ -367,7 +372,7 @@ def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> D
     from .plan import Request
     from .plan import plan as execute
 
-    options = EngineOptions(device=device, threads=threads, kv_target=kv_target)
+    options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target)
     return execute(Request(**flags), options)
 
 
@@ -524,6 +529,12 @@ def bench(
     default=0,
     metavar="N",
     help="The first N of these are a prompt, and the next one is only fed: N + 1 tokens are not scored.",
+)
+@click.option(
+    "--draft-pages",
+    cls=Lists,
+    metavar="LIST",
+    help="Compare ways to choose so many pages for a draft: best, snap, window, and as many of the best single tokens.",
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")

@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
-from . import conversation, files, hub, settings, template
+from . import conversation, files, hub, schema, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
-from .options import EngineOptions, GenerateOptions, shown, whole
+from .options import EngineOptions, GenerateOptions, schema_text, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
 from .text import Text, Thinking
@@ -76,7 +76,7 @@ class Statistics(TypedDict):
 
 
 class TokenLogprob(NamedTuple):
-    """Log-probabilities of an emitted token, before penalties, temperature and warpers; natural logarithms.
+    """Log-probabilities of an emitted token, before penalties, masks, temperature and warpers; natural logarithms.
 
     Attributes:
         id: the token.
@@ -105,6 +105,7 @@ class Arguments(TypedDict, total=False):
     stop: Iterable[str]
     ignore_eos: bool
     logprobs: int | None
+    json_schema: Mapping[str, Any] | str | None
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ class Model:
     tokenizer: Tokenizer = field(repr=False)
     offline: bool = False
     _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    _grammars: dict[str, schema.Grammar] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -226,6 +228,23 @@ class Model:
     def recommended(self) -> Recommended:
         """What the checkpoint's generation_config.json recommends."""
         return Recommended.read(self.directory)
+
+    @cached_property
+    def _vocabulary(self) -> schema.Vocabulary:
+        return schema.Vocabulary(self)
+
+    def grammar(self, json_schema: Mapping[str, Any] | str) -> schema.Grammar:
+        """What answers of this model may be that follow a JSON schema.
+
+        Raises:
+            UsageError: the schema, or the model's tokenizer, cannot be used so.
+        """
+        text = schema_text(json_schema)
+        if text not in self._grammars:
+            # Callers come with one schema at a time.
+            self._grammars.clear()
+            self._grammars[text] = self._vocabulary.compile(text)
+        return self._grammars[text]
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -379,9 +398,16 @@ class Batch:
         self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
         self._open = len(prompts)
         self._turn = threading.Lock()
+        grammar = None if options.json_schema is None else model.grammar(options.json_schema)
         # The scheduler holds the requests, and they do not refer to the batch, so that dropping the batch ends it.
         self._requests = [
-            Request(prompt.ids, options.sampling(), text, partial(_put, self._items, index), on_prefill)
+            Request(
+                prompt.ids,
+                options.sampling() | {"grammar": grammar and grammar.begin()},
+                text,
+                partial(_put, self._items, index),
+                on_prefill,
+            )
             for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
         ]
         lease.scheduler.submit(self._requests)
@@ -605,6 +631,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["all", "auto"] | None = None,
         page_choice: str | None = None,
+        draft_refresh: int = 0,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
         prompt_cache: str | os.PathLike[str] | bool = True,
@@ -633,6 +660,7 @@ class Engine:
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
+            draft_refresh: with method "snapkv", number of new pages after which it chooses among all pages again; 0 is never.
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id with the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: common prefixes of prompts are processed once. True keeps prompts in memory, in at most an eighth
@@ -654,6 +682,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_refresh=draft_refresh,
             draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )
@@ -708,6 +737,8 @@ class Engine:
         for prompt in encoded:
             _check_ids(prompt, self.model.info["vocab"])
             self.model.check_fits(prompt, options.max_new_tokens, self.context)
+            if options.json_schema is not None:
+                schema.check_prompt(prompt)
         return Batch(self._lease, self.model, encoded, options, on_prefill)
 
     def stream(
@@ -727,6 +758,7 @@ class Engine:
         stop: Iterable[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        json_schema: Mapping[str, Any] | str | None = None,
         on_prefill: OnProgress | None = None,
     ) -> Stream:
         """Decodes one prompt and yields its text piece by piece: whole characters, nothing after a stop string.
@@ -747,6 +779,8 @@ class Engine:
             ignore_eos: continue after an end-of-text token.
             logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
                 each emitted token; None returns none.
+            json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens cut it. Needs
+                the package llguidance, `pip install "quantspec[schema]"`.
             on_prefill: called with (rows done, total rows) during prefill.
         """
         options = GenerateOptions(
@@ -763,6 +797,7 @@ class Engine:
             stop=stop,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            json_schema=json_schema,
         )
         return Stream(self.start([prompt], options, on_prefill=on_prefill))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import output, prompts, render, report, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
+from .options import PAGES_MAX, PAGES_MIN, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ class Request:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
+        draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
         output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
     """
@@ -37,6 +39,7 @@ class Request:
     prompt: str | None
     tokens: int | None
     context: int
+    draft_pages: str | None
     output: str | None
     report: str | None
     as_json: bool
@@ -56,6 +59,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
             f"or --context {request.tokens - 2} or less",
         )
+    budgets = _budgets(request.draft_pages)
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     inputs = [] if request.prompt is None else [request.prompt]
@@ -71,7 +75,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             "model": model.name,
             "prompt": name,
             "context": request.context,
-            **_scores(model, ids, request, options),
+            **_scores(model, ids, request, options, budgets),
         }
         scores = "\n".join(lines(found)) + "\n"
         if file is not None:
@@ -112,7 +116,21 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     return ids
 
 
-def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> dict[str, Any]:
+def _budgets(given: str | None) -> list[int]:
+    """The numbers of pages of a comma list, each once."""
+    if given is None:
+        return []
+    from .bench import numbers
+
+    found = numbers("--draft-pages", given)
+    for count in found:
+        whole("draft_pages", count, PAGES_MIN, PAGES_MAX)
+    return found
+
+
+def _scores(
+    model: Model, ids: Sequence[int], request: Request, options: EngineOptions, budgets: Sequence[int]
+) -> dict[str, Any]:
     from . import _native
 
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
@@ -124,6 +142,7 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
             threads=options.threads,
             weights=options.weights,
             kv_rounding=options.kv_rounding,
+            pages=budgets,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
@@ -150,4 +169,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     report += [
         f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in found["drafts"].items()
     ]
+    for pages, choices in found.get("page_choices", {}).items():
+        report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
+        report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report

@@ -54,6 +54,7 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         if engine.draft_model is not None:
             fields |= {"draft_model": engine.draft_model}
         fields |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
+        fields |= {"draft_refresh": engine.draft_refresh}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -22,6 +22,11 @@ _LOOP_TOKENS = 12
 # Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
+# Models of fewer weights come to repeat a sentence without end. With these penalties SmolLM2-135M-Instruct ends its
+# summaries. Long answers of larger models would suffer.
+_SMALL_WEIGHTS = 1e9
+_OF_SMALL = {"repetition_penalty": 1.05, "frequency_penalty": 0.4}
+_ALL_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram")
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,12 @@ def settle(
             off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
             notes.append(f"penalties from generation_config.json: {listed}; {off} turn them off")
             chosen |= penalties
+        elif _needs_penalties(model, options, unset):
+            listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in _OF_SMALL.items())
+            notes.append(
+                f"penalties, as the model is small and recommends no sampling: {listed}; --repetition-penalty 1 is none"
+            )
+            chosen |= _OF_SMALL
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
         # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.
@@ -108,12 +119,35 @@ def settle(
     return replace(options, **chosen), notes
 
 
-def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation]) -> Iterator[str]:
-    """Notes about replies that the token limit cut."""
+def _needs_penalties(model: Model, options: GenerateOptions, unset: Container[str]) -> bool:
+    """Whether replies would repeat themselves: neither flags nor checkpoint say how to choose tokens, and the model is small.
+
+    JSON is left alone: its quotes and commas have to repeat.
+    """
+    recommended = model.recommended
+    if recommended.sampling or recommended.penalties or options.json_schema is not None:
+        return False
+    return all(name in unset for name in _ALL_PENALTIES) and _weights(model.info) < _SMALL_WEIGHTS
+
+
+def _weights(info: Mapping[str, Any]) -> int:
+    """Weights of a model, without norms and biases; a head of its own is not counted."""
+    width = (2 * info["heads"] + 2 * info["kv_heads"]) * info["head_dim"] + 3 * info["intermediate"]
+    return int(info["hidden"] * (info["vocab"] + info["layers"] * width))
+
+
+def cuts(
+    names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
+) -> Iterator[str]:
+    """Notes about replies, and answers by a JSON schema, that the token limit cut."""
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        if prompt.continues or answer.stop_reason != "length":
+        if (prompt.continues and not schema) or answer.stop_reason != "length":
             continue
         where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
+        if schema:
+            where += ", so its JSON is not whole: raise -n, or bound strings and lists in the schema"
+            yield where
+            continue
         if _repeats(answer.tokens):
             where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4"
         elif answer.thinking is not None and not answer.text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import struct
@@ -27,7 +28,9 @@ class Method(NamedTuple):
         drafts: whether it drafts at all.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
-        window: default number of pages, if these are always the first and the newest ones.
+        pages: default number of pages, if the method chooses them in its own way.
+        page_choice: this way, as named in reports: "window" (the first and the newest pages) or "snap" (those that the
+            prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
     """
 
@@ -35,7 +38,8 @@ class Method(NamedTuple):
     drafts: bool = True
     draft_weights: bool = False
     draft_view: str | None = None
-    window: int | None = None
+    pages: int | None = None
+    page_choice: str | None = None
     draft_model: bool = False
 
 
@@ -44,7 +48,10 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
-    "window": Method("first and recent pages", draft_weights=True, draft_view="target", window=16),
+    "window": Method("first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"),
+    "snapkv": Method(
+        "pages that the prompt's end attends to", draft_weights=True, draft_view="int4", pages=16, page_choice="snap"
+    ),
     "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
@@ -94,6 +101,7 @@ class EngineOptions:
     draft_weights: str = "int4"
     draft_pages: int | Literal["all", "auto"] | None = None
     page_choice: str | None = None
+    draft_refresh: int = 0
     draft_model: str | None = None
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
@@ -116,6 +124,7 @@ class EngineOptions:
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages not in (None, "all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
+        whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
@@ -137,10 +146,13 @@ class EngineOptions:
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
-        elif method.window is not None:
-            reasons["page_choice"] = ("window", "reads the first page and the recent ones")
+        elif method.page_choice is not None:
+            reason = "chooses pages in a way of its own"
+            reasons["page_choice"] = (method.page_choice, reason)
             if self.draft_pages == "all":
-                reasons["draft_pages"] = (None, "reads the first page and the recent ones")
+                reasons["draft_pages"] = (None, reason)
+        if method.page_choice != "snap" and self.draft_refresh != 0:
+            reasons["draft_refresh"] = (None, "keeps no choice of pages")
         for name, (harmless, reason) in reasons.items():
             value = getattr(self, name)
             if value not in (None, harmless):
@@ -158,12 +170,12 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """The number of pages a draft reads, as named in reports."""
-        return self.draft_pages or METHODS[self.method].window or "all"
+        return self.draft_pages or METHODS[self.method].pages or "all"
 
     @property
     def choice_of_pages(self) -> str:
         """The choice of pages, if a draft does not read all, as named in reports."""
-        return "window" if METHODS[self.method].window else self.page_choice or PAGE_CHOICES[0]
+        return METHODS[self.method].page_choice or self.page_choice or PAGE_CHOICES[0]
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -177,6 +189,7 @@ class EngineOptions:
             "draft_weights": self.draft_weights,
             "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
             "page_choice": self.choice_of_pages,
+            "draft_refresh": self.draft_refresh,
             "accept": self.accept,
             "gamma": None if self.gamma == "auto" else self.gamma,
         }
@@ -199,6 +212,7 @@ class GenerateOptions:
     stop: Iterable[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: Any = None
 
     def __post_init__(self) -> None:
         whole("max_new_tokens", self.max_new_tokens, 1, None)
@@ -222,6 +236,12 @@ class GenerateOptions:
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         whole("seed", self.seed, 0, SEED_MAX)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+            if self.ignore_eos:
+                raise UsageError(
+                    "ignore_eos has no end, and a JSON schema has one", "leave one of them out", option="ignore_eos"
+                )
         # Read once: a generator yields its strings only once.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
@@ -245,6 +265,23 @@ class GenerateOptions:
             "max_new_tokens": self.max_new_tokens,
             "logprobs": self.logprobs,
         }
+
+
+def schema_text(schema: object) -> str:
+    """A JSON schema, its text or an object as `json.loads` makes it, as one text: equal schemas are equal texts.
+
+    Raises:
+        UsageError: it is no schema.
+    """
+    hint = 'give a JSON schema such as {"type": "object", "properties": {...}}'
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(found, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not valid JSON: {error}", hint, option="json_schema") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"the JSON schema is {text:.60}, and no object", hint, option="json_schema")
+    return text
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
@@ -435,9 +472,17 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens that a draft reads per KV head; auto chooses them together with gamma.  "
-            f"[default: all; {METHODS['window'].window} with window]",
+            f"[default: all; {METHODS['window'].pages} with window and snapkv]",
         ),
         page_choice_flag,
+        click.option(
+            "--draft-refresh",
+            type=int,
+            metavar="N",
+            default=0,
+            show_default=True,
+            help="Of method snapkv: choose among all pages again after N new ones; 0 is never.",
+        ),
         draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)
@@ -496,6 +541,11 @@ def sampling_flags(command: Command) -> Command:
         ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token."),
+        click.option(
+            "--json-schema",
+            metavar="FILE",
+            help="The answer is JSON that this schema allows: tokens that it forbids are never chosen.",
+        ),
     )(command)
 
 

@@ -69,7 +69,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         info = _native.model_info(path, described=True)
         context = request.ctx_size or int(info["max_positions"])
         held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
-        seen = _native.traffic(path, context - 1, 1, held["weights"], described=True)
+        seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     found = {
@@ -77,6 +77,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "device": held["device"],
         "fits": held["fits"],
         "kv_target": options.kv_target,
+        "weights": held["weights"],
         "weights_bytes": held["weights_bytes"],
         "draft_weights_bytes": held["draft_weights_bytes"],
         "cache_bytes_per_token": page / predict.PAGE_TOKENS,
@@ -97,7 +98,9 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
     if held["fits"]:
         load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
         with native_errors():
-            rates = _native.rates(path, device=options.device, threads=options.threads, context=context)
+            rates = _native.rates(
+                path, device=options.device, threads=options.threads, context=context, weights=held["weights"]
+            )
         found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)
     return found
 
@@ -177,7 +180,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     """The plan for people."""
     each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
     report = [
-        f"model       {one_line(found['model'])}: weights {render.size(found['weights_bytes'])}, "
+        f"model       {one_line(found['model'])}: {_weights(found['weights'])}{render.size(found['weights_bytes'])}, "
         f"draft weights {render.size(found['draft_weights_bytes'])}",
         f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
         f"{found['device']}: {'fits' if found['fits'] else 'does not fit'}",
@@ -195,6 +198,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             *_roofline(found["roofline"]),
         ]
     return [*report, "", *sizes.lines(found["sizes"])]
+
+
+def _weights(kept: str) -> str:
+    return "weights " if kept == "checkpoint" else f"{kept} weights "
 
 
 def _methods(found: Mapping[str, Any]) -> list[str]:

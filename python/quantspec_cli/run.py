@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, instruct, output, prompts, render
+from . import __version__, instruct, output, prompts, render, schema
 from .engine import Engine, Model, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
 from .options import METHODS
@@ -91,6 +92,7 @@ def _run(
         if not request.as_json and not request.quiet:
             for line in notes:
                 render.note(line)
+        schema.check(model, encoded, options.json_schema)
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(
@@ -122,7 +124,7 @@ def _run(
     if request.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not request.quiet:
-        for line in instruct.cuts(shown, encoded, generations):
+        for line in instruct.cuts(shown, encoded, generations, schema=options.json_schema is not None):
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)
@@ -144,6 +146,7 @@ def report(
         "draft_weights": chosen.weights_of_draft,
         "draft_pages": chosen.pages_of_draft,
         "page_choice": chosen.choice_of_pages,
+        **({} if chosen.draft_refresh == 0 else {"draft_refresh": chosen.draft_refresh}),
         **({} if chosen.draft_model is None else {"draft_model": chosen.draft_model}),
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
         "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
@@ -156,6 +159,7 @@ def report(
         "presence_penalty": options.presence_penalty,
         "no_repeat_ngram": options.no_repeat_ngram,
         "seed": options.seed,
+        **({} if options.json_schema is None else {"json_schema": json.loads(options.json_schema)}),
         "results": results(engine.model, documents, generations),
         "stats": engine.statistics(),
     }

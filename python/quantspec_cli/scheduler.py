@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import loop
-from .errors import NotFiniteError, QuantspecError, UsageError, internal, native_errors
+from .errors import InputError, NotFiniteError, QuantspecError, UsageError, internal, native_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -271,7 +271,7 @@ class Scheduler:
         try:
             with native_errors():
                 emitted = loop.step(self.native, slots)
-        except NotFiniteError:
+        except (NotFiniteError, InputError):
             self._round_of_each(slots)
             return
         except QuantspecError as error:
@@ -281,7 +281,9 @@ class Scheduler:
             self._hand_on(slot, tokens)
 
     def _round_of_each(self, slots: Sequence[int]) -> None:
-        """Repeats a round, one sequence at a time and without drafts, to find the sequence with non-finite values."""
+        """Repeats a round, one sequence at a time and without drafts, to find the sequence with non-finite values, or whose
+        grammar takes too much work.
+        """
         for slot in slots:
             try:
                 with native_errors():

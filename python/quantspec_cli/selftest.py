@@ -163,7 +163,7 @@ def _cases(
             replace(
                 fixed,
                 method=name,
-                draft_pages=PAGES_MIN if method.window else None,
+                draft_pages=PAGES_MIN if method.pages else None,
                 draft_model=draft_model if method.draft_model else None,
             ),
             everything,

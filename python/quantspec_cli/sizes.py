@@ -25,6 +25,9 @@ SHAPES = {
 }
 CONTEXT = 131_072
 
+# `--weights` by what a row calls them.
+WEIGHTS = {"bf16": "checkpoint", "int8": "int8", "int4": "int4"}
+
 
 def config(name: str) -> dict[str, Any]:
     """config.json of a size."""
@@ -49,7 +52,9 @@ def config(name: str) -> dict[str, Any]:
 
 
 def table(device: str) -> list[dict[str, Any]]:
-    """For each size: bytes of weights and draft weights, and the longest context that fits the device, 0 if none does."""
+    """For each size and `--weights`: bytes of weights and draft weights, and the longest context that fits the device, 0 if
+    none does.
+    """
     from . import _native
 
     with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:
@@ -58,11 +63,13 @@ def table(device: str) -> list[dict[str, Any]]:
             place.mkdir()
             (place / "config.json").write_text(json.dumps(config(place.name)), encoding="utf-8")
         with native_errors():
-            found = _native.fitting([str(place) for place in places], device=device)
+            models = [str(place) for place in places]
+            found = {name: _native.fitting(models, device=device, weights=kept) for name, kept in WEIGHTS.items()}
     names = ("weights_bytes", "draft_weights_bytes", "longest_context")
     return [
-        {"size": size, "weights": "bf16", **dict(zip(names, held, strict=True))}
-        for size, held in zip(SHAPES, found, strict=True)
+        {"size": size, "weights": name, **dict(zip(names, held[index], strict=True))}
+        for index, size in enumerate(SHAPES)
+        for name, held in found.items()
     ]
 
 

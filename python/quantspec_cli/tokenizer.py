@@ -149,6 +149,20 @@ class Tokenizer:
             known = self._bytes[token] = b"" if text is None else self._to_bytes(text)
         return known
 
+    def vocabulary(self) -> tuple[list[bytes], set[int]]:
+        """Bytes of every token of the model's vocabulary, by id; empty where there is none. Of special ones, whose ids come
+        second, the names.
+        """
+        tokens = [b""] * self._vocab
+        for name, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if id < self._vocab:
+                tokens[id] = name.encode() if id in self._hidden else self.token_bytes(id)
+        return tokens, self._hidden
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a short text without anything around it."""
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
     def answer_bytes(self, *, continues: bool, shown: Iterable[str] = ()) -> Callable[[int], bytes]:
         """`token_bytes` for one answer. Tokens of these texts are `shown`, even special ones.
 

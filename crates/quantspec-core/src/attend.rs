@@ -4,8 +4,8 @@
 //! precision ([`crate::cache`]). A draft may read a subset of the pages. It ranks them by an upper bound of their scores,
 //! which the page's quantised key parameters give without reading the keys.
 
-use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages};
-use crate::config::{Rounding, View};
+use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages, visible_quantised};
+use crate::config::{Pages, Rounding, View};
 use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
 use half::f16;
@@ -107,6 +107,24 @@ pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache
     Ok(softmax_sum(query, &tokens))
 }
 
+/// The same over every visible page, of which only the `n` tokens of the highest scores are read, the earlier ones among equals.
+///
+/// # Errors
+/// As [`attend`].
+pub fn attend_tokens(query: &[f32], position: usize, view: View, n: usize, cache: &Cache) -> Result<Vec<f64>> {
+    cache.check(query)?;
+    let mut tokens = Vec::new();
+    for token in 0..visible_quantised(position) {
+        tokens.push(cache.page_token(view, token / G, token % G)?);
+    }
+    let score = |key: &[f64]| query.iter().zip(key).map(|(&q, k)| f64::from(q) * k).sum::<f64>();
+    let mut scored: Vec<(f64, Token)> = tokens.into_iter().map(|token| (score(&token.0), token)).collect();
+    scored.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let mut tokens: Vec<Token> = scored.into_iter().take(n).map(|(_, token)| token).collect();
+    tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
+    Ok(softmax_sum(query, &tokens))
+}
+
 /// Values weighted by the softmax of the scaled scores; at least one token.
 fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
     let scale = 1.0 / (query.len() as f64).sqrt();
@@ -148,6 +166,60 @@ pub fn select_pages(bounds: &[f32], n: usize) -> Vec<usize> {
 pub fn window_pages(visible: usize, n: usize) -> Vec<usize> {
     let newest = visible.saturating_sub(n.max(2) - 1).max(1);
     (0..visible.min(1)).chain(newest..visible).collect()
+}
+
+/// Last queries of a prompt whose attention chooses the pages of [`crate::config::Pages::Snap`].
+pub const SNAP_QUERIES: usize = 32;
+
+/// Attention that queries of one KV head pay to each of its first `pages` pages: for every (position, query after RoPE, not scaled) the
+/// softmax over tokens 0..=position, summed over queries and over the tokens of a page. `keys` is `[tokens][head_dim]`.
+///
+/// This is the vote of SnapKV (Li et al. 2024, equation 2) with a page as the pool of its tokens.
+pub fn page_masses(queries: &[(usize, &[f32])], keys: &[f16], pages: usize) -> Vec<f64> {
+    let mut masses = vec![0.0; pages];
+    for (position, query) in queries {
+        let scale = 1.0 / (query.len() as f64).sqrt();
+        let score = |key: &[f16]| query.iter().zip(key).map(|(&q, k)| f64::from(q) * k.to_f64()).sum::<f64>() * scale;
+        let scores: Vec<f64> = keys.chunks_exact(query.len()).take(position + 1).map(score).collect();
+        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for (mass, page) in masses.iter_mut().zip(weights.chunks(G)) {
+            *mass += page.iter().sum::<f64>() / total;
+        }
+    }
+    masses
+}
+
+/// What the pages of [`Pages::Snap`] are chosen by, of one KV head of a sequence.
+#[derive(Clone, Debug, Default)]
+pub struct SnapScores {
+    /// Masses ([`page_masses`]) of the pages that the prompt's end sees.
+    pub prompt: Vec<f32>,
+    /// Bounds ([`page_bound`]) of all pages that were visible at the last refresh; empty before the first.
+    pub refreshed: Vec<f32>,
+}
+
+impl SnapScores {
+    /// Whether the first row of a round that sees `visible` pages refreshes the choice. A sequence that went back to its prompt chooses as it did there.
+    pub fn is_due(&mut self, pages: Pages, visible: usize) -> bool {
+        if self.refreshed.len() > visible {
+            self.refreshed.clear();
+        }
+        pages.is_stale(self.current().len(), visible)
+    }
+
+    /// The scores in force.
+    pub fn current(&self) -> &[f32] {
+        if self.refreshed.is_empty() { &self.prompt } else { &self.refreshed }
+    }
+}
+
+/// Indices of the pages that a draft reads where `masses` are those of the pages that the prompt's end sees: [`select_pages`] of these,
+/// and all `visible` ones that follow, ascending.
+pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
+    let chosen = select_pages(masses, n).into_iter().filter(|page| *page < visible);
+    chosen.chain(masses.len()..visible).collect()
 }
 
 #[cfg(test)]
@@ -367,5 +439,58 @@ mod tests {
             let most = (0..G).map(|token| axis[3] * value(token, 3)).fold(f32::NEG_INFINITY, f32::max);
             prop_assert_eq!(most, page_bound(&axis, &page.key_params, rounding));
         }
+    }
+
+    #[test]
+    fn the_best_tokens_are_nearer_to_all_than_other_choices() {
+        let sequence = Sequence::new(900, Rounding::Balanced, noise);
+        let page = |x| FullPage { keys: &sequence.keys[x..x + G * D], values: &sequence.values[x..x + G * D] };
+        let full: Vec<FullPage> = (0..sequence.pages.len()).map(|b| page(b * G * D)).collect();
+        let cache = Cache {
+            head_dim: D,
+            rounding: sequence.rounding,
+            pages: &sequence.pages,
+            full: &full,
+            buffer_keys: &sequence.ring_keys,
+            buffer_values: &sequence.ring_values,
+        };
+        let q = query(8);
+        let tokens = |n| attend_tokens(&q, 899, View::Upper, n, &cache).unwrap();
+        let pages = |pages: &[usize]| sequence.attend(&q, 899, View::Upper, pages).unwrap();
+        let all = pages(&all_pages(899));
+        assert!(distance(&tokens(6 * G), &all) < 1e-12 && distance(&tokens(10 * G), &all) < 1e-12);
+        assert!(distance(&tokens(0), &pages(&[])) < 1e-12);
+        for page in 0..visible_pages(899) {
+            assert!(distance(&tokens(G), &all) < distance(&pages(&[page]), &all), "page {page}");
+        }
+    }
+
+    #[test]
+    fn masses_are_shares_of_attention_within_the_causal_range() {
+        let sequence = Sequence::new(5 * G, Rounding::Balanced, noise);
+        let queries: Vec<(usize, Vec<f32>)> =
+            [700, 5 * G - 1].into_iter().zip([query(3), query(4)]).map(|(p, q)| (p.min(5 * G - 1), q)).collect();
+        let asked: Vec<(usize, &[f32])> = queries.iter().map(|(position, query)| (*position, &query[..])).collect();
+        let masses = page_masses(&asked, &sequence.keys, 5);
+        assert!((masses.iter().sum::<f64>() - 2.0).abs() < 1e-12);
+        // By hand: query (1, 0, …) at token 130 of keys that are ln 2 · √D in page 1 and 0 in page 0.
+        let mut keys = vec![f16::ZERO; 2 * G * D];
+        let one = f16::from_f32(4.0 * std::f32::consts::LN_2);
+        keys[G * D..].iter_mut().step_by(D).for_each(|key| *key = one);
+        let mut query = vec![0.0; D];
+        query[0] = 1.0;
+        let masses = page_masses(&[(130, &query)], &keys, 2);
+        // Three tokens of weight 2, to the precision of the half, and 128 of weight 1.
+        assert!((masses[1] - 6.0 / 134.0).abs() < 1e-4 && (masses[0] - 128.0 / 134.0).abs() < 1e-4, "{masses:?}");
+    }
+
+    #[test]
+    fn snapped_pages_are_the_chosen_ones_of_the_prompt_and_all_later_ones() {
+        let masses = [0.1, 0.2, 0.9, 0.0, 0.5, 0.3];
+        assert_eq!(snap_pages(&masses, 6, 4), [0, 2, 4, 5]);
+        assert_eq!(snap_pages(&masses, 9, 4), [0, 2, 4, 5, 6, 7, 8]);
+        assert_eq!(snap_pages(&masses, 6, 100), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(snap_pages(&[], 3, 4), [0, 1, 2]);
+        assert_eq!(snap_pages(&[], 0, 4), [] as [usize; 0]);
     }
 }

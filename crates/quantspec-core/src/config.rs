@@ -167,6 +167,45 @@ pub enum Pages {
     Window(usize),
     /// The first page, the newest, and those with the highest score bound: `n` in total per KV head.
     Best(usize),
+    /// Of the pages that the end of the prompt sees: the first, the newest, and those that the prompt's last queries attend to most
+    /// ([`crate::attend::page_masses`]), `pages` in all per KV head. They stay. Pages that become visible later are all read.
+    Snap {
+        /// Pages of the prompt.
+        pages: usize,
+        /// New pages after which all visible ones are chosen among again, as by [`Pages::Best`]; 0 is never.
+        refresh: usize,
+    },
+    /// Every visible page, of which each query head takes its `n` tokens of the highest scores. The yardstick of any choice of pages:
+    /// it saves nothing, and only backends on the CPU have it.
+    Tokens(usize),
+}
+
+impl Pages {
+    /// The number of pages; `None` where all are read.
+    pub const fn count(self) -> Option<usize> {
+        match self {
+            Pages::All | Pages::Tokens(_) => None,
+            Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => Some(n),
+        }
+    }
+
+    /// Pages that are read of `visible` ones by a sequence whose prompt's end sees `of_prompt`.
+    pub fn read(self, of_prompt: usize, visible: usize) -> usize {
+        match self {
+            Pages::All | Pages::Tokens(_) => visible,
+            Pages::Window(n) | Pages::Best(n) => n.min(visible),
+            Pages::Snap { pages, refresh } => {
+                let new =
+                    visible.saturating_sub(of_prompt).checked_rem(refresh).unwrap_or(visible.saturating_sub(of_prompt));
+                pages.min(visible - new) + new
+            }
+        }
+    }
+
+    /// Whether a choice among `chosen_of` pages is to be made again where `visible` are.
+    pub const fn is_stale(self, chosen_of: usize, visible: usize) -> bool {
+        matches!(self, Pages::Snap { refresh, .. } if refresh > 0 && visible >= chosen_of + refresh)
+    }
 }
 
 /// How the target's weights are stored.

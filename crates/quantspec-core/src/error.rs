@@ -27,6 +27,11 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
+    /// Whether the tokens of a row bring it about. Those of drafted tokens, which plain decoding may never feed, are no fault of the text.
+    pub const fn is_of_tokens(self) -> bool {
+        matches!(self, ErrorKind::NotFinite | ErrorKind::Input)
+    }
+
     /// The machine name of the kind, as `--json` prints it.
     pub const fn name(self) -> &'static str {
         match self {
@@ -92,6 +97,15 @@ impl Error {
             ErrorKind::NotFinite,
             message,
             "the checkpoint is damaged or overflows half precision; check its files against their published hashes",
+        )
+    }
+
+    /// An [`ErrorKind::Input`] error of a place where every token is forbidden.
+    pub fn no_token_left() -> Error {
+        Error::new(
+            ErrorKind::Input,
+            "no token is left to choose: no-repeat-ngram, or what a JSON schema allows, forbids all of them",
+            "raise --no-repeat-ngram, or turn it off with 0",
         )
     }
 

@@ -10,6 +10,7 @@ pub mod attend;
 pub mod cache;
 pub mod config;
 pub mod error;
+pub mod grammar;
 pub mod layout;
 pub mod logprob;
 pub mod penalty;

@@ -197,6 +197,17 @@ pub fn check_finite(logits: &[f32]) -> Result<()> {
     }
 }
 
+/// Refuses logits after penalties and masks; the network's own passed [`check_finite`].
+///
+/// # Errors
+/// [`Error::no_token_left`] if all tokens are masked, and those of [`check_finite`].
+pub fn check_left(logits: &[f32]) -> Result<()> {
+    match check_finite(logits) {
+        Err(_) if logits.iter().all(|&logit| logit == f32::NEG_INFINITY) => Err(Error::no_token_left()),
+        checked => checked,
+    }
+}
+
 /// `(logit − maximum) / temperature`: at most 0, and 0 for the most probable token at any temperature.
 fn scaled(logit: f32, most: f32, temperature: f32) -> f32 {
     if logit == most { 0.0 } else { (logit - most) / temperature }
@@ -563,6 +574,10 @@ mod tests {
         for bad in [&[f32::NAN, 1.0][..], &[f32::INFINITY, 1.0], &[f32::NEG_INFINITY; 2], &[]] {
             assert_eq!(check_finite(bad).unwrap_err().kind, crate::ErrorKind::NotFinite);
         }
+        // If bans leave no token, the checkpoint is not at fault.
+        assert_eq!(check_left(&[f32::NEG_INFINITY; 2]).unwrap_err(), Error::no_token_left());
+        assert_eq!(check_left(&[f32::NAN, 1.0]), check_finite(&[f32::NAN, 1.0]));
+        assert!(check_left(&[1.0, f32::NEG_INFINITY]).is_ok());
     }
 
     #[test]

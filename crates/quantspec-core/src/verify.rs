@@ -1,7 +1,7 @@
 //! Acceptance rules: how many drafted tokens are accepted, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, choose_with_margin, draw, uniform, warp};
+use crate::sample::{Accept, Sampler, Stream, argmax, check_left, choose, choose_with_margin, draw, uniform, warp};
 use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
@@ -142,8 +142,8 @@ impl Judge {
     /// `logits` are the target's, one row per window token (γ + 1); `first_position` is that of the first drafted token.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::NotFinite`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if rows,
-    /// tokens and kept distributions do not match.
+    /// Those of [`check_left`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if rows, tokens and
+    /// kept distributions do not match.
     pub fn judge(
         &mut self,
         slot: usize,
@@ -157,7 +157,7 @@ impl Judge {
             return Err(Error::internal(format!("{} rows for {} drafted tokens", logits.len(), drafted.len())));
         }
         for row in logits {
-            check_finite(row)?;
+            check_left(row)?;
             if drafted.iter().any(|token| *token as usize >= row.len()) {
                 return Err(Error::internal("a drafted token is outside the vocabulary"));
             }
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn mismatched_shapes_are_an_error() {
+    fn what_does_not_match_is_an_error() {
         let (mut judge, row) = (Judge::new(), vec![0.0, 1.0, 2.0]);
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let kind = |judge: &mut Judge, drafted: &[u32], rows: &[&[f32]], sampler: &Sampler| {

@@ -277,6 +277,7 @@ fn run(out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Erro
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         step_rows: 17,
         block_rows: 256,
         threads,

@@ -2,6 +2,7 @@
 
 mod activations;
 mod attend_step;
+mod attend_tokens;
 mod kv_cache;
 mod network;
 mod prompt_rows;
@@ -14,6 +15,7 @@ use crate::prompt::Prompt;
 use crate::quantize;
 use crate::weights::{self, Model};
 use activations::{Lengths, Rows};
+use quantspec_core::attend::SnapScores;
 use quantspec_core::config::ModelConfig;
 use quantspec_core::verify::Judge;
 use quantspec_core::{Error, Result};
@@ -36,6 +38,8 @@ pub struct CpuBackend {
     windows: Vec<Vec<u32>>,
     /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
+    /// What pages are chosen by where that is the attention of a prompt's end, likewise.
+    snapped: Vec<SnapScores>,
     prompt: Prompt,
     rows: Rows,
     states: Vec<State>,
@@ -75,7 +79,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let [upper, lower, full, ring] = CacheSizes::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
-        + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
+        + Prompt::plan(config, options, threads)
         + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape))
         + drafted_bytes(config, options);
     Memory {
@@ -117,13 +121,14 @@ impl CpuBackend {
         let pool = Pool::new(threads)?;
         // Allocates before loading, so that lack of memory is found early.
         let cache = Cache::new(CacheSizes::new(&config, options))?;
-        let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
+        let prompt = Prompt::new(&config, options, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
         let model = Model::load(checkpoint, options.weights, options.draft_weights, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
+            snapped: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],
             windows: vec![Vec::new(); options.slots],
             flushes: (0..threads).map(|_| quantize::Scratch::new(shape)).collect(),

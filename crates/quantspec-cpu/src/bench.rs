@@ -167,6 +167,8 @@ pub enum Stored {
     Both,
     /// Their upper plane, as the draft reads it.
     Upper,
+    /// Weights of 4 bits, as the target reads them.
+    UpperTarget,
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
@@ -227,14 +229,13 @@ impl Gemm {
         };
         let read = if stored == Stored::Upper { hierarchy::Read::Upper } else { hierarchy::Read::Target };
         match stored {
-            Stored::Both | Stored::Upper => {
-                let (upper, lower) = hierarchy::Planes::panel_bytes(k, true);
-                let (mut high, mut low) = (vec![0; upper], vec![0; lower]);
+            Stored::Both | Stored::Upper | Stored::UpperTarget => {
+                let both_from = if stored == Stored::Both { 0 } else { panels };
+                let (upper, lower) = hierarchy::Planes::panel_bytes(k);
+                let (mut high, mut low) = (vec![0; upper], vec![0; if both_from == 0 { lower } else { 0 }]);
                 hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
-                // Every kind reads the same number of bytes.
-                let read = if stored == Stored::Upper { upper } else { upper + lower };
-                for _ in 0..layers(spread, panels * read) {
-                    let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
+                for _ in 0..layers(spread, hierarchy::Planes::bytes_of(panels, k, both_from)) {
+                    let mut planes = hierarchy::Planes::zeros(panels, k, both_from)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
                     planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
                     full.push(Matrix { panels, k, store: Store::Planes(planes) });
@@ -923,6 +924,7 @@ impl BestPages {
             weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
             rejection: false,
+            page_masses: false,
             step_rows: G,
             block_rows: G,
             threads,

@@ -1,8 +1,8 @@
 //! Linear layers with weights in two nibble planes (`quantspec_core::weights`): the target reads both, the draft the upper
-//! one. A 4-bit matrix has no lower plane; its lower nibbles count as 0.
+//! one. A 4-bit matrix has no lower plane, or one for its last panels only; missing lower nibbles count as 0.
 //!
-//! A tile is 16 outputs × one group of 64 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 8 vectors }`, 576 bytes; lower
-//! tiles are 8 vectors, 512 bytes, in a separate array. So the draft reads one stream in address order and the target two.
+//! A tile is 16 outputs × one group of 32 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 4 vectors }`, 320 bytes; lower
+//! tiles are 4 vectors, 256 bytes, in a separate array. So the draft reads one stream in address order and the target two.
 //! Both arrays are `[n/16][group]`. Vector v of 64 bytes holds 4 bytes per output: byte b has k = 8v + b in its low nibble
 //! and k = 8v + 4 + b in its high one. Lower nibbles are stored as L + 8, so the two nibbles of a weight form core's code.
 //!
@@ -16,11 +16,11 @@
 use crate::dispatch::{Simd, portable};
 #[cfg(any(target_arch = "x86_64", test))]
 use crate::lanes::bf16_bits;
-use crate::lanes::{f16_is_finite, f16_value, madd, rint_i32};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
-use quantspec_core::weights::{FIRST_CODES, GROUP, ZERO};
+use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO};
 use quantspec_core::{Error, Result};
 
 /// Outputs of a tile.
@@ -36,7 +36,7 @@ const VECTORS: usize = GROUP / 8;
 const LOWER: usize = 64 * VECTORS;
 const UPPER: usize = PARAMS + LOWER;
 
-const _: () = assert!(GROUP == 64 && UPPER == 576 && LOWER == 512);
+const _: () = assert!(GROUP == 32 && UPPER == 320 && LOWER == 256);
 
 /// Rows that share one pass.
 const ROWS: usize = 6;
@@ -51,7 +51,7 @@ pub(crate) enum Read {
     Target,
     /// Both planes, int8 activations: the draft's head.
     Both,
-    /// The upper plane, int8 activations.
+    /// The upper plane, int8 activations. Of a matrix with a lower plane for some panels, both planes of these.
     Upper,
 }
 
@@ -65,33 +65,35 @@ impl Read {
 /// A lower tile with all nibbles 0, for a matrix without a lower plane.
 static NO_LOWER: [u8; LOWER] = [ZERO << 4 | ZERO; LOWER];
 
-/// A matrix in two planes, or in the upper one alone.
+/// A matrix in two planes, in the upper one alone, or with a lower one for its last panels.
 pub(crate) struct Planes {
     /// Panels of 32 outputs, two tiles high.
     pub(crate) panels: usize,
     pub(crate) k: usize,
     pub(crate) upper: Array<u8>,
-    /// Empty without a lower plane.
+    /// Of the panels from `both_from` on.
     pub(crate) lower: Array<u8>,
+    pub(crate) both_from: usize,
 }
 
 impl Planes {
-    /// Bytes of one panel in the upper plane and, if `both`, in the lower one.
-    pub(crate) const fn panel_bytes(k: usize, both: bool) -> (usize, usize) {
+    /// Bytes of one panel in the upper and in the lower plane.
+    pub(crate) const fn panel_bytes(k: usize) -> (usize, usize) {
         let tiles = HALVES * k.div_ceil(GROUP);
-        (tiles * UPPER, if both { tiles * LOWER } else { 0 })
+        (tiles * UPPER, tiles * LOWER)
     }
 
-    /// Bytes of a matrix.
-    pub(crate) const fn bytes_of(panels: usize, k: usize, both: bool) -> usize {
-        let (upper, lower) = Planes::panel_bytes(k, both);
-        panels * (upper + lower)
+    /// Bytes of a matrix whose panels from `both_from` on have both planes.
+    pub(crate) const fn bytes_of(panels: usize, k: usize, both_from: usize) -> usize {
+        let (upper, lower) = Planes::panel_bytes(k);
+        panels * upper + (panels - both_from) * lower
     }
 
     /// A matrix of zeros, to be filled panel by panel.
-    pub(crate) fn zeros(panels: usize, k: usize, both: bool) -> Result<Planes> {
-        let (upper, lower) = Planes::panel_bytes(k, both);
-        Ok(Planes { panels, k, upper: Array::zeros(panels * upper)?, lower: Array::zeros(panels * lower)? })
+    pub(crate) fn zeros(panels: usize, k: usize, both_from: usize) -> Result<Planes> {
+        let (upper, lower) = Planes::panel_bytes(k);
+        let (upper, lower) = (Array::zeros(panels * upper)?, Array::zeros((panels - both_from) * lower)?);
+        Ok(Planes { panels, k, upper, lower, both_from })
     }
 
     /// Bytes held.
@@ -102,13 +104,21 @@ impl Planes {
     /// One half of a panel: its tiles of both planes.
     fn column(&self, panel: usize, half: usize) -> (&[u8], &[u8]) {
         let groups = self.k.div_ceil(GROUP);
-        let at = (panel * HALVES + half) * groups;
-        let lower = if self.lower.is_empty() { &[] } else { &self.lower[at * LOWER..(at + groups) * LOWER] };
-        (&self.upper[at * UPPER..(at + groups) * UPPER], lower)
+        let tiles = |panel: usize, bytes: usize| {
+            let first = (panel * HALVES + half) * groups;
+            first * bytes..(first + groups) * bytes
+        };
+        let lower = match panel.checked_sub(self.both_from) {
+            Some(panel) => &self.lower[tiles(panel, LOWER)],
+            None => &[],
+        };
+        (&self.upper[tiles(panel, UPPER)], lower)
     }
 
     /// One panel for m rows: `out[m][32]`.
     pub(crate) fn panel(&self, simd: Simd, read: Read, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
+        let some = self.both_from > 0 && index >= self.both_from;
+        let read = if some && read == Read::Upper { Read::Both } else { read };
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
@@ -240,7 +250,7 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     codes.fill(0);
     if low == high {
         codes[..x.len()].fill(ZERO);
-        return (0, crate::lanes::f16_bits(low));
+        return (0, f16_bits(low));
     }
     let step = (high - low) / 240.0;
     let params = |first: u8| halves(16.0 * step, low + (8.0 - f32::from(first)) * step);
@@ -248,7 +258,10 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let found = if both {
+    let stored = stored_4_bits(x, low, high).or_else(|| if both { stored_8_bits(x, low, high) } else { None });
+    let found = if let Some(stored) = stored {
+        stored
+    } else if both {
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
     } else {
@@ -263,6 +276,43 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
     found
+}
+
+/// Core's parameters of weights that were 4-bit codes.
+#[inline(always)]
+fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
+    let extreme = if high > -low { high } else { low };
+    let scale = f16_bits(extreme / -8.0);
+    let d = f16_value(scale);
+    let zero = f16_bits(8.0 * -d);
+    let lies_on = |x: f32| {
+        let code = rint_i32(x / d + 8.0);
+        ((0..=15).contains(&code)) & (code as f32 * d + f16_value(zero) == x)
+    };
+    (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then_some((scale, zero))
+}
+
+/// Core's parameters of weights that were 8-bit codes.
+#[inline(always)]
+fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
+    let d = f16_value(f16_bits(high.max(-low) / 127.0));
+    let lies_on = |x: f32| rint_i32((x / d).clamp(-127.0, 127.0)) as f32 * d == x;
+    if !usable(d) || !x.iter().fold(true, |all, &x| all & lies_on(x)) {
+        return None;
+    }
+    let (scale, zero) = match (high <= 119.0 * d, low >= -119.0 * d) {
+        (true, _) => (16.0 * d, -128.0 * d),
+        (_, true) => (-16.0 * d, 128.0 * d),
+        _ => (16.0 * d, -120.0 * d),
+    };
+    let params = (f16_bits(scale), f16_bits(zero));
+    (f16_is_finite(params.0) && f16_is_finite(params.1)).then_some(params)
+}
+
+/// True if `d` can be the step of a file's codes.
+#[inline(always)]
+fn usable(d: f32) -> bool {
+    d != 0.0 && d.is_finite()
 }
 
 /// The four codes of a vector's outputs, low nibbles' and high nibbles' words: byte b of word l is output l, k = b.
@@ -331,7 +381,7 @@ fn singles<const FMA: bool, const M: usize>(
         let here = GROUP.min(k - g * GROUP);
         for (j, q) in q.iter_mut().enumerate() {
             q[..here].copy_from_slice(&x[j * stride + g * GROUP..][..here]);
-            sums[j] = crate::lanes::sum16(std::array::from_fn(|i| (q[i] + q[16 + i]) + (q[32 + i] + q[48 + i])));
+            sums[j] = crate::lanes::sum16(std::array::from_fn(|i| q[i] + q[16 + i]));
         }
         let mut dots = [[0f32; TILE_ROWS]; M];
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
@@ -384,7 +434,7 @@ fn singles_body<const FMA: bool>(
 
 /// Activations in limbs, with a maximum number of rows.
 pub(crate) struct Acts {
-    /// `[m][groups · 64]`
+    /// `[m][groups · 32]`
     high: Array<i8>,
     low: Array<i8>,
     /// Step of the integers, `[m][groups]`.
@@ -683,11 +733,11 @@ mod avx2 {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Integer sums of a tile's nibbles and 64 int8 activations, for outputs 0..8 and 8..16. Eight products of at most
+    /// Integer sums of a tile's nibbles and 32 int8 activations, for outputs 0..8 and 8..16. Eight products of at most
     /// 2·15·127 fit in an i16 lane before it must be widened.
     ///
     /// # Safety
-    /// AVX2; 512 bytes at `codes` and 64 at `q`.
+    /// AVX2; 256 bytes at `codes` and 32 at `q`.
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn dots(codes: *const u8, q: *const i32, prefetch: Option<Prefetch>) -> [__m256i; 2] {
@@ -774,16 +824,37 @@ mod tests {
         w
     }
 
+    /// Makes four rows multiples of an f16 step, like files of 4-bit and 8-bit codes: codes of the first reach −8, those of
+    /// the others 127, −127 and both.
+    fn on_grids(w: &mut [f32], k: usize) {
+        for (row, (least, most)) in w.chunks_exact_mut(k).zip([(-8, 7), (-119, 127), (-127, 119), (-127, 127)]) {
+            let d = f16_value(f16_bits(0.0123));
+            for (i, group) in row.chunks_mut(GROUP).enumerate() {
+                group.iter_mut().for_each(|w| *w = (*w * 4.0).round().clamp(least as f32, most as f32) * d);
+                group[i % group.len()] = least as f32 * d;
+                group[(i + 1) % group.len()] = most as f32 * d;
+            }
+        }
+    }
+
     /// Core's result for a row.
     fn quantized(row: &[f32], both: bool) -> Row {
-        if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()
+        if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap()
     }
 
     fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
-        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both).unwrap();
-        let (upper, lower) = Planes::panel_bytes(k, both);
+        planes_from(simd, w, k, if both { 0 } else { (w.len() / k).div_ceil(PANEL) })
+    }
+
+    fn planes_from(simd: Simd, w: &[f32], k: usize, both_from: usize) -> Planes {
+        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both_from).unwrap();
+        let (upper, lower) = Planes::panel_bytes(k);
         for (i, rows) in w.chunks(PANEL * k).enumerate() {
-            let (upper, lower) = (&mut planes.upper[i * upper..][..upper], &mut planes.lower[i * lower..][..lower]);
+            let upper = &mut planes.upper[i * upper..][..upper];
+            let lower = match i.checked_sub(both_from) {
+                Some(i) => &mut planes.lower[i * lower..][..lower],
+                None => &mut [],
+            };
             encode(simd, rows, k, upper, lower).unwrap();
         }
         planes
@@ -794,6 +865,7 @@ mod tests {
         let mut noise = Noise::new(31);
         for (k, both) in [7, 64, 172, 1376].into_iter().flat_map(|k| [(k, true), (k, false)]) {
             let mut w = weights(&mut noise, 45, k);
+            on_grids(&mut w[5 * k..], k);
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2).take(30) {
                 row.iter_mut().for_each(|w| *w *= 2f32.powi(n as i32 - 22));
             }
@@ -851,7 +923,7 @@ mod tests {
     }
 
     #[test]
-    fn gemms_are_those_of_core_s_values_and_rows_do_not_affect_each_other() {
+    fn gemms_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(32);
         // Planes to read, and the largest effect of the activations' rounding.
         let reads = [
@@ -862,7 +934,8 @@ mod tests {
             (Read::Upper, false, 1e-2),
         ];
         for (k, (read, both, bound)) in [7, 64, 100, 704].into_iter().flat_map(|k| reads.map(|read| (k, read))) {
-            let (w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
+            let (mut w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
+            on_grids(&mut w[5 * k..], k);
             let planes = planes(Simd::Scalar, &w, k, both);
             let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
             let exact: Vec<f64> = (0..13 * PANEL)
@@ -888,15 +961,15 @@ mod tests {
     fn integer_sums_do_not_overflow_and_the_draft_reads_no_lower_nibble() {
         // The largest codes with the largest activations, of every sign.
         let k = 2 * GROUP;
-        let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 1.0 }).collect();
+        let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 0.3 }).collect();
         let mut planes = planes(Simd::Scalar, &w, k, true);
         for sign in [1.0, -1.0] {
             let x = vec![sign * 3.0; k];
             for simd in paths() {
                 for read in [Read::Target, Read::Both, Read::Upper] {
                     let y = gemms(simd, &planes, read, &x, 1);
-                    let want = sign * 3.0 * (k - 2) as f32;
-                    assert!(y.iter().all(|y| (y - want).abs() < 0.4), "{read:?} {simd:?}: {y:?}");
+                    let want = sign * 3.0 * 0.3 * (k - 2) as f32;
+                    assert!(y.iter().all(|y| (y - want).abs() < 0.1), "{read:?} {simd:?}: {y:?}");
                 }
             }
         }
@@ -908,7 +981,38 @@ mod tests {
     }
 
     #[test]
-    fn nan_activations_reach_the_result_of_a_gemm() {
+    fn the_last_panels_alone_may_have_both_planes() {
+        let (mut noise, k, m) = (Noise::new(36), 100, 3);
+        let w = weights(&mut noise, 2 * PANEL, k);
+        let x = noise.normals(m * k);
+        let (first, last) = w.split_at(PANEL * k);
+        for simd in paths() {
+            let mixed = planes_from(simd, &w, k, 1);
+            assert_eq!(mixed.bytes(), Planes::bytes_of(2, k, 1));
+            // Drafts read both planes of such panels.
+            for (read, of_last) in [(Read::Target, Read::Target), (Read::Upper, Read::Both)] {
+                let mut acts = Acts::zeros(m, k).unwrap();
+                acts.quantize(simd, read, &x, k, m, k);
+                for (index, rows, both, read_alone) in [(0, first, false, read), (1, last, true, of_last)] {
+                    let mut y = vec![f32::NAN; m * PANEL];
+                    if read.takes_f32(simd) {
+                        mixed.panel_f32(simd, index, &x, k, m, &mut y);
+                    } else {
+                        mixed.panel(simd, read, index, &acts, m, &mut y);
+                    }
+                    let alone = planes(simd, rows, k, both);
+                    assert_eq!(bits(&y), bits(&gemms(simd, &alone, read_alone, &x, m)), "{read:?} {simd:?}");
+                    let (mut here, mut there) = (vec![0.0; k], vec![0.0; k]);
+                    mixed.row(index * PANEL + 5, &mut here);
+                    alone.row(5, &mut there);
+                    assert_eq!(bits(&here), bits(&there));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_that_are_no_numbers_are_seen_in_the_gemms() {
         let k = 3 * GROUP;
         let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {

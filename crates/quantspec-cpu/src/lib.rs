@@ -19,6 +19,7 @@ pub mod dispatch;
 mod elementwise;
 mod hierarchy;
 mod lanes;
+mod last_queries;
 mod linear;
 mod memory;
 mod pool;

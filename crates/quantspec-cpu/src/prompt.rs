@@ -6,6 +6,7 @@ use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
 use crate::lanes::{f16_bits, f16_is_finite, silu, take};
+use crate::last_queries::LastQueries;
 use crate::linear::PANEL;
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
@@ -13,7 +14,7 @@ use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Block;
+use quantspec_model::backend::{Block, Options};
 use quantspec_model::rope::RopeTable;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -58,6 +59,8 @@ pub(crate) struct Prompt {
     /// `[panel][head]` of `panel_len(D)`.
     q: Array<f32>,
     scratch: Vec<Scratch>,
+    /// The last queries, where page masses are kept.
+    last: LastQueries,
 }
 
 /// Lengths of the arrays of a prompt.
@@ -97,7 +100,8 @@ impl Lengths {
 }
 
 impl Prompt {
-    pub(crate) fn new(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> Result<Prompt> {
+    pub(crate) fn new(config: &ModelConfig, options: &Options, threads: usize) -> Result<Prompt> {
+        let (capacity, block_rows) = (options.prompt_capacity, options.block_rows);
         let len = Lengths::new(config, capacity, block_rows);
         Ok(Prompt {
             config: config.clone(),
@@ -114,6 +118,7 @@ impl Prompt {
             y: Array::zeros(len.y)?,
             q: Array::zeros(len.q)?,
             scratch: (0..threads).map(|_| Scratch::new(config.head_dim, config.group())).collect::<Result<_>>()?,
+            last: LastQueries::new(config, options)?,
         })
     }
 
@@ -124,12 +129,14 @@ impl Prompt {
             + self.keys.bytes()
             + self.values.bytes()
             + self.scratch.iter().map(Scratch::bytes).sum::<usize>()
+            + self.last.bytes()
     }
 
     /// Bytes of [`Prompt::new`].
-    pub(crate) fn plan(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> usize {
-        Lengths::new(config, capacity, block_rows).bytes()
+    pub(crate) fn plan(config: &ModelConfig, options: &Options, threads: usize) -> usize {
+        Lengths::new(config, options.prompt_capacity, options.block_rows).bytes()
             + threads * Scratch::bytes_of(config.head_dim, config.group())
+            + LastQueries::bytes_of(config, options)
     }
 
     /// First panel and number of panels of a block, checked.
@@ -162,6 +169,7 @@ impl Prompt {
         block: &Block,
     ) -> Result<()> {
         let (first, count) = self.panels(block)?;
+        self.last.clear();
         let fed = &block.prompt[block.start..block.start + block.rows];
         if let Some(token) = fed.iter().find(|token| **token as usize >= self.config.vocab) {
             return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
@@ -269,6 +277,7 @@ impl Prompt {
         let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
+        let last = self.last.take_in(block);
         let broken = AtomicBool::new(false);
         // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
         // panel.
@@ -313,6 +322,11 @@ impl Prompt {
                         }
                         if kind == Kind::Query {
                             head.iter_mut().flatten().for_each(|x| *x *= scale);
+                            for l in (0..LANES).filter(|l| lanes.contains(&(lane + l))) {
+                                // SAFETY: a head of a row is one item.
+                                let to = unsafe { last.row((first + panel) * PANEL_TOKENS + lane + l, index) };
+                                to.iter_mut().zip(&head).for_each(|(to, x)| *to = x[l]);
+                            }
                             // SAFETY: a head of a panel is one item.
                             let q = unsafe { q.slice((panel * heads + index) * panel_len(d), panel_len(d)) };
                             put_features(simd, pairs, q, 0, lane, &head);
@@ -485,6 +499,12 @@ impl Prompt {
             }
         }
         Ok(())
+    }
+
+    /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, by the layer's last queries, and their number:
+    /// core's `page_masses`.
+    pub(crate) fn page_masses(&mut self, machine: &Machine, tokens: usize) -> Result<(Vec<f32>, usize)> {
+        self.last.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
     }
 
     /// Tokens there is room for.

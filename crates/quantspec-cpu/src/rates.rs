@@ -5,7 +5,7 @@ use crate::bench::{Attention, AttentionCase, Gemm, PromptAttention, PromptMatrix
 use crate::linear::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
-use quantspec_core::config::{Dtype, ModelConfig, View, Weights};
+use quantspec_core::config::{Dtype, ModelConfig, TargetWeights, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::time::{Duration, Instant};
 
@@ -51,13 +51,14 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens, in some seconds. Holds at most [`crate::bench::SPREAD`] bytes at
+/// Times every operation for sequences of `context` tokens, of a target whose weights are `kept` so, in some seconds. Holds at most [`crate::bench::SPREAD`] bytes at
 /// a time. `poll` is called between calls; its error ends the measurement.
 ///
 /// # Errors
 /// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
 pub fn rates(
     config: &ModelConfig,
+    kept: TargetWeights,
     context: usize,
     threads: usize,
     poll: &mut dyn FnMut() -> Result<()>,
@@ -77,9 +78,14 @@ pub fn rates(
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
-    let stored = if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 };
-    let weights = gemms(stored, elements * config.dtype.bytes())?;
-    let draft_weights = gemms(Stored::Int4, elements / 2)?;
+    let (stored, bytes, drafts) = match kept {
+        TargetWeights::Checkpoint if config.dtype == Dtype::F16 => (Stored::F16, 2 * elements, Stored::Int4),
+        TargetWeights::Checkpoint => (Stored::Bf16, config.dtype.bytes() * elements, Stored::Int4),
+        TargetWeights::Int8 => (Stored::Both, elements, Stored::Upper),
+        TargetWeights::Int4 => (Stored::UpperTarget, elements / 2, Stored::Upper),
+    };
+    let weights = gemms(stored, bytes)?;
+    let draft_weights = gemms(drafts, elements / 2)?;
     let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
     let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
     let mut attention = |view, weights| -> Result<Vec<f64>> {
@@ -174,7 +180,12 @@ mod tests {
 
     #[test]
     fn rates_are_plausible() {
-        let found = rates(&small(), 1000, 2, &mut || Ok(())).unwrap();
+        for kept in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
+            plausible(&rates(&small(), kept, 1000, 2, &mut || Ok(())).unwrap());
+        }
+    }
+
+    fn plausible(found: &Rates) {
         for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
         {
             assert!(per_byte.len() >= WINDOW.len());
@@ -190,7 +201,7 @@ mod tests {
     #[test]
     fn an_interrupt_ends_the_measurement() {
         let mut calls = 0;
-        let error = rates(&small(), 0, 1, &mut || {
+        let error = rates(&small(), TargetWeights::Checkpoint, 0, 1, &mut || {
             calls += 1;
             if calls == 3 { Err(Error::interrupted()) } else { Ok(()) }
         });

@@ -135,13 +135,14 @@ impl Sizes {
     }
 }
 
-/// Whether a matrix has both planes; None if it keeps the checkpoint's format. The head always has both, as it is the most
-/// sensitive.
-fn both_planes(weights: TargetWeights, head: bool) -> Option<bool> {
-    match weights {
-        TargetWeights::Checkpoint => None,
-        TargetWeights::Int8 => Some(true),
-        TargetWeights::Int4 => Some(head),
+/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format. With 4
+/// bits, the head and the values have both planes, as they are few and the most sensitive.
+fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
+    match (weights, part) {
+        (TargetWeights::Checkpoint, _) => None,
+        (TargetWeights::Int8, _) | (TargetWeights::Int4, Part::Head) => Some(0),
+        (TargetWeights::Int4, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).value / PANEL),
+        (TargetWeights::Int4, _) => Some(panels),
     }
 }
 
@@ -167,17 +168,16 @@ fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, 
 pub(crate) fn plan(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights) -> (usize, usize) {
     let config = checkpoint.config();
     let sizes = Sizes::new(config, draft);
-    let layers =
-        (0..config.layers).flat_map(|index| {
-            sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
-                (*size, dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part))))
-            })
-        });
-    let layers = layers.map(|(size, dtype)| (size, dtype, both_planes(weights, false)));
-    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), both_planes(weights, true))]);
-    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, both)| {
-        if let Some(both) = both {
-            return (full + Planes::bytes_of(panels, k, both), tiles);
+    let layers = (0..config.layers).flat_map(|index| {
+        sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
+            let dtype = dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part)));
+            (*size, dtype, Part::Layer(index, parts[0]))
+        })
+    });
+    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), Part::Head)]);
+    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, part)| {
+        if let Some(both_from) = both_from(config, weights, part, panels) {
+            return (full + Planes::bytes_of(panels, k, both_from), tiles);
         }
         let draft = bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
         (full + Matrix::bytes_of(panels, k, dtype), tiles + draft)
@@ -385,10 +385,9 @@ impl Loader<'_> {
 
     fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
-        let head = sources.iter().any(|source| source.part == Part::Head);
-        let planes = both_planes(self.weights, head);
+        let planes = both_from(self.checkpoint.config(), self.weights, sources[0].part, count);
         let mut full = match planes {
-            Some(both) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, both)?) },
+            Some(from) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, from)?) },
             None => Matrix::zeros(count, k, dtype)?,
         };
         let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
@@ -421,14 +420,13 @@ impl Loader<'_> {
         enum Out<'a> {
             Bits16(DisjointSlice<'a, u16>),
             Bits32(DisjointSlice<'a, f32>),
-            Planes(DisjointSlice<'a, u8>, DisjointSlice<'a, u8>, (usize, usize)),
+            Planes(DisjointSlice<'a, u8>, DisjointSlice<'a, u8>, usize),
         }
         let out = match &mut full.store {
             Store::Bf16(array) | Store::F16(array) => Out::Bits16(DisjointSlice::new(array)),
             Store::F32(array) => Out::Bits32(DisjointSlice::new(array)),
-            Store::Planes(Planes { upper, lower, .. }) => {
-                let bytes = Planes::panel_bytes(k, !lower.is_empty());
-                Out::Planes(DisjointSlice::new(upper), DisjointSlice::new(lower), bytes)
+            Store::Planes(Planes { upper, lower, both_from, .. }) => {
+                Out::Planes(DisjointSlice::new(upper), DisjointSlice::new(lower), *both_from)
             }
         };
         let tiles =
@@ -458,11 +456,17 @@ impl Loader<'_> {
                     // SAFETY: as above.
                     repack32(values, k, unsafe { parts.slice(place * len, len) });
                 }
-                Out::Planes(upper, lower, (u, l)) => {
+                Out::Planes(upper, lower, both_from) => {
                     values.resize(n * k, 0.0);
-                    checkpoint.read_f32(source.part, range, values)?;
+                    checkpoint.read_stored(source.part, range, values)?;
+                    let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
-                    let (upper, lower) = unsafe { (upper.slice(place * u, *u), lower.slice(place * l, *l)) };
+                    let upper = unsafe { upper.slice(place * u, u) };
+                    let lower: &mut [u8] = match place.checked_sub(*both_from) {
+                        // SAFETY: as above.
+                        Some(place) => unsafe { lower.slice(place * l, l) },
+                        None => &mut [],
+                    };
                     hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
                 }
             }

@@ -33,6 +33,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         // Automatic γ depends on timing, so there is room for any choice.
         step_rows: slots * (GAMMA_MAX + 1),
         block_rows: 64,
@@ -67,7 +68,8 @@ fn memory_is_what_was_planned() {
         });
         for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full]), Planes::of(&[View::Upper])] {
             let rejection = draft != DraftWeights::None;
-            let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
+            let options =
+                Options { planes, draft_weights: draft, rejection, page_masses: rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
             let mut larger = backend.memory().weights_bytes;

@@ -52,6 +52,7 @@ fn load(
         weights: TargetWeights::Checkpoint,
         draft_weights: draft,
         rejection: false,
+        page_masses: false,
         step_rows: 1,
         block_rows: 64,
         threads,

@@ -9,6 +9,10 @@
 
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
+#[path = "support/grammar.rs"]
+mod grammar;
+
+use grammar::Fifths;
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::logprob::Logprob;
@@ -85,6 +89,8 @@ struct Run {
     rounding: Rounding,
     /// Rows of a prompt, over all layers, between two rounds of earlier sequences.
     chunk_rows: usize,
+    /// Answers follow a grammar.
+    constrained: bool,
 }
 
 impl Run {
@@ -99,6 +105,7 @@ impl Run {
             threads: 1,
             rounding: Rounding::Balanced,
             chunk_rows: usize::MAX,
+            constrained: false,
         }
     }
 
@@ -153,6 +160,7 @@ impl Run {
             weights: self.weights,
             draft_weights: DraftWeights::None,
             rejection: sampler.accept == Accept::Rejection,
+            page_masses: false,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
@@ -164,6 +172,7 @@ impl Run {
             planes: Planes::of(&views),
             draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
             rejection: options.rejection && needs.distributions,
+            page_masses: needs.page_masses,
             ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
@@ -174,6 +183,9 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
+            if self.constrained {
+                engine.constrain(slot, Fifths::boxed(checkpoint.config().vocab)).expect("a slot before its prompt");
+            }
             if let Some(top) = top {
                 engine.want_logprobs(slot, top).expect("a slot before its prompt");
             }
@@ -252,7 +264,8 @@ fn law_of(
 ) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
     let weights = runs.first().map(|(run, _)| run.weights).unwrap_or_default();
-    let plain = Run { weights, ..Run::ar() };
+    let constrained = runs.first().is_some_and(|(run, _)| run.constrained);
+    let plain = Run { weights, constrained, ..Run::ar() };
     let mut last = Vec::new();
     for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
@@ -330,7 +343,13 @@ fn combinations() -> Vec<(Run, usize)> {
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
             .into_iter()
-            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
+            .chain([
+                ("window", 1, 2),
+                ("snapkv", 1, 2),
+                ("quantspec+ngram", 1, 2),
+                ("quantspec+ngram", 3, 2),
+                ("draft-model", 1, 2),
+            ])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
@@ -351,6 +370,10 @@ fn combinations() -> Vec<(Run, usize)> {
     for ((n, gamma, batch), name) in windows.into_iter().zip(["kv4+ngram", "w4+ngram", "window+ngram", "kv4+ngram"]) {
         all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
         all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
+    }
+    for (pages, refresh, gamma, batch) in [(2, 0, 4, 3), (3, 1, 7, 8), (2, 1, 12, 1), (16, 0, 2, 1)] {
+        let name = if batch == 1 { "snapkv+ngram" } else { "snapkv" };
+        all.push((Run::new(name, Pages::Snap { pages, refresh }, gamma, 2), batch));
     }
     all
 }
@@ -444,7 +467,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -465,6 +488,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
         ("window", 4, Pages::Window(2)),
+        ("snapkv", 4, Pages::Snap { pages: 2, refresh: 1 }),
         ("quantspec+ngram", 4, Pages::All),
         ("draft-model", 3, Pages::All),
     ] {
@@ -507,6 +531,151 @@ fn penalties_depend_on_the_text_alone() {
             }
         }
     }
+}
+
+#[test]
+fn masks_depend_on_the_text_alone() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    let mut runs = combinations();
+    runs.push((Run { chunk_rows: 700, ..Run::new("quantspec", Pages::All, 5, 2) }, prompts.len()));
+    let auto =
+        ["quantspec", "draft-model"].map(|method| (Run { auto: true, ..Run::new(method, Pages::All, 12, 2) }, 1));
+    let mut runs: Vec<(Run, usize)> = runs.into_iter().step_by(if full() { 1 } else { 5 }).chain(auto).collect();
+    // A text that may not repeat itself leaves prompt lookup little to propose: its first proposals are forbidden ones.
+    runs.retain(|(run, _)| run.method != "ngram" || run.gamma > 1);
+    for entry in &draft::METHODS {
+        if !runs.iter().any(|(run, _)| run.method == entry.name) {
+            runs.push((Run::new(entry.name, Pages::All, 4, 2), 3));
+        }
+    }
+    runs.iter_mut().for_each(|(run, _)| run.constrained = true);
+    let penalties = Penalties::new(1.2, 0.1, 0.0, 0).expect("penalties");
+    for samplers in [[replay(), greedy()], [replay().penalised(penalties), greedy().penalised(penalties)]] {
+        let free = law_of(&model, &prompts, 160, &[], &samplers);
+        let texts = law_of(&model, &prompts, 160, &runs, &samplers);
+        assert!(texts.iter().all(|text| grammar::allows(text)));
+        assert!(!free.iter().any(|text| grammar::allows(text)), "the grammar changed nothing");
+    }
+}
+
+/// Masks computed while drafting serve the verification: of a round of γ drafted tokens, γ + 1.
+#[test]
+fn a_round_computes_a_mask_for_each_of_its_rows() {
+    use quantspec_core::grammar::{Grammar, Mask};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    #[derive(Debug)]
+    struct Counting(Box<dyn Grammar>, Arc<AtomicUsize>);
+
+    impl Grammar for Counting {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            self.1.fetch_add(1, Relaxed);
+            self.0.mask(drafted)
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            self.0.advance(tokens);
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+    let drafter = draft::Entry::named("w4").expect("a method").drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+    let method = Method { target: View::Both, drafter, policy: Policy::fixed(4) };
+    let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+    let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+    let computed = Arc::new(AtomicUsize::new(0));
+    let grammar = Counting(Fifths::boxed(checkpoint.config().vocab), computed.clone());
+    engine.constrain(slot, Box::new(grammar)).expect("a slot before its prompt");
+    engine.prefill(slot, &mut |_, _| ()).expect("prefill");
+    assert_eq!(computed.swap(0, Relaxed), 1);
+    for _ in 0..10 {
+        engine.draft(&[(slot, 4)]).expect("draft");
+        engine.verify().expect("verify");
+        assert_eq!(computed.swap(0, Relaxed), 5);
+    }
+    assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
+}
+
+/// What bans leave empty is told as such, on the first token and on later ones, and ends no text of which drafted tokens alone are to blame.
+#[test]
+fn an_answer_without_a_token_left_says_so() {
+    use quantspec_core::Error;
+    use quantspec_core::grammar::{Grammar, Mask};
+
+    /// Any tokens, so many.
+    #[derive(Debug)]
+    struct Short(usize, Mutex<usize>);
+
+    impl Grammar for Short {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            let length = *self.1.lock().expect("no test panics in here") + drafted.len();
+            Ok((length >= self.0).then(|| Mask::from([0; 1])))
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            *self.1.lock().expect("no test panics in here") += tokens.len();
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let mut texts = Vec::new();
+    for gamma in [0, 4] {
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+        let drafter = draft::Entry::named("w4").expect("a method");
+        let drafter = drafter.drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+        let method = Method { target: View::Both, drafter, policy: Policy::fixed(gamma) };
+        let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(0, Mutex::default()))).expect("a slot before its prompt");
+        assert_eq!(engine.prefill(slot, &mut |_, _| ()).expect_err("no first token"), Error::no_token_left());
+        engine.finish(slot);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(7, Mutex::default()))).expect("a slot before its prompt");
+        let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
+        let error = loop {
+            engine.draft(&[(slot, gamma)]).expect("draft");
+            match engine.verify() {
+                Ok(emitted) => text.extend(&emitted[0].tokens),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((error, text.len()), (Error::no_token_left(), 7), "gamma {gamma}");
+        texts.push(text);
+    }
+    assert_eq!(texts[0], texts[1]);
 }
 
 #[test]

@@ -34,6 +34,7 @@ fn options(capacity: usize) -> Options {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: true,
         step_rows: 5,
         block_rows: 128,
         threads: 2,
@@ -134,6 +135,9 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
         (Weights::Draft, View::Upper, Pages::All),
         (Weights::Draft, View::Upper, Pages::Best(2)),
         (Weights::Draft, View::Full, Pages::Window(2)),
+        (Weights::Draft, View::Upper, Pages::Tokens(40)),
+        (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
+        (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 1 }),
     ] {
         let expected = decode(&mut reference, &ids, prompt, 5, plan);
         for simd in paths() {

@@ -40,13 +40,16 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: true,
         step_rows: 5 * slots,
         block_rows: 96,
         threads: 2,
     };
     let choice = Choice { simd, reason: String::new() };
     let backend = CpuBackend::load_on(checkpoint, &options, hooks, choice).expect("load");
-    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    // The prompt's last queries choose its pages, and a known beginning leaves fewer of them.
+    let pages = Pages::Snap { pages: 2, refresh: 0 };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(4) };
     Engine::new(backend, method, slots, CAPACITY, options.block_rows)
 }

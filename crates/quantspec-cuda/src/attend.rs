@@ -83,10 +83,14 @@ pub struct Choice {
     pub slot: i32,
     /// Visible pages.
     pub pages: i32,
+    /// Pages that are chosen among; those after them are all listed.
+    pub scored: i32,
+    /// Which scores: a number of a slot.
+    pub scores: i32,
 }
 
 const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
-const _: () = assert!(size_of::<Choice>() == 12);
+const _: () = assert!(size_of::<Choice>() == 20);
 
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for Span {}
@@ -612,19 +616,20 @@ impl Attend {
         }
     }
 
-    /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, into
-    /// `layer.lists[list]`. With `scores` 0, the newest count as best.
+    /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, and all after
+    /// [`Choice::scored`], into the lists of their slots. The first `scoring` choices are scored before. With `scores` 0, the
+    /// newest count as best.
     ///
     /// # Errors
     /// Device errors of the two launches, named by the kernel.
     ///
     /// # Safety
-    /// As [`Attend::run`]; `choices` are `count` [`Choice`]s, `scores` f32 `[count][kv_heads][table_pitch]` or 0.
+    /// As [`Attend::run`]; `choices` are `count` [`Choice`]s, `scores` f32 `[Choice::scores][kv_heads][table_pitch]` or 0.
     #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn choose(
         &self,
         choices: u64,
-        count: usize,
+        [count, scoring]: [usize; 2],
         pages: usize,
         n: usize,
         q: u64,
@@ -634,7 +639,7 @@ impl Attend {
     ) -> Result<()> {
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
-            if scores != 0 {
+            if scores != 0 && scoring > 0 {
                 let arguments = args![
                     layer.upper,
                     places.tables,
@@ -648,10 +653,10 @@ impl Attend {
                     self.head_dim,
                     self.centre
                 ];
-                let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * count;
+                let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * scoring;
                 let few = blocks(self.bounds[0].1) <= self.device.info.sms;
                 let (bounds, of) = self.bounds[usize::from(!few)];
-                let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, count as u32];
+                let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, scoring as u32];
                 self.device.launch(
                     bounds,
                     Launch { grid, block: CHOICE_THREADS, shared: 0, overlap: true },

@@ -19,6 +19,7 @@ use crate::draft::DraftGemms;
 use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
+use crate::masses::PageMasses;
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
@@ -75,12 +76,13 @@ pub struct CudaBackend {
     prompt: PromptSpace,
     /// Lists of chosen pages, and the scores for choosing them.
     lists: Lists,
+    masses: Option<PageMasses>,
     /// Graphs of rounds, and of single steps of watched drafts.
     recorded: Recorded<Graph>,
     /// Layout of the current step.
     layout: StepLayout,
-    /// Logits of the last verification before penalties, if the caller reads them; on the device the penalised ones replace
-    /// them.
+    /// Logits of the last verification before penalties and masks, if the caller reads them; on the device the changed ones
+    /// replace them.
     unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
@@ -127,6 +129,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
             + sizes.step_bytes(config, weights::head_inputs(checkpoint, options))
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
+            + PageMasses::bytes(config, options).iter().sum::<usize>()
             + Sampling::bytes(
                 config.vocab,
                 options.slots,
@@ -273,6 +276,7 @@ impl CudaBackend {
             step,
             prompt,
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
+            masses: PageMasses::new(device, &config, options)?,
             recorded: Recorded::new(),
             layout: StepLayout::default(),
             unpenalised: Vec::new(),
@@ -345,6 +349,7 @@ impl Backend for CudaBackend {
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
                 + self.lists.lists.bytes()
                 + self.lists.scores.bytes()
+                + self.masses.as_ref().map_or(0, PageMasses::held_bytes)
                 + self.sampling.held_bytes()
                 + self.prefill.held_bytes()
                 + self.nibbles.as_ref().map_or(0, |(_, expanded)| expanded.held_bytes()),

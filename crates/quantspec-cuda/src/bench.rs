@@ -261,7 +261,7 @@ impl Bench {
         if view != View::Upper || visible <= LISTED {
             return Ok(());
         }
-        let choice = device.copied(&[Choice { row: 0, slot: 0, pages: visible as i32 }])?;
+        let choice = device.copied(&[Choice { pages: visible as i32, scored: visible as i32, ..Choice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
         let places =
             PassAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..PassAddresses::default() };
@@ -270,7 +270,7 @@ impl Bench {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
                 let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
                 // SAFETY: as above; lists and scores have room for every page.
-                unsafe { attend.choose(choice.at(0), 1, visible, LISTED, q.at(0), scores.at(0), &at, &places) }
+                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &places) }
             })
         })? / layers as f64;
         // A scale and a zero for each key channel of every page.

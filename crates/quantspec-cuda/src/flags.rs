@@ -6,6 +6,12 @@ use quantspec_core::{Error, Result};
 const FLAG_CACHE: u32 = 1;
 const FLAG_LOGITS: u32 = 2;
 pub(crate) const FLAG_WEIGHTS: u32 = 4;
+const FLAG_NO_TOKEN: u32 = 8;
+
+/// [`check_flag`] of rows some of whose tokens may have been forbidden: where none was left, that is the reason.
+pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {
+    if forbids && flag == FLAG_NO_TOKEN { Err(Error::no_token_left()) } else { check_flag(flag) }
+}
 
 /// Converts the flags set by kernels to an error.
 pub(crate) fn check_flag(flag: u32) -> Result<()> {
@@ -14,6 +20,7 @@ pub(crate) fn check_flag(flag: u32) -> Result<()> {
         flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
         flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
         flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
+        flag if flag & FLAG_NO_TOKEN != 0 => "all logits are −∞",
         _ => "a kernel found values that are not finite",
     }))
 }

@@ -13,6 +13,7 @@ mod flags;
 pub mod hierarchy;
 mod images;
 pub mod linear;
+pub mod masses;
 mod penalty;
 pub mod prefill;
 mod recorded;

@@ -1,7 +1,9 @@
-//! Penalties on the device (kernels/penalty.cu). The committed text of every slot is mirrored from [`History`] as it grows.
+//! Penalties and masks on the device (kernels/penalty.cu). The committed text of every slot is mirrored from [`History`] as it
+//! grows; masks are those of a step's rows.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Plain};
+use quantspec_core::grammar::{Mask, words};
 use quantspec_core::penalty::History;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Turn;
@@ -64,6 +66,7 @@ pub(crate) struct Penalising {
     commit: Kernel,
     apply: Kernel,
     forbid: Kernel,
+    mask: Kernel,
     vocab: usize,
     /// Tokens of the longest sequence.
     pitch: usize,
@@ -74,25 +77,35 @@ pub(crate) struct Penalising {
     texts: Buffer,
     /// `[slots][vocab]`
     counts: Buffer,
+    /// `[rows][words]`
+    masks: Buffer,
     known: Vec<Known>,
 }
 
 impl Penalising {
-    /// Bytes taken on the device.
-    pub(crate) fn bytes(vocab: usize, slots: usize, capacity: usize) -> usize {
-        slots * (HISTORY_BYTES + COMMIT_BYTES + 4 * (capacity.max(1) + vocab))
+    /// Bytes taken on the device, for steps of up to `rows` rows.
+    pub(crate) fn bytes(vocab: usize, slots: usize, rows: usize, capacity: usize) -> usize {
+        slots * (HISTORY_BYTES + COMMIT_BYTES + 4 * (capacity.max(1) + vocab)) + rows * words(vocab) * 4
     }
 
-    pub(crate) fn new(device: &Arc<Device>, vocab: usize, slots: usize, capacity: usize) -> Result<Penalising> {
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        vocab: usize,
+        slots: usize,
+        rows: usize,
+        capacity: usize,
+    ) -> Result<Penalising> {
         let pitch = capacity.max(1);
         Ok(Penalising {
             commit: device.kernel("penalty_commit", 0)?,
             apply: device.kernel("penalty_apply", 0)?,
             forbid: device.kernel("penalty_forbid", 0)?,
+            mask: device.kernel("penalty_mask", 0)?,
             histories: device.zeroed(slots * HISTORY_BYTES)?,
             commits: device.allocate(slots * COMMIT_BYTES)?,
             texts: device.allocate(slots * pitch * 4)?,
             counts: device.allocate(slots * vocab * 4)?,
+            masks: device.allocate(rows * words(vocab) * 4)?,
             known: vec![Known::default(); slots],
             device: device.clone(),
             vocab,
@@ -102,7 +115,7 @@ impl Penalising {
 
     /// Bytes held on the device.
     pub(crate) fn held_bytes(&self) -> usize {
-        [&self.histories, &self.commits, &self.texts, &self.counts].into_iter().map(Buffer::bytes).sum()
+        [&self.histories, &self.commits, &self.texts, &self.counts, &self.masks].into_iter().map(Buffer::bytes).sum()
     }
 
     /// Call when the slot gets another sequence.
@@ -171,6 +184,30 @@ impl Penalising {
         }
         *known = Known { on: true, text: Some((history.answer(), text.len())) };
         Ok(Some(commit))
+    }
+
+    /// Copies the masks of a step's rows to the device; `None` allows all tokens.
+    pub(crate) fn set_masks(&self, rows: &[Option<Mask>]) -> Result<()> {
+        let words = words(self.vocab);
+        let mut masks = Vec::with_capacity(rows.len() * words);
+        for (row, mask) in rows.iter().enumerate() {
+            match mask {
+                None => masks.resize((row + 1) * words, u32::MAX),
+                Some(mask) => {
+                    masks.extend(mask.iter().take(words));
+                    masks.resize((row + 1) * words, 0);
+                }
+            }
+        }
+        self.masks.write(0, &masks)
+    }
+
+    /// Queues the masks of the first `count` rows.
+    pub(crate) fn mask(&self, count: usize, logits: u64) -> Result<()> {
+        let grid = [self.vocab.div_ceil(TOKENS) as u32, count as u32, 1];
+        let arguments = args![&self.masks, words(self.vocab), logits, self.vocab];
+        // SAFETY: the argument list is the kernel's; masks and logits hold `count` rows.
+        unsafe { self.device.launch(self.mask, Launch { grid, block: THREADS, shared: 0, overlap: true }, &arguments) }
     }
 
     /// Queues the penalties of `count` rows of logits, in place. Windows are `pitch` tokens apart.

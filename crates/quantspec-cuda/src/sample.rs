@@ -75,6 +75,8 @@ pub(crate) struct Manner {
     pub(crate) rejects: bool,
     /// One of them has penalties.
     pub(crate) penalises: bool,
+    /// One of them follows a grammar.
+    pub(crate) masks: bool,
 }
 
 impl DeviceSampler {
@@ -156,7 +158,7 @@ impl Sampling {
         Sampling::shared_bytes(slots, pitch)
             + slots * (48 + TURN_BYTES)
             + rows * (CUT_BYTES + 4 + race_bytes(vocab) + 4)
-            + Penalising::bytes(vocab, slots, capacity)
+            + Penalising::bytes(vocab, slots, rows, capacity)
             + drafted
     }
 
@@ -188,7 +190,7 @@ impl Sampling {
             choices: device.zeroed(rows * 4)?,
             races: device.allocate(rows * race_bytes(vocab))?,
             arrived: device.zeroed(rows * 4)?,
-            penalties: Penalising::new(device, vocab, slots, capacity)?,
+            penalties: Penalising::new(device, vocab, slots, rows, capacity)?,
             draft: match rejection {
                 true => Some((device.allocate(drafted * vocab * 4)?, device.allocate(drafted * CUT_BYTES)?)),
                 false => None,
@@ -327,7 +329,8 @@ impl Sampling {
 
     /// Sends changed samplers and new tokens of texts to the device. Returns the features that the slots' choices need.
     pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<Manner> {
-        let mut manner = Manner { penalises: self.penalties.learn(turns)?, ..Manner::default() };
+        let masks = turns.iter().any(|turn| turn.constraint.is_some());
+        let mut manner = Manner { penalises: self.penalties.learn(turns)?, masks, ..Manner::default() };
         for turn in turns {
             let one = self.learn_one(turn.slot, &turn.sampler)?;
             if one.rejects && self.draft.is_none() && turn.gamma > 0 && turn.q == DraftDistribution::Kept {
@@ -350,7 +353,23 @@ impl Sampling {
             None => return Err(Error::internal(format!("slot {slot} does not exist"))),
         }
         let (warm, rejects) = (wanted.temperature != 0.0, sampler.accept == Accept::Rejection);
-        Ok(Manner { warm, rejects, penalises: false })
+        Ok(Manner { warm, rejects, ..Manner::default() })
+    }
+
+    /// Tells the device what may follow each row of a step, where turns follow grammars. Waits for the drafted tokens before the rows.
+    pub(crate) fn learn_masks(&mut self, rows: &[Row], turns: &[Turn]) -> Result<()> {
+        if turns.iter().all(|turn| turn.constraint.is_none()) {
+            return Ok(());
+        }
+        let mut masks = Vec::with_capacity(rows.len());
+        for row in rows {
+            let constraint = turns.iter().find(|turn| turn.slot == row.slot).and_then(|turn| turn.constraint.as_ref());
+            masks.push(match constraint {
+                None => None,
+                Some(constraint) => constraint.mask(&self.window(row.slot, row.offset + 1)?[1..])?,
+            });
+        }
+        self.penalties.set_masks(&masks)
     }
 
     /// Address of rejection's draft logits; 0 if they are not kept.
@@ -411,6 +430,9 @@ impl Sampling {
         if manner.penalises {
             self.penalties.apply(rows, count, self.windows(), self.pitch, logits)?;
         }
+        if manner.masks {
+            self.penalties.mask(count, logits)?;
+        }
         // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
         unsafe {
             if manner.warm {
@@ -456,6 +478,9 @@ impl Sampling {
     /// The token after a prompt's last row, which `rows` describes.
     pub(crate) fn first(&mut self, turn: &Turn, rows: u64, logits: u64) -> Result<u32> {
         let manner = self.learn(std::slice::from_ref(turn))?;
+        if let Some(constraint) = &turn.constraint {
+            self.penalties.set_masks(&[constraint.mask(&[])?])?;
+        }
         self.choose(false, rows, 1, logits, manner)?;
         let token = self.choices.read::<u32>(0, 1)?;
         token.first().copied().ok_or_else(|| Error::internal("no choice"))

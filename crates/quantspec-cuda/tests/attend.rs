@@ -2,10 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
+#[path = "gpu/model.rs"]
+mod small;
 
 use gpu::{Random, arranged, config, device, distance, poisoned, run, while_busy};
 use half::f16;
-use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
+use quantspec_core::attend::{
+    Cache, FullPage, SNAP_QUERIES, attend, page_bound, page_masses, select_pages, snap_pages, window_pages,
+};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
@@ -13,7 +17,9 @@ use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
 use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAddresses};
 use quantspec_cuda::device::{Buffer, Device};
-use quantspec_model::backend::Row;
+use quantspec_cuda::masses::PageMasses;
+use quantspec_model::backend::{Block, Options, Row};
+use small::options;
 use std::sync::Arc;
 
 /// One slot's cache of one layer on the host.
@@ -465,7 +471,12 @@ fn lists_by_any_scores_equal_core() {
             scores[3 * score_pitch..].fill(-7.25);
             let on_device = device.copied(&scores).unwrap();
             // List 0 belongs to slot 1 and vice versa.
-            let choices = device.copied(&[1, 0].map(|slot| Choice { row: 0, slot, pages: pages as i32 })).unwrap();
+            let choices = device
+                .copied(&[1, 0].map(|slot| {
+                    let (pages, scores) = (pages as i32, 1 - slot);
+                    Choice { row: 0, slot, pages, scored: pages, scores }
+                }))
+                .unwrap();
             for best in [true, false] {
                 let lists = poisoned(&device, 2 * KV_HEADS * list_pitch * 4);
                 let by = if best { on_device.at(0) } else { 0 };
@@ -486,6 +497,96 @@ fn lists_by_any_scores_equal_core() {
 }
 
 #[test]
+fn pages_that_are_not_chosen_among_are_all_listed() {
+    let Some(device) = device() else { return };
+    let mut random = Random(13);
+    for (scored, pages) in [(3, 4), (5, 9), (40, 41), (64, 100), (1000, 1031), (2040, 2100)] {
+        for n in [2, 3, 17, scored - 1].into_iter().filter(|&n| (2..scored).contains(&n)) {
+            let (score_pitch, list_pitch) = (pages + 3, n + pages - scored + 2);
+            // Masses, in the scores of number 1. What lies beyond those chosen among says nothing.
+            let scores: Vec<f32> = (0..2 * score_pitch).map(|_| random.normal().abs()).collect();
+            let on_device = device.copied(&scores).unwrap();
+            let choice = Choice { row: 0, slot: 0, pages: pages as i32, scored: scored as i32, scores: 1 };
+            let choices = device.copied(&[choice]).unwrap();
+            let lists = poisoned(&device, list_pitch * 4);
+            let arguments = args![on_device.at(0), score_pitch, &choices, &lists, list_pitch, 1usize, n];
+            run(&device, "select", [1, 1, 1], 256, 0, &arguments);
+            let got = lists.read::<i32>(0, list_pitch).unwrap();
+            let want = snap_pages(&scores[score_pitch..][..scored], pages, n);
+            let kept: Vec<usize> = got[..want.len()].iter().map(|&page| page as usize).collect();
+            assert_eq!(kept, want, "{n} of {scored}, {pages} visible");
+            assert!(got[want.len()..].iter().all(|&page| page == -1), "written beyond {} pages", want.len());
+        }
+    }
+}
+
+#[test]
+fn masses_of_pages_equal_core() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(4, 2, 64), (3, 1, 128), (2, 2, 128), (2, 1, 256), (12, 1, 64)] {
+        let config = ModelConfig { layers: 2, ..config(heads, kv_heads, d) };
+        if !device.info.takes_heads_of(d) {
+            continue;
+        }
+        let group = heads / kv_heads;
+        // One query, a block that has the window within it, and windows over two and more blocks.
+        for (tokens, blocks) in [
+            (2 * G, vec![2 * G]),
+            (3 * G + 1, vec![3 * G, 1]),
+            (700, vec![690, 10]),
+            (1500, vec![1460, 13, 20, 7]),
+            (40 * G - 1, vec![40 * G - 1]),
+        ] {
+            let mut random = Random(tokens as u64 + d as u64);
+            let mut noise =
+                |n: usize, scale: f32| -> Vec<f16> { (0..n).map(|_| f16::from_f32(random.normal() * scale)).collect() };
+            let (q, kv) = (noise(tokens * heads * d, 1.5), noise(tokens * 2 * kv_heads * d, 1.0));
+            let (on_device, cached) = (device.copied(&q).unwrap(), device.copied(&kv).unwrap());
+            let options = Options { page_masses: true, ..options(tokens + 3 * G, 2) };
+            let mut masses = PageMasses::new(&device, &config, &options).unwrap().unwrap();
+            let plan: usize = PageMasses::bytes(&config, &options).iter().sum();
+            assert_eq!(masses.held_bytes(), plan);
+            let prompt = vec![0; tokens];
+            // What was computed of a prompt whose beginning was known, and what an earlier prompt left.
+            for known in [0, blocks[0]].into_iter().filter(|&known| known < tokens) {
+                masses.clear();
+                let mut start = 0;
+                for &rows in &blocks {
+                    let block = Block { slot: 1, prompt: &prompt, start, rows };
+                    if start >= known {
+                        // SAFETY: both live until the read below, which waits.
+                        unsafe { masses.take_in(&block, on_device.at(start * heads * d * 2), cached.at(0)) }.unwrap();
+                    }
+                    start += rows;
+                }
+                let visible = masses.finish(1, 1, tokens).unwrap();
+                assert_eq!(visible, visible_pages(tokens));
+                let pitch = (tokens + 3 * G) / G;
+                let first = known.max(tokens.saturating_sub(SNAP_QUERIES));
+                for head in 0..kv_heads {
+                    // [layer][masses, refreshed][slot]
+                    let at = ((2 * 2 + 1) * kv_heads + head) * pitch;
+                    let got = masses.scores.read::<f32>(at * 4, visible).unwrap();
+                    let keys: Vec<f16> = (0..tokens)
+                        .flat_map(|token| kv[(token * 2 * kv_heads + head) * d..][..d].iter().copied())
+                        .collect();
+                    let queries: Vec<(usize, Vec<f32>)> = (first..tokens)
+                        .flat_map(|token| (0..group).map(move |h| (token, head * group + h)))
+                        .map(|(token, h)| {
+                            (token, q[(token * heads + h) * d..][..d].iter().map(|x| x.to_f32()).collect())
+                        })
+                        .collect();
+                    let queries: Vec<(usize, &[f32])> = queries.iter().map(|(at, q)| (*at, &q[..])).collect();
+                    let want = page_masses(&queries, &keys, visible);
+                    let error = distance(&got, &want);
+                    assert!(error < 1e-4, "{tokens} tokens, {known} known, head {head} of {kv_heads} of {d}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn chosen_pages_equal_core() {
     let Some(device) = device() else { return };
     for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64), (2, 1, 256), (7, 1, 128), (2, 2, 128)] {
@@ -499,7 +600,14 @@ fn chosen_pages_equal_core() {
             let pitch = n + 3;
             let lists = poisoned(&device, SLOTS * kv_heads * pitch * 4);
             let scores = poisoned(&device, kv_heads * (world.table.len() / SLOTS) * 4);
-            let choices = device.copied(&[Choice { row: 0, slot: SLOT as i32, pages: visible as i32 }]).unwrap();
+            let choices = device
+                .copied(&[Choice {
+                    slot: SLOT as i32,
+                    pages: visible as i32,
+                    scored: visible as i32,
+                    ..Choice::default()
+                }])
+                .unwrap();
             let places = PassAddresses {
                 tables: world.tables.at(0),
                 table_pitch: world.table.len() / SLOTS,
@@ -511,7 +619,7 @@ fn chosen_pages_equal_core() {
                 let layer = world.layer(lists.at(0));
                 let by = if best { scores.at(0) } else { 0 };
                 // SAFETY: everything lives until the read below, which waits.
-                unsafe { world.attend.choose(choices.at(0), 1, visible, n, on_device.at(0), by, &layer, &places) }
+                unsafe { world.attend.choose(choices.at(0), [1, 1], visible, n, on_device.at(0), by, &layer, &places) }
                     .unwrap();
                 let lists_read = lists.read::<i32>(0, SLOTS * kv_heads * pitch).unwrap();
                 let group = heads / kv_heads;

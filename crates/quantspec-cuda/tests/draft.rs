@@ -8,7 +8,7 @@ use gpu::{Random, device, distance, download, matrix, poisoned, round, while_bus
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_weights_row};
-use quantspec_core::weights::quantize_row;
+use quantspec_core::weights::{GROUP, quantize_row};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::draft::{DraftGemms, DraftMatrix, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy};
@@ -78,7 +78,7 @@ fn weights(
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
     let values = w.chunks(k).flat_map(|row| match kind {
         Kind::Own => quantize_weights_row(row).unwrap().dequantize(),
-        Kind::Upper => quantize_row(row).unwrap().upper(),
+        Kind::Upper => quantize_row(row, GROUP).unwrap().upper(),
     });
     (made, values.collect())
 }

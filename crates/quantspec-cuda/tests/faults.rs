@@ -184,7 +184,7 @@ fn an_evaluation_that_overflows_is_an_error() {
     let options = Options { threads: 1, ..evaluate::options(300, Rounding::Balanced, 1) };
     let score = |text: &[u32]| {
         let mut backend = load(&device, &checkpoint, &options);
-        evaluate::evaluate(&mut backend, None, text, 200, options.block_rows, &mut |_, _| ())
+        evaluate::evaluate(&mut backend, None, text, 200, options.block_rows, &[], &mut |_, _| ())
     };
     assert!(score(&text).is_ok());
     for at in [100, 250] {

@@ -7,7 +7,7 @@ mod gpu;
 use gpu::{Random, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
-use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
+use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
@@ -46,7 +46,9 @@ fn source_row(place: usize, paired: usize) -> usize {
 }
 
 fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
-    w.chunks(k).map(|row| if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()).collect()
+    w.chunks(k)
+        .map(|row| if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap())
+        .collect()
 }
 
 /// Core's rows in the layout of kernels/hierarchy.cuh.

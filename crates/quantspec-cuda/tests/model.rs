@@ -5,6 +5,8 @@
 #![allow(clippy::print_stderr, reason = "acceptance is worth seeing")]
 
 mod gpu;
+#[path = "../../quantspec-cpu/tests/support/grammar.rs"]
+mod grammar;
 #[path = "gpu/model.rs"]
 mod small;
 
@@ -17,7 +19,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Network, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -42,6 +44,19 @@ fn decode(
     samplers: &[Sampler],
     gammas: &[usize],
 ) -> Vec<Vec<u32>> {
+    decode_by(engine, method, prompts, tokens, samplers, gammas, &vec![false; prompts.len()])
+}
+
+/// The same, some of them by a grammar.
+fn decode_by(
+    engine: &mut Engine<CudaBackend>,
+    method: Method,
+    prompts: &[Vec<u32>],
+    tokens: &[usize],
+    samplers: &[Sampler],
+    gammas: &[usize],
+    constrained: &[bool],
+) -> Vec<Vec<u32>> {
     engine.set_method(method).unwrap();
     let slots: Vec<usize> = prompts
         .iter()
@@ -49,6 +64,10 @@ fn decode(
         .zip(tokens)
         .map(|((prompt, sampler), &tokens)| engine.add(prompt, sampler.clone(), tokens).unwrap())
         .collect();
+    for (&slot, _) in slots.iter().zip(constrained).filter(|(_, constrained)| **constrained) {
+        let vocab = engine.backend().config().vocab;
+        engine.constrain(slot, grammar::Fifths::boxed(vocab)).unwrap();
+    }
     let mut out: Vec<Vec<u32>> = Vec::new();
     let mut number = 0;
     let mut round = |engine: &mut Engine<CudaBackend>, out: &mut [Vec<u32>]| {
@@ -169,6 +188,8 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
                 (itself(KV4), vec![6]),
                 (itself(DraftConfig { view: target, ..W4 }), vec![7]),
                 (itself(DraftConfig { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
+                (itself(DraftConfig { pages: Pages::Snap { pages: 2, refresh: 0 }, ..QUANTSPEC }), vec![4]),
+                (itself(DraftConfig { pages: Pages::Snap { pages: 3, refresh: 1 }, ..QUANTSPEC }), vec![5, 0, 2]),
                 (itself(DraftConfig { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
                 (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
                 (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
@@ -221,6 +242,50 @@ fn penalties_depend_on_the_text_alone() {
             ];
             for (index, (method, gammas)) in drafts.into_iter().enumerate() {
                 let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
+                assert!(together == plain, "{accept:?}, draft {index}, gamma {gammas:?}");
+            }
+        }
+    }
+}
+
+/// Two of three sequences of a batch follow a grammar, one of these with penalties: drafted tokens, those of prompt lookup, which the host sets, and those of
+/// a second model.
+#[test]
+fn masks_depend_on_the_text_alone() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1600) {
+        let vocab = checkpoint.config().vocab;
+        let options = options(1600, 3);
+        let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), 3, 1600, 256);
+        let second = DraftModel::new(load(&device, &checkpoint, &options), View::Both, &[Pages::All], 1600, 256);
+        let prompts: Vec<Vec<u32>> = [1100, 120, 515].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
+        let (tokens, constrained) = ([200; 3], [true, false, true]);
+        for accept in [Accept::Greedy, Accept::Replay] {
+            let penalties = Penalties::new(1.1, 0.2, 0.0, 3).unwrap();
+            let samplers =
+                [sampler(accept, 11, 0), sampler(accept, 11, 1), sampler(accept, 11, 2).penalised(penalties)];
+            let plain: Vec<Vec<u32>> = (0..3)
+                .map(|i| {
+                    let (prompt, sampler) = (&prompts[i..=i], &samplers[i..=i]);
+                    let (method, constrained) = (method(View::Both, None), &constrained[i..=i]);
+                    decode_by(&mut engine, method, prompt, &tokens[..1], sampler, &[0], constrained).remove(0)
+                })
+                .collect();
+            for (text, constrained) in plain.iter().zip(constrained) {
+                assert_eq!(grammar::allows(text), constrained);
+            }
+            let itself = |plan: DraftConfig| method(View::Both, Some(plan));
+            let reading = Box::new(second.reading(View::Both, &[Pages::All]));
+            let drafts = [
+                (itself(QUANTSPEC), vec![4]),
+                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
+                (itself(W4), vec![7]),
+                (lookup(View::Both), vec![1, 16, 0, 7, 3]),
+                (copying(View::Both, QUANTSPEC), vec![4, 0, 9]),
+                (Method { target: View::Both, drafter: Some(reading), policy: Policy::fixed(4) }, vec![5, 2]),
+            ];
+            for (index, (method, gammas)) in drafts.into_iter().enumerate() {
+                let together = decode_by(&mut engine, method, &prompts, &tokens, &samplers, &gammas, &constrained);
                 assert!(together == plain, "{accept:?}, draft {index}, gamma {gammas:?}");
             }
         }
@@ -418,7 +483,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
         for (accept, length) in [(Accept::Greedy, 330), (Accept::Replay, 500)] {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
-            for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
+            for pages in [Pages::All, Pages::Best(3), Pages::Window(4), Pages::Snap { pages: 2, refresh: 1 }] {
                 let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
@@ -440,7 +505,7 @@ fn automatic_drafts_change_no_token() {
         for accept in [Accept::Greedy, Accept::Replay] {
             let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
-            for pages in [Pages::All, Pages::Best(3)] {
+            for pages in [Pages::All, Pages::Best(3), Pages::Snap { pages: 3, refresh: 2 }] {
                 let draft = Some(DraftConfig { pages, ..QUANTSPEC });
                 engine
                     .set_method(Method {
@@ -513,6 +578,25 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
         }
     }
     eprintln!("{compared} tokens equal");
+}
+
+/// Batches of 17 and more sequences draft with other GEMMs, and have the drafts, so the acceptance, of smaller ones.
+#[test]
+fn large_batches_draft_what_small_ones_draft() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 500) {
+        let vocab = checkpoint.config().vocab;
+        let drafting = || method(View::Both, Some(QUANTSPEC));
+        let rates = [12, 24].map(|slots| {
+            let mut engine = Engine::new(load(&device, &checkpoint, &options(500, slots)), drafting(), slots, 500, 256);
+            // The larger batch has every sequence of the smaller one twice.
+            let prompts: Vec<Vec<u32>> = (0..slots).map(|i| prompt(vocab, 200 + i % 12, (i % 12) as u64)).collect();
+            let samplers: Vec<Sampler> = (0..slots).map(|i| sampler(Accept::Replay, 3, (i % 12) as u64)).collect();
+            decode(&mut engine, drafting(), &prompts, &vec![100; slots], &samplers, &[4]);
+            engine.stats().acceptance_rate()
+        });
+        assert_eq!(rates[0], rates[1]);
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ mod random;
 use gpu::{device, round};
 use quantspec_core::cache::{Extent, G, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{GROUP, quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cuda::CudaBackend;
@@ -124,7 +124,9 @@ impl Model {
         for row in values.chunks_mut(k) {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight");
-            row.copy_from_slice(&if upper { quantize_row_upper(row) } else { quantize_row(row) }.unwrap().both());
+            row.copy_from_slice(
+                &if upper { quantize_row_upper(row, GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
+            );
         }
     }
 
@@ -139,6 +141,7 @@ impl Model {
             weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
             rejection: false,
+            page_masses: true,
             // More rows than attention supports in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
@@ -199,7 +202,7 @@ type Plan = (Weights, View, Pages);
 
 /// What verifies and commits.
 const TARGET: Plan = (Weights::Full, View::Both, Pages::All);
-const PLANS: [Plan; 8] = [
+const PLANS: [Plan; 9] = [
     (Weights::Full, View::Full, Pages::All),
     TARGET,
     (Weights::Full, View::Upper, Pages::All),
@@ -207,6 +210,8 @@ const PLANS: [Plan; 8] = [
     (Weights::Draft, View::Upper, Pages::Best(2)),
     (Weights::Draft, View::Upper, Pages::Best(3)),
     (Weights::Draft, View::Full, Pages::Window(2)),
+    // Of two pages of the prompt none is in doubt; the others came into being later.
+    (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
     (Weights::Draft, View::Both, Pages::All),
 ];
 

@@ -4,6 +4,7 @@
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
+use quantspec_core::grammar::{self, words};
 use quantspec_core::penalty::{History, Penalties, apply};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
@@ -125,6 +126,29 @@ fn penalties_equal_core() {
                 let differs = (0..vocab).find(|&id| got[id].to_bits() != want[id].to_bits());
                 assert_eq!(differs, None, "slot {slot}, offset {offset}, vocabulary of {vocab}, {more} more tokens");
             }
+        }
+    }
+}
+
+#[test]
+fn masks_equal_core() {
+    let Some(device) = device() else { return };
+    let mut random = Random(11);
+    for (vocab, rows) in [(1, 1), (33, 3), (1024, 1), (5000, 17), (151_936, 5)] {
+        let words = words(vocab);
+        let masks: Vec<u32> = (0..rows * words).map(|_| random.next() as u32).collect();
+        let logits: Vec<f32> = (0..rows * vocab).map(|_| random.normal()).collect();
+        let (on_device, at) = (device.copied(&logits).unwrap(), device.copied(&masks).unwrap());
+        let arguments = args![&at, words, &on_device, vocab];
+        run(&device, "penalty_mask", [vocab.div_ceil(1024), rows, 1], 256, 0, &arguments);
+        let got = on_device.read::<f32>(0, rows * vocab).unwrap();
+        for (row, got) in got.chunks(vocab).enumerate() {
+            let mut want = logits[row * vocab..][..vocab].to_vec();
+            grammar::apply(&mut want, &masks[row * words..][..words]);
+            assert!(
+                got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "row {row} of {rows}, {vocab} tokens"
+            );
         }
     }
 }

@@ -36,6 +36,9 @@ pub struct Options {
     pub draft_weights: DraftWeights,
     /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,
+    /// Keep how much attention the end of each prompt pays to its pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without
+    /// it such drafts read every page.
+    pub page_masses: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
     /// Rows of a prefill block.

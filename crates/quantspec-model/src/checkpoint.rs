@@ -3,6 +3,7 @@
 //! Names, shapes, types, offsets and file lengths are checked when the checkpoint is opened, so a backend only reads. The
 //! checkpoint holds no weights: a backend reads a few rows at a time and stores them in its own layout.
 
+use crate::blocks::Encoding;
 use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
@@ -333,6 +334,14 @@ impl Checkpoint {
         own.unwrap_or(self.config.dtype)
     }
 
+    /// The type of a GGUF file's matrix.
+    pub fn encoding(&self, part: Part) -> Option<Encoding> {
+        match &self.weights {
+            Weights::Gguf { places, .. } if !part.is_vector() => places.get(&part).map(|place| place.encoding),
+            _ => None,
+        }
+    }
+
     /// (rows, columns) of a part; a vector is one row.
     pub fn shape(&self, part: Part) -> (usize, usize) {
         part.shape(&self.config)
@@ -370,11 +379,16 @@ impl Checkpoint {
     /// [`quantspec_core::ErrorKind::Internal`] if the part or the rows do not exist or `out` has another length,
     /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read.
     pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.read_in(self.dtype(part), part, rows, out)
+    }
+
+    /// [`Checkpoint::read`] in a number format: that of [`Checkpoint::dtype`], or F32 of a GGUF file's matrix.
+    fn read_in(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let (height, width) = self.shape(part);
         if !self.has(part) || rows.start > rows.end || rows.end > height {
             return Err(Error::internal(format!("this model has no rows {rows:?} of {}", self.tensor_name(part))));
         }
-        let row_bytes = width * self.dtype(part).bytes();
+        let row_bytes = width * dtype.bytes();
         if out.len() != rows.len() * row_bytes {
             return Err(Error::internal(format!(
                 "{} bytes of room for {} rows of {row_bytes} of {}",
@@ -395,7 +409,7 @@ impl Checkpoint {
                 )
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
-            Weights::Gguf { gguf, places } => read_rows(gguf, &places[&part], rows, width, out),
+            Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
         }
     }
 
@@ -404,7 +418,21 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
     pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let (width, dtype) = (self.shape(part).1, self.dtype(part));
+        self.floats(self.dtype(part), part, rows, out)
+    }
+
+    /// [`Checkpoint::read_f32`], but for the quantised matrices of a GGUF file: their values as stored, not
+    /// rounded to the format of [`Checkpoint::dtype`].
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`].
+    pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
+        self.floats(dtype, part, rows, out)
+    }
+
+    fn floats(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let width = self.shape(part).1;
         if out.len() != rows.len() * width {
             return Err(Error::internal(format!(
                 "room for {} of {} values of {}",
@@ -419,7 +447,7 @@ impl Checkpoint {
         for (index, out) in out.chunks_mut(at_once * width).enumerate() {
             let first = rows.start + index * at_once;
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
-            self.read(part, first..first + out.len() / width, chunk)?;
+            self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
             if let Some(at) = out.iter().position(|x| !x.is_finite()) {
                 return Err(Error::not_finite(format!(

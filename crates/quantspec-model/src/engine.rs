@@ -11,13 +11,14 @@ use crate::forward::{self, Chunk, PrefillCursor};
 use crate::prompt_cache::PromptCache;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
+use quantspec_core::grammar::{Constraint, Grammar};
 use quantspec_core::logprob::{self, Logprob};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_core::{Error, ErrorKind, Result};
+use quantspec_core::{Error, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -41,6 +42,8 @@ struct Sequence {
     sampler: Sampler,
     /// The text in the form penalties need; `None` without penalties.
     history: Option<Arc<History>>,
+    /// Grammar of the answer; `None` without one.
+    constraint: Option<Arc<Constraint>>,
     /// Number of earlier answers to the prompt.
     answers: usize,
     /// Number of most likely tokens to return with each token's log-probability; `None` without log-probabilities.
@@ -68,6 +71,9 @@ impl Sequence {
         self.text.extend(tokens);
         if let Some(history) = &mut self.history {
             Arc::make_mut(history).extend(tokens);
+        }
+        if let Some(constraint) = &self.constraint {
+            constraint.advance(tokens);
         }
     }
 }
@@ -205,6 +211,7 @@ impl<B: Backend> Engine<B> {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
             history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            constraint: None,
             answers: 0,
             logprobs: None,
             told: Vec::new(),
@@ -220,25 +227,39 @@ impl<B: Backend> Engine<B> {
         Ok(slot)
     }
 
+    /// Makes the slot's answer follow a grammar, which is at its beginning. Call it before the prompt is processed.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
+    pub fn constrain(&mut self, slot: usize, grammar: Box<dyn Grammar>) -> Result<()> {
+        self.unbegun(slot)?.constraint = Some(Arc::new(Constraint::new(grammar)));
+        Ok(())
+    }
+
     /// Requests log-probabilities of the slot's tokens, each with the `top` most likely tokens at its position. Call it
     /// before the prompt is processed; [`Engine::take_logprobs`] returns them.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
     pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
+        self.unbegun(slot)?.logprobs = Some(top);
+        Ok(())
+    }
+
+    /// A slot's sequence, which has emitted no token.
+    fn unbegun(&mut self, slot: usize) -> Result<&mut Sequence> {
         let (_, _, sequence) = self.working(slot)?;
         if sequence.running {
             return Err(Error::usage(
                 format!("slot {slot} has emitted a token"),
-                "ask for log-probabilities before the prompt is processed",
+                "ask for log-probabilities or a grammar before the prompt is processed",
             ));
         }
-        sequence.logprobs = Some(top);
-        Ok(())
+        Ok(sequence)
     }
 
-    /// Log-probabilities of the slot's tokens after the last call, under the target's distribution before penalties and
-    /// warpers.
+    /// Log-probabilities of the slot's tokens after the last call, under the target's distribution before penalties, masks
+    /// and warpers.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence.
@@ -291,8 +312,8 @@ impl<B: Backend> Engine<B> {
         let mut first = None;
         if ended {
             let logits = sequence.logprobs.map(|_| backend.logits(0)).transpose()?;
-            let turn =
-                Turn { history: sequence.history.clone(), ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
+            let (history, constraint) = (sequence.history.clone(), sequence.constraint.clone());
+            let turn = Turn { history, constraint, ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
             let token = backend.first(&turn)?;
             drop(turn);
             if let (Some(logits), Some(top)) = (logits, sequence.logprobs) {
@@ -383,8 +404,8 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Restarts the slot's answer over its prompt's cache, without log-probabilities: `token` follows the prompt, then
-    /// `max_new_tokens − 1` tokens of [`Engine::add`], chosen by `sampler`.
+    /// Restarts the slot's answer over its prompt's cache, without log-probabilities and grammar: `token` follows the prompt,
+    /// then `max_new_tokens − 1` tokens of [`Engine::add`], chosen by `sampler`.
     ///
     /// Quantised pages of the prompt do not change. The buffer is valid if at most `BUFFER_TOKENS` positions were written
     /// after the oldest one that the first row reads. Otherwise this returns `false` without any change, and the prompt must
@@ -411,7 +432,7 @@ impl<B: Backend> Engine<B> {
         }
         sequence.answers += 1;
         sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
-        (sequence.logprobs, sequence.told) = (None, Vec::new());
+        (sequence.constraint, sequence.logprobs, sequence.told) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
@@ -496,6 +517,7 @@ impl<B: Backend> Engine<B> {
             }
             let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
             let (history, reads_logits) = (sequence.history.clone(), sequence.logprobs.is_some());
+            let constraint = sequence.constraint.clone();
             sequence.written = sequence.written.max(committed + gamma + 1);
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
@@ -504,6 +526,7 @@ impl<B: Backend> Engine<B> {
             self.turns.push(Turn {
                 stop,
                 history,
+                constraint,
                 reads_logits,
                 copied: copied > 0,
                 ..Turn::new(slot, committed, gamma, sampler)
@@ -532,12 +555,13 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Verifies the tokens of the last `draft`, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call. If the verification is not finite, it runs a plain step without the drafted tokens.
+    /// the order of that call. If the verification is not finite, or exceeds the limits of a grammar, it runs a plain step
+    /// without the drafted tokens.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, and those of [`forward::verify`],
-    /// [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`], [`crate::backend::KvCache::flush`],
-    /// [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
+    /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, those of the slots' grammars, and those of
+    /// [`forward::verify`], [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`],
+    /// [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
@@ -547,7 +571,7 @@ impl<B: Backend> Engine<B> {
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         let verdicts = match forward::verify(&mut self.backend, self.method.target, &turns) {
             // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
-            Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
+            Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
                 let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
                 let in_vain = seconds + started.elapsed().as_secs_f64();
                 self.method.policy.observe_draft(in_vain, steps);
@@ -594,6 +618,7 @@ impl<B: Backend> Engine<B> {
             }
             sequence.emit(&tokens);
             sequence.remaining -= tokens.len();
+            let of_prompt = visible_pages(sequence.prompt_tokens);
             // A repeated round accepted none of its drafted tokens.
             self.stats.round(drafted, verdict.accepted);
             if turn.copied {
@@ -602,8 +627,7 @@ impl<B: Backend> Engine<B> {
             let visible = visible_pages(turn.committed);
             let read = match self.pages.filter(|_| !turn.copied) {
                 None => 0,
-                Some(Pages::All) => visible,
-                Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
+                Some(pages) => pages.read(of_prompt, visible),
             };
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {

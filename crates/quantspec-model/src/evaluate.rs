@@ -28,10 +28,35 @@ const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", Vie
 /// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
 
-/// The model's own drafts, in report order: name, and what they read if the target reads INT8.
-fn drafts() -> Vec<(&'static str, DraftConfig)> {
+/// A draft to be scored.
+struct Draft {
+    /// Number of pages at which choices of pages are compared; `None` for a method.
+    budget: Option<usize>,
+    name: &'static str,
+    /// What it reads if the target reads INT8.
+    config: DraftConfig,
+    score: DraftScore,
+}
+
+/// The model's own drafts, then those of `quantspec` with so many chosen pages, in report order. `tokens`: the backend reads
+/// [`Pages::Tokens`].
+fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
+    let draft = |budget, name, config| Draft { budget, name, config, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);
-    networks.filter_map(|method| Some((method.name, method.draft_config(View::Both)?))).collect()
+    let methods = networks.filter_map(|method| Some(draft(None, method.name, method.draft_config(View::Both)?)));
+    let choices = budgets.iter().flat_map(|&n| {
+        let all = [
+            ("best", Pages::Best(n)),
+            ("snap", Pages::Snap { pages: n, refresh: 0 }),
+            ("window", Pages::Window(n)),
+            ("tokens", Pages::Tokens(n.saturating_mul(G))),
+        ];
+        let known = all.into_iter().filter(move |(name, _)| *name != "tokens" || tokens);
+        known.map(move |(name, pages)| {
+            draft(Some(n), name, DraftConfig { weights: Weights::Draft, view: View::Upper, pages })
+        })
+    });
+    methods.chain(choices).collect()
 }
 
 /// Score of one target view over all positions.
@@ -72,6 +97,9 @@ pub struct Evaluation {
     pub targets: Vec<(&'static str, TargetScore)>,
     /// (name, score) per draft.
     pub drafts: Vec<(&'static str, DraftScore)>,
+    /// (pages, (name, score) per choice of pages), of drafts that equal `quantspec`'s otherwise. `tokens` reads as many tokens
+    /// as the pages have, the best of each query head.
+    pub choices: Vec<(usize, Vec<(&'static str, DraftScore)>)>,
     /// None if the target's weights are the checkpoint's.
     pub weights: Option<WeightsScore>,
 }
@@ -88,6 +116,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: true,
         step_rows: WINDOW_ROWS,
         block_rows: BLOCK_ROWS,
         threads,
@@ -102,6 +131,7 @@ pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::
         planes: Planes::of(&[View::Full]),
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
+        page_masses: false,
         ..options.clone()
     }
 }
@@ -117,7 +147,8 @@ pub fn bytes(config: &ModelConfig) -> usize {
 /// If its weights are not the checkpoint's, `checkpoint` is a backend loaded with [`checkpoint_options`], and both are
 /// compared. The first `context` tokens are prefilled in blocks of `block_rows`, as at the backend's load. At least two
 /// tokens follow; the first of them is fed, and every later one is predicted. `progress` is called with tokens done and
-/// tokens in total: the context once per target, and the scored positions.
+/// tokens in total: the context once per target, and the scored positions. Each of `budgets` is a number of pages at which
+/// choices of pages are scored, too.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens after the context, [`quantspec_core::ErrorKind::Model`] for
@@ -129,6 +160,7 @@ pub fn evaluate<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
+    budgets: &[usize],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -140,7 +172,7 @@ pub fn evaluate<B: Backend>(
     check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
     let mut targets = [TargetScore::default(); TARGETS.len()];
-    let mut drafts: Vec<_> = drafts().into_iter().map(|draft| (draft, DraftScore::default())).collect();
+    let mut drafts = drafts(budgets, backend.reads_tokens());
     let mut extents: [Extent; TARGETS.len()] = Default::default();
     let read = TARGETS.len() * context;
     let total = read + positions - context;
@@ -196,7 +228,7 @@ pub fn evaluate<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for ((_, DraftConfig { weights, view, pages }), score) in &mut drafts {
+            for Draft { config: DraftConfig { weights, view, pages }, score, .. } in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;
@@ -229,10 +261,16 @@ pub fn evaluate<B: Backend>(
     let mean = |sum: f64| sum / scored;
     let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
-    let drafts: Vec<_> = drafts.into_iter().map(|((name, _), sum)| (name, score(sum))).collect();
+    drafts.iter_mut().for_each(|draft| draft.score = score(draft.score));
+    let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {
+        let wanted = drafts.iter().filter(|draft| draft.budget == budget);
+        wanted.map(|draft| (draft.name, draft.score)).collect()
+    };
     let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
-    let sums =
-        targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|(_, score)| score.acceptance));
+    let sums = targets
+        .iter()
+        .flat_map(|score| [score.nll, score.kld])
+        .chain(drafts.iter().map(|draft| draft.score.acceptance));
     let sums = sums.chain([weights.kld]);
     if !sums.into_iter().all(f64::is_finite) {
         // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
@@ -241,7 +279,8 @@ pub fn evaluate<B: Backend>(
     Ok(Evaluation {
         positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
-        drafts,
+        drafts: of_budget(None),
+        choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
         weights: compared.then_some(weights),
     })
 }

@@ -6,9 +6,9 @@
 use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
+use quantspec_core::Result;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
-use quantspec_core::{ErrorKind, Result};
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
 /// all-reduce belongs there.
@@ -277,13 +277,14 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
 ///
 /// The draft of a single turn with a [`Turn::stop`] is watched: it ends once acceptance of all its tokens is unlikely enough.
-/// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says.
+/// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says, unless a grammar needs each token to mask the next.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`].
-/// [`ErrorKind::NotFinite`] is not among them: it ends the draft.
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
+/// [of tokens](quantspec_core::ErrorKind::is_of_tokens) are not among them: they end the draft.
 pub fn draft<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
-    if backend.runs_rounds_whole() && !is_watched(turns) {
+    let masked = turns.iter().any(|turn| turn.constraint.is_some());
+    if backend.runs_rounds_whole() && !masked && !is_watched(turns) {
         backend.prepare_draft(config)?;
         turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
@@ -307,9 +308,9 @@ pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut
     for offset in 0.. {
         let Some(round) = Round::of_draft(config, turns, offset) else { break };
         match backend.run(&round) {
-            // Non-finite values of a draft do not affect the text. The tokens drafted before are verified, and their rows
+            // What a draft alone cannot compute does not affect the text. The tokens drafted before are verified, and their rows
             // overwrite the draft's.
-            Err(error) if error.kind == ErrorKind::NotFinite => {
+            Err(error) if error.kind.is_of_tokens() => {
                 turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
                 break;
             }

@@ -28,6 +28,7 @@ pub struct Step<'a> {
     /// Which of the visible pages.
     pub pages: Pages,
     /// True: choose the pages to read (first drafted token of a round). False: keep the slot's last choice.
+    /// [`Pages::Snap`] decides itself when it chooses.
     pub choose_pages: bool,
     /// The rows.
     pub rows: &'a [Row],
@@ -71,8 +72,8 @@ impl DraftConfig {
     /// too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
-            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
-            Pages::All => true,
+            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || 2 * n <= visible,
+            Pages::All | Pages::Tokens(_) => true,
         }
     }
 }
@@ -92,6 +93,11 @@ pub trait Network: Send {
     /// panicked. [`quantspec_core::ErrorKind::DoesNotFit`] if a row or the prompt exceeds its slot (CPU). Device errors of a
     /// GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
+
+    /// Whether steps may read [`Pages::Tokens`].
+    fn reads_tokens(&self) -> bool {
+        false
+    }
 
     /// RMSNorm, Q/K/V projections with biases, q/k norms per head (if the model has them), and RoPE at each row's position.
     /// Keys and values of a step go to the buffer, over drafted ones; those of a prefill block to the layer's scratch.
@@ -138,7 +144,8 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
+    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer. With
+    /// [`crate::backend::Options::page_masses`] it keeps the attention that the last queries paid to the pages that a query after them sees.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this in

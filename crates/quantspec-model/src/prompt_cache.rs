@@ -20,6 +20,7 @@ use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
+use quantspec_core::weights::RECIPE;
 use quantspec_core::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::collections::HashSet;
@@ -151,6 +152,11 @@ pub fn fingerprint(
     })?;
     hashes.sort_unstable();
     let mut all = format!("{config:?} {weights:?}").into_bytes();
+    if weights != TargetWeights::Checkpoint {
+        // Nibbles are made from the stored values, which the bytes hashed above hold rounded to a number format.
+        let stored: Vec<_> = Part::all(config).into_iter().map(|part| checkpoint.encoding(part)).collect();
+        all.extend_from_slice(format!("{RECIPE} {stored:?}").as_bytes());
+    }
     hashes.iter().for_each(|(_, hash)| all.extend_from_slice(&hash.to_le_bytes()));
     Ok(XxHash3_128::oneshot(&all))
 }

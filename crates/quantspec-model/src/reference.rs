@@ -13,17 +13,20 @@ use crate::prompt_cache::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
-use quantspec_core::attend::{page_bound, select_pages, window_pages};
-use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
+use quantspec_core::attend::{
+    SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
+};
+use quantspec_core::cache::{
+    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
+};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
-use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -50,6 +53,8 @@ pub struct ReferenceBackend {
     between: Vec<Tensor>,
     /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
+    /// Positions and queries [q_width] of the prompt's last rows in the layer under way, at most [`SNAP_QUERIES`].
+    last: Vec<(usize, Vec<f32>)>,
     logits: Vec<Vec<f32>>,
 }
 
@@ -68,6 +73,7 @@ struct Head {
     pages: Vec<Option<Stored>>,
     /// Pages that the current draft reads; None before the first choice.
     chosen: Option<Vec<usize>>,
+    snap: SnapScores,
 }
 
 /// One page in the planes that are kept.
@@ -99,7 +105,10 @@ impl ReferenceBackend {
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
-            checkpoint.read_f32(part, 0..rows, &mut values)?;
+            match options.weights {
+                TargetWeights::Checkpoint => checkpoint.read_f32(part, 0..rows, &mut values)?,
+                _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
+            }
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
                 weights => {
@@ -128,6 +137,7 @@ impl ReferenceBackend {
             blocks: HashMap::new(),
             between: Vec::new(),
             scratch: None,
+            last: Vec::new(),
             logits: Vec::new(),
         })
     }
@@ -246,10 +256,14 @@ impl ReferenceBackend {
                 keys.extend(head.recent_keys[at..at + head_dim].iter().map(|x| x.to_f32()));
                 values.extend(head.recent_values[at..at + head_dim].iter().map(|x| x.to_f32()));
             }
-            let shape = (keys.len() / head_dim, head_dim);
+            let (quantised, shape) = (visible_quantised(row.position), (keys.len() / head_dim, head_dim));
             let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
             let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
-            outputs.push(softmax_sum(&query, &keys, &values, None)?);
+            let mask = match step.pages {
+                Pages::Tokens(n) => Some(best_tokens(&query, &keys, quantised, n)?),
+                _ => None,
+            };
+            outputs.push(softmax_sum(&query, &keys, &values, mask.as_ref())?);
         }
         tensor(|| Tensor::cat(&outputs, 0)?.reshape((1, ())))
     }
@@ -313,11 +327,13 @@ fn hierarchy_values(
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let upper = draft_kept(part, kind) && part != Part::Head;
+    // Of 4 bits, values and the head have both planes, and the draft reads both.
+    let few = part == Part::Head || weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let upper = draft_kept(part, kind) && !few;
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || part == Part::Head;
-        let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
+        let both = weights == TargetWeights::Int8 || few;
+        let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
@@ -345,6 +361,20 @@ fn softmax_sum(query: &Tensor, keys: &Tensor, values: &Tensor, mask: Option<&Ten
         let weights = scores.broadcast_sub(&scores.max_keepdim(1)?)?.exp()?;
         weights.matmul(values)?.broadcast_div(&weights.sum_keepdim(1)?)
     })
+}
+
+/// A mask `[queries][tokens]` that hides all but the `n` best of the first `quantised` tokens from each query.
+fn best_tokens(query: &Tensor, keys: &Tensor, quantised: usize, n: usize) -> Result<Tensor> {
+    let scores = tensor(|| query.matmul(&keys.t()?)?.to_vec2::<f32>())?;
+    let mut mask = Vec::new();
+    for scores in &scores {
+        let mut order: Vec<usize> = (0..quantised).collect();
+        order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+        let mut row = vec![0.0; scores.len()];
+        order.iter().skip(n).for_each(|&token| row[token] = f32::NEG_INFINITY);
+        mask.extend(row);
+    }
+    tensor(|| Tensor::from_vec(mask, (scores.len(), keys.dim(0)?), &Device::Cpu))
 }
 
 /// Refuses a view whose planes are not kept.
@@ -375,6 +405,7 @@ impl Head {
             recent_values: vec![f16::ZERO; BUFFER_TOKENS * head_dim],
             pages: (0..capacity / G).map(|_| None).collect(),
             chosen: None,
+            snap: SnapScores::default(),
         }
     }
 
@@ -389,24 +420,32 @@ impl Head {
     ) -> Result<Vec<usize>> {
         let visible = visible_pages(position);
         let chosen = match (step.pages, &self.chosen) {
-            (Pages::All, _) => return Ok((0..visible).collect()),
+            (Pages::All | Pages::Tokens(_), _) => return Ok((0..visible).collect()),
             (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
             (Pages::Window(n), _) => window_pages(visible, n),
             // Scores need quantised keys; without them the newest pages are read.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
-            (Pages::Best(n), _) => {
-                let queries = tensor(|| query.to_vec2::<f32>())?;
-                let mut bounds = Vec::with_capacity(visible);
-                for page in 0..visible {
-                    let params = &self.quantised(page)?.key_params;
-                    let best = queries.iter().map(|query| page_bound(query, params, rounding));
-                    bounds.push(best.fold(f32::NEG_INFINITY, f32::max));
+            (Pages::Best(n), _) => select_pages(&self.bounds(visible, query, rounding)?, n),
+            (Pages::Snap { pages: n, .. }, _) => {
+                if step.choose_pages && self.snap.is_due(step.pages, visible) && upper {
+                    self.snap.refreshed = self.bounds(visible, query, rounding)?;
                 }
-                select_pages(&bounds, n)
+                return Ok(snap_pages(self.snap.current(), visible, n));
             }
         };
         self.chosen = Some(chosen.clone());
         Ok(chosen)
+    }
+
+    /// The largest bound of the group's scores in each visible page.
+    fn bounds(&self, visible: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<f32>> {
+        let queries = tensor(|| query.to_vec2::<f32>())?;
+        let bound = |page| {
+            let params = &self.quantised(page)?.key_params;
+            let best = queries.iter().map(|query| page_bound(query, params, rounding));
+            Ok(best.fold(f32::NEG_INFINITY, f32::max))
+        };
+        (0..visible).map(bound).collect()
     }
 
     fn stored(&self, page: usize) -> Result<&Stored> {
@@ -515,6 +554,10 @@ impl Network for ReferenceBackend {
         &self.config
     }
 
+    fn reads_tokens(&self) -> bool {
+        true
+    }
+
     fn embed(&mut self, pass: &Pass) -> Result<()> {
         let tokens: Vec<u32> = match pass {
             Pass::Step(step) => {
@@ -528,6 +571,7 @@ impl Network for ReferenceBackend {
                 if block.start == 0 {
                     self.blocks.clear();
                 }
+                self.last.clear();
                 block.prompt[block.start..block.start + block.rows].to_vec()
             }
         };
@@ -566,6 +610,11 @@ impl Network for ReferenceBackend {
                 let positions = block.start..block.start + block.rows;
                 let places: Vec<(usize, usize)> = positions.map(|position| (position, block.prompt.len())).collect();
                 let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &places)?;
+                if self.options.page_masses {
+                    let rows = tensor(|| q.to_vec2::<f32>())?;
+                    self.last.extend(places.iter().map(|&(position, _)| position).zip(rows));
+                    self.last.drain(..self.last.len().saturating_sub(SNAP_QUERIES));
+                }
                 let earlier = self.scratch.take().filter(|_| block.start > 0);
                 self.scratch = Some(match earlier {
                     None => (k, v),
@@ -624,13 +673,23 @@ impl Network for ReferenceBackend {
         };
         let head_dim = self.config.head_dim;
         let options = self.options.clone();
+        let last = std::mem::take(&mut self.last);
+        let group = self.config.group();
         for kv_head in 0..self.config.kv_heads {
             let of_head = |all: &Tensor| -> Result<Vec<f32>> {
                 tensor(|| all.narrow(1, kv_head * head_dim, head_dim)?.flatten_all()?.to_vec1())
             };
             let keys = halves(&of_head(&keys)?, "keys", layer)?;
             let values = halves(&of_head(&values)?, "values", layer)?;
+            let heads = || (kv_head * group..(kv_head + 1) * group).map(|head| head * head_dim..(head + 1) * head_dim);
+            let queries: Vec<(usize, &[f32])> =
+                last.iter().flat_map(|(position, q)| heads().map(|head| (*position, &q[head]))).collect();
             let head = &mut self.slot(slot)?.heads[layer][kv_head];
+            if options.page_masses {
+                let masses = page_masses(&queries, &keys, visible_pages(tokens));
+                let prompt = masses.into_iter().map(|mass| mass as f32).collect();
+                head.snap = SnapScores { prompt, ..SnapScores::default() };
+            }
             for page in 0..tokens / G {
                 let span = page * G * head_dim..(page + 1) * G * head_dim;
                 head.keep(page, keys[span.clone()].to_vec(), values[span].to_vec(), head_dim, &options)?;
@@ -713,7 +772,8 @@ impl TokenSampler for ReferenceBackend {
 
     fn first(&mut self, turn: &Turn) -> Result<u32> {
         let logits = self.logits(0)?;
-        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        let logits = turn.allowed(&logits, &[])?;
+        check_left(&logits)?;
         Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
@@ -723,7 +783,7 @@ impl TokenSampler for ReferenceBackend {
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
             let drafted = self.window(row.slot, row.offset + 1)?;
-            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
+            let logits = turn.allowed(&logits, &drafted[1..])?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -751,9 +811,8 @@ impl TokenSampler for ReferenceBackend {
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let history = turn.history.as_deref();
             let logits: Vec<Cow<[f32]>> =
-                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+                of_turn.map(|(row, logits)| turn.allowed(logits, &drafted[..row.offset])).collect::<Result<_>>()?;
             let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }

@@ -2,10 +2,12 @@
 
 use crate::network::{DraftConfig, Step};
 use quantspec_core::Result;
-use quantspec_core::penalty::History;
+use quantspec_core::grammar::{self, Constraint};
+use quantspec_core::penalty::{History, penalised};
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// One slot's part of a round.
@@ -32,6 +34,8 @@ pub struct Turn {
     pub sampler: Sampler,
     /// The committed text, if the sampler has penalties.
     pub history: Option<Arc<History>>,
+    /// What may follow the committed answer, where a grammar says so.
+    pub constraint: Option<Arc<Constraint>>,
     /// The caller reads [`TokenSampler::logits`] of the turn's rows after they are judged.
     pub reads_logits: bool,
 }
@@ -50,6 +54,7 @@ impl Turn {
             q: DraftDistribution::Kept,
             sampler,
             history: None,
+            constraint: None,
             reads_logits: false,
         }
     }
@@ -57,6 +62,31 @@ impl Turn {
     /// Returns true if the network drafts a token after the one at `offset` of the window.
     pub fn drafts(&self, offset: usize) -> bool {
         !self.copied && self.gamma > offset
+    }
+
+    /// Returns true if tokens may be forbidden. Then all logits of a row may be −∞ though the network's are finite.
+    pub fn forbids(&self) -> bool {
+        self.constraint.is_some()
+            || self.history.as_ref().is_some_and(|history| history.penalties().no_repeat_ngram > 0)
+    }
+
+    /// Returns true if tokens may be chosen from other logits than the network's.
+    pub fn changes_logits(&self) -> bool {
+        self.constraint.is_some() || self.history.is_some()
+    }
+
+    /// The logits `[vocab]` that the token after `drafted` ones is chosen from: those given, penalised and masked.
+    ///
+    /// # Errors
+    /// Those of [`Constraint::mask`].
+    pub fn allowed<'a>(&self, logits: &'a [f32], drafted: &[u32]) -> Result<Cow<'a, [f32]>> {
+        let mut logits = penalised(logits, self.history.as_deref(), drafted);
+        if let Some(constraint) = &self.constraint
+            && let Some(mask) = constraint.mask(drafted)?
+        {
+            grammar::apply(logits.to_mut(), &mask);
+        }
+        Ok(logits)
     }
 
     /// Records the logit margin of the token just drafted. Ends the draft if acceptance of all its tokens has become unlikely
@@ -75,7 +105,7 @@ impl Turn {
 /// Chooses and judges tokens after [`crate::network::Network::head`], on the device that holds the logits.
 pub trait TokenSampler: Send {
     /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before
-    /// penalties and warpers. After [`TokenSampler::judge`] they are valid for turns with [`Turn::reads_logits`]; after
+    /// penalties, masks and warpers. After [`TokenSampler::judge`] they are valid for turns with [`Turn::reads_logits`]; after
     /// [`TokenSampler::first`] for none.
     ///
     /// # Errors
@@ -87,7 +117,8 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if no token can be chosen, and on a GPU if keys or values of the prompt
-    /// overflow f16. On a GPU also [`quantspec_core::ErrorKind::Internal`] if there is no such slot, and device errors.
+    /// overflow f16. [`quantspec_core::ErrorKind::Input`] if penalties and grammar forbid all tokens, or the grammar takes too
+    /// much work. On a GPU also [`quantspec_core::ErrorKind::Internal`] if there is no such slot, and device errors.
     fn first(&mut self, turn: &Turn) -> Result<u32>;
 
     /// Chooses the next token of every row of a draft step and writes it into the window at `row.offset + 1`. Keeps q if the
@@ -95,7 +126,7 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if a row's slot has no turn or its window no room, and on a GPU if
-    /// [`crate::backend::Options::rejection`] is not set. Device errors of a GPU.
+    /// [`crate::backend::Options::rejection`] is not set. Errors of the turns' grammars. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
     /// The logit margin of the slot's last proposed token, from a step with this row alone. Infinite for a token drawn for
@@ -126,7 +157,7 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if no token can be chosen, and on a GPU if keys or values overflowed f16
-    /// after the last check. [`quantspec_core::ErrorKind::Internal`] if rows, drafted tokens or kept distributions do not
+    /// after the last check. [`quantspec_core::ErrorKind::Input`] as of [`TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] if rows, drafted tokens or kept distributions do not
     /// match the turns. Device errors of a GPU.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 }

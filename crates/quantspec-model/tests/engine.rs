@@ -37,6 +37,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,

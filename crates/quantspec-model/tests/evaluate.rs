@@ -20,9 +20,10 @@ fn progress_goes_on_from_the_context_to_the_last_position() {
     for (context, block_rows) in [(0, 16), (50, 16), (50, 256), (118, 16)] {
         let mut backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
         let mut seen = Vec::new();
-        let scored =
-            evaluate(&mut backend, None, &tokens, context, block_rows, &mut |done, total| seen.push((done, total)))
-                .expect("scores");
+        let scored = evaluate(&mut backend, None, &tokens, context, block_rows, &[2], &mut |done, total| {
+            seen.push((done, total))
+        })
+        .expect("scores");
         // Each of three targets prefills the context; the first token after it is only fed.
         let total = 3 * context + scored.positions;
         assert_eq!(scored.positions, 119 - context);

@@ -39,6 +39,7 @@ fn decode(
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,

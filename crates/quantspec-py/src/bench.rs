@@ -11,7 +11,7 @@ use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
 use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
-use quantspec_core::weights::GROUP;
+use quantspec_core::weights::{GROUP, SMALL_GROUP};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::path::Path;
 
@@ -32,24 +32,24 @@ fn streamed_weights(checkpoint: &Checkpoint, bytes: impl Fn(Part) -> usize) -> u
         .sum()
 }
 
-/// Bytes of a matrix in nibbles: both planes, and the upper one.
-fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
-    let (rows, columns) = checkpoint.shape(part);
-    let groups = rows * columns.div_ceil(GROUP);
-    (groups * (GROUP + PARAMS), groups * (GROUP / 2 + PARAMS))
+/// Bytes of a matrix in nibbles, in groups of `group`: both planes, and the upper one.
+fn nibble_bytes((rows, columns): (usize, usize), group: usize) -> (usize, usize) {
+    let groups = rows * columns.div_ceil(group);
+    (groups * (group + PARAMS), groups * (group / 2 + PARAMS))
 }
 
-/// `traffic(model, start, tokens, weights)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
+/// `traffic(model, start, tokens, weights, device)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
 /// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
-#[pyo3(signature = (model, start, tokens, weights, *, described=false))]
+#[pyo3(signature = (model, start, tokens, weights, device, *, described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     model: &str,
     start: usize,
     tokens: usize,
     weights: &str,
+    device: &str,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
@@ -59,14 +59,19 @@ pub(crate) fn traffic<'py>(
     let positions = start..start + tokens.max(1);
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
-    let upper = |part: Part| nibble_bytes(&checkpoint, part).1;
+    let cpu = device == "cpu";
+    let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
+    // Matrices of which target and draft always read both planes: on a CPU also the values of 4-bit weights.
+    let sensitive = |part: Part| match part {
+        Part::Layer(_, LayerPart::V) => cpu && weights == TargetWeights::Int4,
+        part => part == Part::Head,
+    };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int4 if part != Part::Head => upper(part),
-        TargetWeights::Int8 | TargetWeights::Int4 => nibble_bytes(&checkpoint, part).0,
+        TargetWeights::Int4 if !sensitive(part) => nibbles(part).1,
+        TargetWeights::Int8 | TargetWeights::Int4 => nibbles(part).0,
     };
-    // The draft's head is the target's.
-    let draft = |part: Part| if part == Part::Head { target(part) } else { upper(part) };
+    let draft = |part: Part| if sensitive(part) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
@@ -106,6 +111,7 @@ pub(crate) fn planned(
         draft_weights: "int4",
         draft_pages: None,
         page_choice,
+        draft_refresh: 0,
         accept,
         gamma: None,
         capacity,

@@ -2,6 +2,7 @@
 
 use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
+use crate::grammar::PyGrammar;
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -30,12 +31,12 @@ const LOOK_EVERY: Duration = Duration::from_micros(200);
 const SHOW_EVERY: Duration = Duration::from_millis(50);
 
 /// Exception of a signal handler or a callback, kept until the current operation has ended.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Raised(Arc<Mutex<Option<PyErr>>>);
 
 impl Raised {
     /// Keeps the first exception. Returns the error that ends the operation.
-    fn keep(&self, error: PyErr) -> Error {
+    pub(crate) fn keep(&self, error: PyErr) -> Error {
         self.place().get_or_insert(error);
         Error::interrupted()
     }
@@ -287,7 +288,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -305,6 +306,7 @@ impl PyEngine {
         draft_weights: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
@@ -326,6 +328,7 @@ impl PyEngine {
             draft_weights,
             draft_pages,
             page_choice,
+            draft_refresh,
             accept,
             gamma,
             capacity,
@@ -429,7 +432,7 @@ impl PyEngine {
     }
 
     #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens, repetition_penalty=1.0, frequency_penalty=0.0,
-        presence_penalty=0.0, no_repeat_ngram=0, logprobs=None))]
+        presence_penalty=0.0, no_repeat_ngram=0, logprobs=None, grammar=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add(
         &self,
@@ -446,6 +449,7 @@ impl PyEngine {
         presence_penalty: f32,
         no_repeat_ngram: usize,
         logprobs: Option<usize>,
+        grammar: Option<Py<PyAny>>,
     ) -> PyResult<usize> {
         if prompt.len() > self.prompt_capacity {
             return Err(to_python(Error::does_not_fit(
@@ -456,11 +460,15 @@ impl PyEngine {
         let penalties = Penalties::new(repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram);
         let penalties = penalties.map_err(to_python)?;
         let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?.penalised(penalties);
+        let grammar = grammar.map(|answer| PyGrammar::boxed(answer, self.raised.clone()));
         self.run(py, |device| {
             on_device!(device, engine => {
                 let slot = engine.add(&prompt, sampler, max_new_tokens)?;
                 if let Some(top) = logprobs {
                     engine.want_logprobs(slot, top)?;
+                }
+                if let Some(grammar) = grammar {
+                    engine.constrain(slot, grammar)?;
                 }
                 Ok(slot)
             })
@@ -524,7 +532,7 @@ impl PyEngine {
     }
 
     /// Changes the method; policy and statistics restart.
-    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", gamma=None))]
+    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", draft_refresh=0, gamma=None))]
     fn configure(
         &self,
         py: Python<'_>,
@@ -532,6 +540,7 @@ impl PyEngine {
         kv_target: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         gamma: Option<usize>,
     ) -> PyResult<()> {
         if !self.every_view {
@@ -545,6 +554,7 @@ impl PyEngine {
             method,
             draft_pages,
             page_choice,
+            draft_refresh,
             gamma,
             // Weights and sizes do not depend on the method.
             weights: "checkpoint",

@@ -7,6 +7,7 @@ mod device;
 mod engine;
 mod errors;
 mod evaluate;
+mod grammar;
 mod machine;
 mod options;
 mod plan;
@@ -18,6 +19,7 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
     use pyo3::types::{PyDict, PyList, PyString};
+    use quantspec_core::config::Pages;
     use quantspec_model::cache_file::CachedFile;
     use quantspec_model::draft::{Entry, METHODS, Source};
     use quantspec_model::gguf::{Element, Gguf, Value};
@@ -111,7 +113,16 @@ mod _native {
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
-            out.set_item("window", method.window())?;
+            let own = method.own_pages();
+            out.set_item("pages", own.and_then(Pages::count))?;
+            out.set_item(
+                "page_choice",
+                match own {
+                    Some(Pages::Window(_)) => Some("window"),
+                    Some(Pages::Snap { .. }) => Some("snap"),
+                    None | Some(Pages::All | Pages::Best(_) | Pages::Tokens(_)) => None,
+                },
+            )?;
             out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;
             Ok(out)
         };

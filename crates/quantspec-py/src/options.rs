@@ -42,6 +42,8 @@ pub(crate) struct Request<'a> {
     pub(crate) draft_weights: &'a str,
     pub(crate) draft_pages: Option<DraftPages>,
     pub(crate) page_choice: &'a str,
+    /// New pages after which a draft of `snapkv` chooses again; 0 is never.
+    pub(crate) draft_refresh: usize,
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
@@ -78,6 +80,7 @@ pub(crate) fn of_draft(target: &Options) -> Options {
     // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
+        page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
         ..target.clone()
@@ -131,13 +134,20 @@ impl Request<'_> {
             &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
         )?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
-        let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
-        let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let refresh = self.draft_refresh;
+        let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
+        let best: fn(usize, usize) -> Pages = |pages, _| Pages::Best(pages);
+        let window: fn(usize, usize) -> Pages = |pages, _| Pages::Window(pages);
+        let choice = one_of("page_choice", self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
+        let chosen = |count| choice(count, refresh);
         let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let pages = match self.draft_pages {
-            None => vec![Pages::All],
+            None => match method.own_pages() {
+                Some(Pages::Snap { pages, .. }) => vec![snap(pages, refresh)],
+                _ => vec![Pages::All],
+            },
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                let all = method.window().is_none().then_some(Pages::All);
+                let all = method.own_pages().is_none().then_some(Pages::All);
                 all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
@@ -204,6 +214,7 @@ impl Request<'_> {
                 rounding,
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
+                page_masses: self.every_view || needs.page_masses,
                 rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,

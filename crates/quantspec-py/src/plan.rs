@@ -4,7 +4,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, weights_name};
+use crate::options::{DraftPages, Request, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Result;
@@ -16,7 +16,7 @@ use std::path::Path;
 /// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
     pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
@@ -33,6 +33,7 @@ pub(crate) fn plan<'py>(
     draft_weights: &str,
     draft_pages: Option<DraftPages>,
     page_choice: &str,
+    draft_refresh: usize,
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
@@ -48,6 +49,7 @@ pub(crate) fn plan<'py>(
         draft_weights,
         draft_pages,
         page_choice,
+        draft_refresh,
         accept,
         gamma,
         capacity,
@@ -87,19 +89,25 @@ pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> 
 }
 
 /// `fitting(models, …)`: for each model that a config.json describes, the bytes of its weights and draft weights, and the
-/// longest context of one sequence that fits the device, with an engine's defaults. The device is opened once, chosen for the
+/// longest context of one sequence that fits the device, with an engine's defaults and weights kept so. The device is opened once, chosen for the
 /// first model.
 #[pyfunction]
-#[pyo3(signature = (models, *, device))]
-pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
+#[pyo3(signature = (models, *, device, weights))]
+pub(crate) fn fitting(
+    py: Python<'_>,
+    models: Vec<String>,
+    device: &str,
+    weights: &str,
+) -> PyResult<Vec<(usize, usize, usize)>> {
     let request = Request {
-        weights: "checkpoint",
+        weights,
         kv_target: "int8",
         method: "quantspec",
         kv_rounding: "balanced",
         draft_weights: "int4",
         draft_pages: None,
         page_choice: "best",
+        draft_refresh: 0,
         accept: "replay",
         gamma: None,
         capacity: 1,
@@ -123,17 +131,19 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
 }
 
 /// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
-/// model that config.json describes, for sequences of `context` tokens.
+/// model that config.json describes, for sequences of `context` tokens and weights kept so.
 #[pyfunction]
-#[pyo3(signature = (model, *, device, threads, context))]
+#[pyo3(signature = (model, *, device, threads, context, weights))]
 pub(crate) fn rates<'py>(
     py: Python<'py>,
     model: &str,
     device: &str,
     threads: Option<usize>,
     context: usize,
+    weights: &str,
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
+    let kept = target_weights(weights).map_err(to_python)?.unwrap_or_default();
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
@@ -146,11 +156,8 @@ pub(crate) fn rates<'py>(
             }
             None => {
                 let read = 1e9 * quantspec_cpu::read_gb_per_s(threads)?;
-                (
-                    place,
-                    read,
-                    Some(quantspec_cpu::rates::rates(checkpoint.config(), context, threads, &mut interrupted)?),
-                )
+                let config = checkpoint.config();
+                (place, read, Some(quantspec_cpu::rates::rates(config, kept, context, threads, &mut interrupted)?))
             }
         })
     })?;

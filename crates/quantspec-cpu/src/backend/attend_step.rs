@@ -137,49 +137,70 @@ impl CpuBackend {
     /// Chooses the pages of every KV head for a slot's first row; draft steps have one row per slot.
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
-            Pages::All => return Ok(()),
-            Pages::Window(n) | Pages::Best(n) => n,
+            Pages::All | Pages::Tokens(_) => return Ok(()),
+            Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => n,
         };
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
         let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.sizes.shape);
         let (cache, qkv, width, rounding) =
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
-        let chosen = DisjointSlice::new(&mut self.chosen);
+        let (chosen, snapped) = (DisjointSlice::new(&mut self.chosen), DisjointSlice::new(&mut self.snapped));
         self.pool.run(&|thread| {
             let mut bounds = Vec::new();
             for item in share(runs.len() * kv_heads, thread, threads) {
-                let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
+                let ((first, count), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
                 let head = cache.head(row.slot, index, kv_head);
                 // SAFETY: a slot is one run (`runs`), and one of its heads is one item.
-                let (list, visible) = unsafe { &mut chosen.slice(head, 1)[0] };
+                let ((list, visible), snap) =
+                    unsafe { (&mut chosen.slice(head, 1)[0], &mut snapped.slice(head, 1)[0]) };
                 let now = visible_pages(row.position);
+                // Of new pages every row reads those that it sees.
+                let end = match step.pages {
+                    Pages::Snap { .. } => visible_pages(step.rows[first + count - 1].position),
+                    _ => now,
+                };
                 if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
                     // Keeps the last choice, plus pages that became visible after it.
-                    list.extend(*visible as u32..now as u32);
-                    *visible = now;
+                    list.extend(*visible as u32..end as u32);
+                    *visible = end;
                     continue;
                 }
+                let queries = &qkv[first * width + kv_head * group * d..][..group * d];
+                let score = |bounds: &mut Vec<f32>| {
+                    bounds.clear();
+                    let upper = |page| cache.upper(head, page);
+                    bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
+                };
                 let pages = match step.pages {
                     // Scores need quantised keys; without them the newest pages are read.
                     Pages::Best(_) if cache.planes().upper => {
-                        let queries = &qkv[first * width + kv_head * group * d..][..group * d];
-                        bounds.clear();
-                        let upper = |page| cache.upper(head, page);
-                        bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
+                        score(&mut bounds);
                         best_pages(&bounds, n)
+                    }
+                    Pages::Snap { .. } => {
+                        if step.choose_pages && snap.is_due(step.pages, now) && cache.planes().upper {
+                            score(&mut snap.refreshed);
+                        }
+                        let scores = snap.current();
+                        let mut pages = best_pages(&scores[..scores.len().min(now)], n);
+                        pages.extend(scores.len()..end);
+                        pages
                     }
                     _ => quantspec_core::attend::window_pages(now, n),
                 };
                 list.clear();
                 list.extend(pages.into_iter().map(|page| page as u32));
-                *visible = now;
+                *visible = end;
             }
         })
     }
 
     pub(super) fn attend_step(&mut self, index: usize, step: &Step) -> Result<()> {
         self.cache.check(step.view)?;
+        if let Pages::Tokens(n) = step.pages {
+            return self.attend_tokens(index, step, n);
+        }
         let runs = CpuBackend::runs(step)?;
         self.choose_pages(index, step, &runs)?;
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());

@@ -6,6 +6,7 @@ use crate::cache::{Cache, Slot};
 use crate::memory::DisjointSlice;
 use crate::pool::share;
 use crate::quantize;
+use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::G;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
@@ -128,6 +129,7 @@ impl KvCache for CpuBackend {
             list.clear();
             *visible = 0;
         }
+        self.snapped.iter_mut().skip(slot * heads).take(heads).for_each(|scores| *scores = SnapScores::default());
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

@@ -11,6 +11,7 @@ use crate::memory::DisjointSlice;
 use crate::pool::share;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
+use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::{G, buffer_slot};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::config::Weights;
@@ -257,6 +258,10 @@ impl Network for CpuBackend {
         &self.config
     }
 
+    fn reads_tokens(&self) -> bool {
+        true
+    }
+
     fn embed(&mut self, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => self.embed_step(step),
@@ -330,6 +335,13 @@ impl Network for CpuBackend {
                 let at = self.cache.ring_at(first + kv_head, page);
                 let ring = &mut self.cache.ring[at..at + self.cache.sizes.shape.full_len()];
                 self.prompt.copy(kv_head, page * G..tokens.min((page + 1) * G), ring);
+            }
+        }
+        if self.options.page_masses {
+            let (masses, pages) = self.prompt(|prompt, machine, _, _| prompt.page_masses(machine, tokens))?;
+            for kv_head in 0..kv_heads {
+                let prompt = masses[kv_head * pages..(kv_head + 1) * pages].to_vec();
+                self.snapped[first + kv_head] = SnapScores { prompt, ..SnapScores::default() };
             }
         }
         let place = |item: usize| {

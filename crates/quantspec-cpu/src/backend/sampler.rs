@@ -1,8 +1,7 @@
 //! Choosing and judging tokens on the host.
 
 use super::CpuBackend;
-use quantspec_core::penalty::penalised;
-use quantspec_core::sample::{Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_left, choose};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Step, TokenSampler, Turn};
@@ -19,8 +18,8 @@ impl TokenSampler for CpuBackend {
     }
 
     fn first(&mut self, turn: &Turn) -> Result<u32> {
-        let logits = penalised(&self.rows.logits[..self.config.vocab], turn.history.as_deref(), &[]);
-        check_finite(&logits)?;
+        let logits = turn.allowed(&self.rows.logits[..self.config.vocab], &[])?;
+        check_left(&logits)?;
         Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
@@ -34,7 +33,7 @@ impl TokenSampler for CpuBackend {
             let logits = &self.rows.logits[j * vocab..(j + 1) * vocab];
             let window = &mut self.windows[row.slot];
             let drafted = window.get(1..row.offset + 1).unwrap_or_default();
-            let logits = penalised(logits, turn.history.as_deref(), drafted);
+            let logits = turn.allowed(logits, drafted)?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             window.resize(window.len().max(row.offset + 2), 0);
             window[row.offset + 1] = token;
@@ -66,9 +65,9 @@ impl TokenSampler for CpuBackend {
             let rows: Vec<Cow<[f32]>> = rows
                 .map(|(j, row)| {
                     let before = drafted.get(..row.offset).unwrap_or(drafted);
-                    penalised(&self.rows.logits[j * vocab..(j + 1) * vocab], turn.history.as_deref(), before)
+                    turn.allowed(&self.rows.logits[j * vocab..(j + 1) * vocab], before)
                 })
-                .collect();
+                .collect::<Result<_>>()?;
             let rows: Vec<&[f32]> = rows.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)?);
         }

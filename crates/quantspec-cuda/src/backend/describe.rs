@@ -37,6 +37,8 @@ pub(super) struct StepLayout {
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
     pub(super) choices: u64,
     pub(super) choosing: usize,
+    /// How many of them are scored before.
+    pub(super) scoring: usize,
     pub(super) choosing_pages: usize,
     /// The step drafts, so its error flag is not read.
     pub(super) drafts: bool,
@@ -105,7 +107,10 @@ impl CudaBackend {
                 step.view, self.options.planes
             )));
         }
-        let choices = self.choose_lists(step)?;
+        if matches!(step.pages, Pages::Tokens(_)) {
+            return Err(Error::internal(format!("pages {:?} of a step on a GPU", step.pages)));
+        }
+        let (choices, scoring) = self.choose_lists(step)?;
         let with_lists = step.pages != Pages::All;
         for row in rows {
             if row.offset >= self.sampling.pitch() || row.position / G > self.slot(row.slot)?.pages.len() {
@@ -139,7 +144,7 @@ impl CudaBackend {
         }
         layout.cos_sin = base + writer.put(&angles)? as u64;
         layout.choices = base + writer.put(&choices)? as u64;
-        layout.choosing = choices.len();
+        (layout.choosing, layout.scoring) = (choices.len(), scoring);
         // Rounded up, so that rounds share a graph while a text grows by a few pages. Pages beyond a sequence's own are not
         // scored.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
@@ -164,9 +169,10 @@ impl CudaBackend {
     /// Everything that determines a step's kernels, grids and addresses.
     pub(super) fn step_key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
-            Pages::All => (0, 0),
+            Pages::All | Pages::Tokens(_) => (0, 0),
             Pages::Window(n) => (1, n),
             Pages::Best(n) => (2, n),
+            Pages::Snap { pages: n, .. } => (3, n),
         };
         key.extend([
             STEP,
@@ -179,6 +185,7 @@ impl CudaBackend {
             layout.cos_sin,
             layout.choices,
             layout.choosing as u64,
+            layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
         for (pass, places) in layout.passes.iter().zip(&layout.places) {

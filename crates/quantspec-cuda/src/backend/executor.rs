@@ -69,6 +69,10 @@ impl CudaBackend {
     fn describe_round<'a>(&mut self, round: &'a Round) -> Result<Described<'a>> {
         let manner = self.sampling.learn(round.turns)?;
         self.stage()?;
+        // With a grammar every step is a round of its own (`forward::draft`).
+        for step in round.drafts().chain(round.verification()) {
+            self.sampling.learn_masks(step.rows, round.turns)?;
+        }
         let (mut at, mut layouts, mut turns) = (0, Vec::new(), 0);
         for step in round.drafts() {
             layouts.push(StepLayout { drafts: true, ..self.describe(&step, &mut at)? });
@@ -156,7 +160,8 @@ impl CudaBackend {
     fn round_key(&self, described: &Described) -> Vec<u64> {
         let Described { round, layouts, turns, manner } = described;
         let judged = if round.verification().is_some() { round.turns.len() } else { 0 };
-        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1 | u64::from(manner.penalises) << 2;
+        let Manner { warm, rejects, penalises, masks } = *manner;
+        let how = [warm, rejects, penalises, masks].iter().rev().fold(0, |how, &one| how << 1 | u64::from(one));
         let mut key = vec![*turns, judged as u64, how, self.sampling.draft_address()];
         for (step, layout) in round.drafts().chain(round.verification()).zip(layouts) {
             self.step_key(&step, layout, &mut key);

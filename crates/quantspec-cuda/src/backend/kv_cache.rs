@@ -21,6 +21,31 @@ pub(super) struct Slot {
     pub(super) pages: Vec<i32>,
     /// The list its draft reads, unless it reads all pages.
     pub(super) chosen: Option<Chosen>,
+    pub(super) snapped: Snapped,
+}
+
+/// Pages that have scores to choose by, of a draft of `Pages::Snap`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Snapped {
+    /// Those that the prompt's end sees.
+    pub(super) of_prompt: usize,
+    /// Those that were visible at the last refresh; 0 before the first.
+    pub(super) refreshed: usize,
+}
+
+impl Snapped {
+    /// What a row that sees `visible` pages chooses among, whether by a refresh, and whether that is this row's: core's `SnapScores`.
+    fn choose(&mut self, pages: Pages, visible: usize, refreshes: bool) -> (usize, bool, bool) {
+        if self.refreshed > visible {
+            self.refreshed = 0;
+        }
+        let current = |own: &Snapped| if own.refreshed > 0 { own.refreshed } else { own.of_prompt };
+        let due = refreshes && pages.is_stale(current(self), visible);
+        if due {
+            self.refreshed = visible;
+        }
+        (current(self).min(visible), self.refreshed > 0, due)
+    }
 }
 
 /// The cache: pools `[layer][page][kv head]`, rings `[layer][slot][kv head]`.
@@ -139,27 +164,42 @@ impl CudaBackend {
         n.clamp(2, self.lists.pitch)
     }
 
-    /// The lists of pages that a draft step chooses, and for which rows. Records what each slot reads from now on.
-    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
-        let n = match step.pages {
-            Pages::All => return Ok(Vec::new()),
-            Pages::Window(n) | Pages::Best(n) => self.listed(n),
-        };
-        let mut choices = Vec::new();
+    /// The lists of pages that a draft step chooses, and for which rows; first the choices whose pages are scored, and their
+    /// number. Records what each slot reads from now on.
+    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<(Vec<Choice>, usize)> {
+        let Some(n) = step.pages.count().map(|n| self.listed(n)) else { return Ok((Vec::new(), 0)) };
+        let slots = self.options.slots;
+        let (scores, refreshes) = (self.cache.upper.is_some(), step.choose_pages && self.masses.is_some());
+        let (mut scoring, mut others) = (Vec::new(), Vec::new());
         for (index, row) in step.rows.iter().enumerate() {
             let visible = visible_pages(row.position);
             let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));
             };
             if step.choose_pages || slot.chosen.is_none() {
+                let (scored, refreshed, anew) = match step.pages {
+                    Pages::Snap { .. } => slot.snapped.choose(step.pages, visible, refreshes && scores),
+                    Pages::Best(_) => (visible, false, scores),
+                    Pages::All | Pages::Window(_) | Pages::Tokens(_) => (visible, false, false),
+                };
+                let listed = n.min(scored) + visible - scored;
                 // A list of all pages is not needed.
-                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
+                slot.chosen = (visible > listed).then_some(Chosen { listed, visible });
                 if slot.chosen.is_some() {
-                    choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
+                    let choice = Choice {
+                        row: index as i32,
+                        slot: row.slot as i32,
+                        pages: visible as i32,
+                        scored: scored as i32,
+                        scores: (row.slot + if refreshed { slots } else { 0 }) as i32,
+                    };
+                    if anew { &mut scoring } else { &mut others }.push(choice);
                 }
             }
         }
-        Ok(choices)
+        let count = scoring.len();
+        scoring.extend(others);
+        Ok((scoring, count))
     }
 }
 
@@ -178,7 +218,7 @@ impl KvCache for CudaBackend {
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
         // Stored before the fallible part: closing the slot then frees the pages.
-        *place = Some(Slot { pages: pages.clone(), chosen: None });
+        *place = Some(Slot { pages: pages.clone(), chosen: None, snapped: Snapped::default() });
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // Clears flags of interrupted work, which do not concern the new sequence.
             self.sampling.clear_flag()?;

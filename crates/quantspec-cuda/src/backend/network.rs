@@ -1,7 +1,7 @@
 //! The network's operations on the rows of a step.
 
 use super::CudaBackend;
-use super::kv_cache::page_shared;
+use super::kv_cache::{Snapped, page_shared};
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
@@ -229,20 +229,20 @@ impl CudaBackend {
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
-            let (n, scores) = match step.pages {
+            let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
-                Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
-                Pages::Best(n) | Pages::Window(n) => (n, 0),
-                Pages::All => (0, 0),
+                Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
+                Pages::Snap { .. } => self.masses.as_ref().map_or(0, |masses| masses.of_layer(layer)),
+                Pages::All | Pages::Best(_) | Pages::Window(_) | Pages::Tokens(_) => 0,
             };
             let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
             unsafe {
                 self.attend.choose(
                     layout.choices,
-                    layout.choosing,
+                    [layout.choosing, layout.scoring],
                     layout.choosing_pages,
-                    self.listed(n),
+                    self.listed(step.pages.count().unwrap_or(0)),
                     space.q.at(0),
                     scores,
                     &cache,
@@ -345,6 +345,11 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => self.step_attend(layer, step),
             Pass::Prefill(block) => {
+                let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
+                if let Some(masses) = &mut self.masses {
+                    // SAFETY: as below.
+                    unsafe { masses.take_in(block, q, kv)? };
+                }
                 let prompt = &self.prompt;
                 // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
                 unsafe {
@@ -456,6 +461,10 @@ impl Network for CudaBackend {
                 self.sampling.flag(),
             ];
             self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+        }
+        let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
+        if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {
+            slot.snapped = Snapped { of_prompt, refreshed: 0 };
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![

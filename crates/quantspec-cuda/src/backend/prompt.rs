@@ -5,6 +5,7 @@ use super::network::NORM_THREADS;
 use super::workspace::kept_bytes;
 use crate::args;
 use crate::device::{Buffer, Launch};
+use crate::masses::PageMasses;
 use crate::prefill::padded;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
@@ -57,6 +58,7 @@ impl CudaBackend {
         self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
         self.overwritten |= self.prompt.borrows.contains(&true);
         self.prompting = true;
+        self.masses.iter_mut().for_each(PageMasses::clear);
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
         let half = self.config.head_dim / 2;
         let mut angles = vec![0.0f32; block.rows * half * 2];

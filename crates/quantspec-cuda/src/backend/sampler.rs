@@ -2,14 +2,14 @@
 
 use super::CudaBackend;
 use super::describe::DeviceRow;
-use crate::flags::check_flag;
+use crate::flags::{check_choice, check_flag};
 use quantspec_core::Result;
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Step, TokenSampler, Turn};
 
-/// Returns true if penalties would overwrite logits that the caller reads.
+/// Returns true if penalties or masks would overwrite logits that the caller reads.
 pub(super) fn keeps_logits(turns: &[Turn]) -> bool {
-    turns.iter().any(|turn| turn.reads_logits) && turns.iter().any(|turn| turn.history.is_some())
+    turns.iter().any(|turn| turn.reads_logits) && turns.iter().any(Turn::changes_logits)
 }
 
 impl CudaBackend {
@@ -29,7 +29,7 @@ impl CudaBackend {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
         self.layout.drafts = false;
-        check_flag(flag)?;
+        check_choice(flag, turns.iter().any(Turn::forbids))?;
         Ok(verdicts)
     }
 }
@@ -54,12 +54,16 @@ impl TokenSampler for CudaBackend {
         let rows = self.step.description.at(0);
         let token = self.sampling.first(turn, rows, self.step.logits.at(0))?;
         self.prompting = false;
-        check_flag(self.sampling.read()?)?;
+        check_choice(self.sampling.read()?, turn.forbids())?;
         Ok(token)
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
         let manner = self.sampling.learn(turns)?;
+        // Those of a round were told before it was queued.
+        if self.ahead.is_none() {
+            self.sampling.learn_masks(step.rows, turns)?;
+        }
         for row in step.rows {
             self.sampling.drafts(row.slot, row.offset);
         }
@@ -83,6 +87,7 @@ impl TokenSampler for CudaBackend {
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let manner = self.sampling.learn(turns)?;
+        self.sampling.learn_masks(step.rows, turns)?;
         self.keep_logits(step.rows.len(), turns)?;
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;

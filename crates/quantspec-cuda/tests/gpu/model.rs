@@ -54,6 +54,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: true,
+        page_masses: true,
         step_rows: slots * 17,
         block_rows: 256,
         threads: 1,

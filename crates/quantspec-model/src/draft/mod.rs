@@ -89,6 +89,8 @@ pub struct Needs {
     pub draft_weights: bool,
     /// Room for the distribution of every drafted token, if acceptance is by rejection.
     pub distributions: bool,
+    /// The attention that a prompt's end pays to its pages.
+    pub page_masses: bool,
 }
 
 /// Work of a proposal.
@@ -148,9 +150,8 @@ pub enum Source {
         weights: Weights,
         /// View of the cache that it reads; `None` is the target's.
         view: Option<View>,
-        /// Default number of pages for a method that reads the first page and the newest ones only; `None` if it reads the
-        /// requested pages.
-        window: Option<usize>,
+        /// Default pages of a method that chooses them in its own way; `None` if it reads the requested pages.
+        pages: Option<Pages>,
     },
     /// Another checkpoint ([`DraftModel`]), which the loader provides.
     Checkpoint,
@@ -171,21 +172,24 @@ pub struct Entry {
     pub copies: bool,
 }
 
-/// Default pages of `window`: 2,048 tokens cost little compared with a long context.
-const WINDOW_PAGES: usize = 16;
+/// Default pages of `window` and `snapkv`: 2,048 tokens cost little compared with a long context.
+const FIXED_PAGES: usize = 16;
 
-const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), window: None };
-const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), window: None };
-const W4: Source = Source::Model { weights: Weights::Draft, view: None, window: None };
-const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, window: Some(WINDOW_PAGES) };
+const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: None };
+const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), pages: None };
+const W4: Source = Source::Model { weights: Weights::Draft, view: None, pages: None };
+const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, pages: Some(Pages::Window(FIXED_PAGES)) };
+const SNAP: Pages = Pages::Snap { pages: FIXED_PAGES, refresh: 0 };
+const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: Some(SNAP) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 12] = [
+pub const METHODS: [Entry; 14] = [
     Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
     Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
+    Entry { name: "snapkv", about: "pages that the prompt's end attends to", source: SNAPKV, copies: false },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
     Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
     Entry { name: "ar", about: "nothing", source: Source::Nothing, copies: false },
@@ -193,6 +197,7 @@ pub const METHODS: [Entry; 12] = [
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
     Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
+    Entry { name: "snapkv+ngram", about: "snapkv or earlier text", source: SNAPKV, copies: true },
     Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
 ];
 
@@ -207,19 +212,25 @@ impl Entry {
         matches!(self.source, Source::Model { weights: Weights::Draft, .. })
     }
 
-    /// Default number of pages, if these are always the first and the newest.
-    pub fn window(&self) -> Option<usize> {
+    /// Default pages, if the method chooses them in its own way.
+    pub fn own_pages(&self) -> Option<Pages> {
         match self.source {
-            Source::Model { window, .. } => window,
+            Source::Model { pages, .. } => pages,
             Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
         }
     }
 
-    /// Pages to read for a requested choice; methods that read the first and newest pages use its number only.
+    /// Pages to read for a requested choice. Methods that choose in their own way use its number only, and the refresh of
+    /// [`Pages::Snap`].
     pub fn pages(&self, asked: Pages) -> Pages {
-        match (self.window(), asked) {
-            (Some(n), Pages::All) | (Some(_), Pages::Window(n) | Pages::Best(n)) => Pages::Window(n),
-            (None, asked) => asked,
+        match (self.own_pages(), asked.count()) {
+            (None, _) => asked,
+            (Some(own), None) => own,
+            (Some(Pages::Snap { refresh, .. }), Some(pages)) => match asked {
+                Pages::Snap { .. } => asked,
+                _ => Pages::Snap { pages, refresh },
+            },
+            (Some(_), Some(n)) => Pages::Window(n),
         }
     }
 
@@ -260,12 +271,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drafters_have_the_needs_of_their_methods() {
+    fn methods_make_what_they_say() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
             method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
         };
-        let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
+        let needs = |view: Option<View>, draft_weights| {
+            Some(Needs { view, draft_weights, distributions: view.is_some(), page_masses: false })
+        };
         let (upper, both) = (Some(View::Upper), Some(View::Both));
         let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
         for (name, view, weights) in models {
@@ -275,6 +288,9 @@ mod tests {
                 assert_eq!(Entry::named(name).unwrap().takes_draft_weights(), weights, "{name}");
             }
         }
+        let snapkv = Needs { view: upper, draft_weights: true, distributions: true, page_masses: true };
+        assert_eq!(made("snapkv", DraftWeights::Int4), Some(snapkv));
+        assert_eq!(made("snapkv+ngram", DraftWeights::Int4), Some(snapkv));
         assert_eq!(made("ngram", DraftWeights::Int4), needs(None, false));
         assert_eq!(made("ar", DraftWeights::Int4), None);
         assert!(Entry::named("").is_none());
@@ -284,8 +300,19 @@ mod tests {
     fn a_window_always_has_the_first_and_the_newest_page() {
         let window = Entry::named("window").unwrap();
         let pages = [Pages::All, Pages::Best(3), Pages::Window(5)].map(|asked| window.pages(asked));
-        assert_eq!(pages, [Pages::Window(WINDOW_PAGES), Pages::Window(3), Pages::Window(5)]);
+        assert_eq!(pages, [Pages::Window(FIXED_PAGES), Pages::Window(3), Pages::Window(5)]);
         assert_eq!(window.draft_config(View::Full).unwrap().view, View::Full);
         assert_eq!(Entry::named("w4").unwrap().pages(Pages::Best(3)), Pages::Best(3));
+    }
+
+    #[test]
+    fn snapkv_keeps_its_choice_for_any_number_of_pages() {
+        let snap = |pages, refresh| Pages::Snap { pages, refresh };
+        let method = Entry::named("snapkv").unwrap();
+        let asked = [Pages::All, Pages::Best(3), Pages::Window(5), snap(7, 2)];
+        assert_eq!(asked.map(|asked| method.pages(asked)), [snap(FIXED_PAGES, 0), snap(3, 0), snap(5, 0), snap(7, 2)]);
+        let stale = |refresh| snap(3, refresh).is_stale(10, 14);
+        assert_eq!([0, 1, 4, 5].map(stale), [false, true, true, false]);
+        assert!(!Pages::Best(3).is_stale(10, 14));
     }
 }

@@ -137,7 +137,7 @@ impl<B: Backend> Shared<B> {
 
 impl<B: Backend> Drafter for DraftModel<B> {
     fn needs(&self) -> Needs {
-        Needs { view: None, draft_weights: false, distributions: true }
+        Needs { distributions: true, ..Needs::default() }
     }
 
     fn margins(&self) -> bool {

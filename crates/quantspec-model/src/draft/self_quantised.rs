@@ -3,7 +3,7 @@
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::Weights;
+use quantspec_core::config::{Pages, Weights};
 
 /// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
 /// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
@@ -20,7 +20,8 @@ impl SelfQuantised {
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
         let draft_weights = self.0[0].weights == Weights::Draft;
-        Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
+        let page_masses = self.0.iter().any(|plan| matches!(plan.pages, Pages::Snap { .. }));
+        Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
     }
 
     fn margins(&self) -> bool {
@@ -59,7 +60,7 @@ impl Drafter for SelfQuantised {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Pages, View};
+    use quantspec_core::config::View;
     use quantspec_core::sample::Sampler;
 
     /// Records the configurations it is called with.

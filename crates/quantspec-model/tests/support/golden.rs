@@ -86,6 +86,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
         rejection: false,
+        page_masses: false,
         step_rows: STEP_ROWS,
         block_rows: 16,
         threads: 1,

@@ -1,0 +1,97 @@
+// How much attention the last queries of a prompt pay to its pages (core::attend::page_masses): by this drafts of `Pages::Snap` choose.
+#include "numbers.cuh"
+
+constexpr int PAGE_TOKENS = 128, BATCH = 32;           // queries of a batch; threads of a block are the tokens of a page
+
+// The largest of any values; every lane gets it.
+DEV float warp_largest(float x) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+constexpr float NOTHING = -1e30f;                       // logarithm of an empty sum, whose power of two is 0
+
+// page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) / sqrt(D), of query rows at
+// `position` ..; tokens after a row's position do not count.
+//   q: f16 [rows][kv_heads group][D] of the first row; kv: f16 [token][2 kv_heads D], keys first, up to the last row's position at least.
+//   sums: [kv head][queries][pages], these rows from query `first` on, query = row * group + head of the group.
+//   grid (pages, kv heads), 128 threads.
+template <int D>
+DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries, int kv_heads, int group, float scale) {
+  __shared__ float batch[BATCH][D], parts[BATCH][4];
+  const int token = blockIdx.x * PAGE_TOKENS + threadIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  uint4 key[D / 8] = {};
+  if (token < position + rows) {
+    const uint16_t* from = kv + ((size_t)token * 2 * kv_heads + head) * D;
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) key[i] = ldg_plain(from + i * 8);
+  }
+#pragma unroll 1
+  for (int start = 0; start < rows * group; start += BATCH) {
+    const int count = min(BATCH, rows * group - start);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * D; i += PAGE_TOKENS) {
+      const int query = start + i / D;
+      batch[i / D][i % D] = Half::to_float(q[((size_t)(query / group) * kv_heads * group + head * group + query % group) * D + i % D]) * scale;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int r = 0; r < count; r++) {
+      const float4* row = reinterpret_cast<const float4*>(batch[r]);
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < D / 8; i++) {
+        const float4 low = row[2 * i], high = row[2 * i + 1];
+        uint4 k = key[i];
+        // 256 channels fit the registers as halves only: unpacked ahead of the loop they would not.
+        if constexpr (D > 128) asm volatile("" : "+r"(k.x), "+r"(k.y), "+r"(k.z), "+r"(k.w));
+        const float2 a = unpack_half2(k.x), b = unpack_half2(k.y), c = unpack_half2(k.z), e = unpack_half2(k.w);
+        sum = __fmaf_rn(low.x, a.x, __fmaf_rn(low.y, a.y, __fmaf_rn(low.z, b.x, __fmaf_rn(low.w, b.y, sum))));
+        sum = __fmaf_rn(high.x, c.x, __fmaf_rn(high.y, c.y, __fmaf_rn(high.z, e.x, __fmaf_rn(high.w, e.y, sum))));
+      }
+      const bool seen = token <= position + (start + r) / group;
+      const float most = warp_largest(seen ? sum : NOTHING);
+      const float total = warp_sum(seen ? exp2_fast(sum - most) : 0.f);
+      if (lane == 0) parts[r][warp] = total > 0 ? most + __log2f(total) : NOTHING;
+    }
+    __syncthreads();
+    if (threadIdx.x < count) {
+      const float* part = parts[threadIdx.x];
+      const float most = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+      float total = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) total += exp2_fast(part[i] - most);
+      sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] = most > NOTHING ? most + __log2f(total) : NOTHING;
+    }
+  }
+}
+#define PAGE_SUMS(D)                                                                                                                              \
+  KERNEL __launch_bounds__(PAGE_TOKENS) page_sums_##D(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first,      \
+                                                      int queries, int kv_heads, int group, float scale) {                                        \
+    page_sums<D>(q, kv, sums, rows, position, first, queries, kv_heads, group, scale);                                                            \
+  }
+PAGE_SUMS(64)
+PAGE_SUMS(128)
+PAGE_SUMS(256)
+
+// page_masses(sums, masses, first, queries, pages, visible, pitch): the sum over queries first .. of a page's share of all pages, of the first `visible`
+// pages, into masses [kv head][pitch]. sums as page_sums leaves them. grid (kv heads), 256 threads, shared: a float for each query from `first` on.
+KERNEL __launch_bounds__(256) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
+  extern __shared__ float whole[];
+  const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const float* of_head = sums + ((size_t)blockIdx.x * queries + first) * pages;
+  for (int r = warp; r < count; r += 8) {
+    float most = NOTHING, total = 0;
+    for (int page = lane; page < pages; page += 32) most = fmaxf(most, of_head[(size_t)r * pages + page]);
+    most = warp_largest(most);
+    for (int page = lane; page < pages; page += 32) total += exp2_fast(of_head[(size_t)r * pages + page] - most);
+    total = warp_sum(total);
+    if (lane == 0) whole[r] = most + __log2f(total);
+  }
+  __syncthreads();
+  for (int page = threadIdx.x; page < visible; page += 256) {
+    float mass = 0;
+    for (int r = 0; r < count; r++) mass += exp2_fast(of_head[(size_t)r * pages + page] - whole[r]);
+    masses[(size_t)blockIdx.x * pitch + page] = mass;
+  }
+}

@@ -1,0 +1,204 @@
+"""JSON schemas that answers follow: which tokens may come next, by the package llguidance.
+
+The engine masks the logits of every row by what `Answer.mask` returns, those of drafted rows too. So masks are part of the
+target's distribution, and speculation changes no token.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import files
+from .errors import InputError, UsageError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    import llguidance
+
+    from .engine import Model, Prompt
+
+# Between JSON's tokens: a space, or a line break and its indentation. JSON allows any white space, which a greedy model may
+# write without end.
+_WHITE_SPACE = r"( |\n[ \t]{0,20})"
+_OPTION = "json_schema"
+# Bytes that every JSON may need as tokens of their own.
+_PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
+
+
+def read(path: str) -> str:
+    """The text of a schema's file."""
+    place = Path(path)
+    if not files.is_file(place):
+        what = "does not exist" if files.status(place) is None else "is not a file"
+        raise UsageError(f"{one_line(path)} {what}", "name a file that holds a JSON schema", option=_OPTION)
+    try:
+        return files.read(place).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{one_line(path)} is not UTF-8 at byte {error.start}", "save it as UTF-8", option=_OPTION
+        ) from error
+
+
+def check(model: Model, prompts: Sequence[Prompt], schema: str | None) -> None:
+    """Refuses what the engine would refuse when an answer begins, before weights are loaded."""
+    if schema is not None:
+        model.grammar(schema)
+        for prompt in prompts:
+            check_prompt(prompt)
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """Refuses a prompt whose answer may begin with a thinking block, which no schema allows."""
+    if prompt.thinking is not None and prompt.thinking.on:
+        raise UsageError(
+            "a JSON schema leaves no room for a thinking block",
+            "turn thinking off (--thinking off), or use a model that answers without thinking",
+            option=_OPTION,
+        )
+
+
+class Vocabulary:
+    """A model's tokens as llguidance looks at them."""
+
+    def __init__(self, model: Model) -> None:
+        if find_spec("llguidance") is None:
+            raise UsageError(
+                "JSON schemas need the package llguidance, which is not installed",
+                'install it: pip install "quantspec[schema]"',
+                option=_OPTION,
+            )
+        import llguidance
+
+        self.ends = model.eos
+        if not self.ends:
+            raise UsageError(
+                f"{model.name} names no token that ends a text, so no answer could end where the schema says",
+                "use a model whose config.json or tokenizer names an EOS",
+                option=_OPTION,
+            )
+        tokens, special = model.tokenizer.vocabulary()
+        tokens += [b""] * (max(self.ends) + 1 - len(tokens))
+        known = set(tokens)
+        missing = [chr(byte) for byte in _PUNCTUATION if bytes([byte]) not in known]
+        if missing:
+            raise UsageError(
+                f"the tokenizer of {model.name} has no token for {' '.join(missing)}, so it cannot write every JSON",
+                "use a model whose tokenizer has a token for every byte, as nearly all have",
+                option=_OPTION,
+            )
+        self._inner = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Words(self, model, tokens, sorted(special | self.ends))),
+            eos_token=sorted(self.ends),
+        )
+
+    def compile(self, schema: str) -> Grammar:
+        """The grammar of a schema.
+
+        Raises:
+            UsageError: it cannot be used.
+        """
+        import llguidance
+
+        matcher = llguidance.LLMatcher
+        try:
+            grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
+        except ValueError as error:
+            raise _unusable(str(error)) from error
+        beginning = matcher(self._inner, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False))
+        # The first mask shows what the constructor does not look at.
+        if beginning.is_error() or not any(beginning.compute_bitmask()) or beginning.is_error():
+            raise _unusable(beginning.get_error() or "no text satisfies it")
+        return Grammar(beginning, self.ends)
+
+    def words_of(self, text: str) -> list[int]:
+        """Tokens of a text by their bytes alone, the longest first."""
+        return self._inner.greedy_tokenize(text)
+
+
+def _unusable(why: str) -> UsageError:
+    # What follows the first line are states of the library.
+    why = one_line(why.strip().partition("\n<")[0])
+    if why.startswith("NoExtension"):
+        why = "no text satisfies it"
+    return UsageError(
+        f"the JSON schema cannot be used: {why:.300}",
+        "docs/cli.md says which keywords are supported; leave the others out",
+        option=_OPTION,
+    )
+
+
+class _Words:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary, model: Model, tokens: Sequence[bytes], special: Sequence[int]) -> None:
+        self.eos_token_id = min(model.eos)
+        self.bos_token_id = None
+        self.tokens = tokens
+        self.special_token_ids = special
+        self._vocabulary, self._tokenizer = vocabulary, model.tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Tokens of text that a schema prescribes, as the model knows them. llguidance asks once whether bytes are taken."""
+        if isinstance(text, bytes):
+            raise TypeError
+        ids = self._tokenizer.encode_plain(text)
+        if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode():
+            return ids
+        # SentencePiece puts a space before a word.
+        return self._vocabulary.words_of(text)
+
+
+class Grammar:
+    """A compiled schema."""
+
+    def __init__(self, beginning: llguidance.LLMatcher, ends: Container[int]) -> None:
+        self._beginning, self._ends = beginning, ends
+
+    def begin(self) -> Answer:
+        """An answer without any token."""
+        return Answer(self._beginning, self._ends)
+
+
+class Answer:
+    """A place in a grammar: the end of the committed answer. The engine calls it (`_native.Grammar`)."""
+
+    def __init__(self, beginning: llguidance.LLMatcher, ends: Container[int]) -> None:
+        self._beginning, self._ends = beginning, ends
+        self._matcher = beginning.deep_copy()
+        self._tokens: list[int] = []
+        self._ended = False
+
+    def mask(self, drafted: Sequence[int]) -> bytes | None:
+        """Tokens that may follow the committed answer and drafted tokens, a bit each; None where these are not allowed.
+
+        Raises:
+            InputError: that takes more work than llguidance is given.
+        """
+        if self._ended or any(token in self._ends for token in drafted):
+            return None
+        taken = self._matcher.try_consume_tokens(list(drafted))
+        mask = self._matcher.compute_bitmask() if taken == len(drafted) else None
+        if not self._matcher.is_error():
+            self._matcher.rollback(taken)
+        if self._matcher.is_error():
+            why = one_line(self._matcher.get_error().strip().partition("\n<")[0])
+            # It never leaves that state; drafted tokens must not end the answer.
+            self._matcher = self._beginning.deep_copy()
+            self._matcher.try_consume_tokens(self._tokens)
+            raise InputError(
+                f"the JSON schema takes too much work after {len(self._tokens)} tokens: {why:.300}",
+                "simplify the schema: long patterns and bounds of many thousands are the usual reason",
+            )
+        return mask
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The answer grows; tokens after its end are no part of it."""
+        for token in tokens:
+            if self._ended or token in self._ends:
+                self._ended = True
+                return
+            self._tokens.append(token)
+            self._matcher.try_consume_tokens([token])
