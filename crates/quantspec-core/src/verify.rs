@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_match_is_an_error() {
+    fn mismatched_shapes_are_an_error() {
         let (mut judge, row) = (Judge::new(), vec![0.0, 1.0, 2.0]);
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let kind = |judge: &mut Judge, drafted: &[u32], rows: &[&[f32]], sampler: &Sampler| {

@@ -923,7 +923,7 @@ mod tests {
     }
 
     #[test]
-    fn gemms_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
+    fn gemms_are_those_of_core_s_values_and_rows_do_not_affect_each_other() {
         let mut noise = Noise::new(32);
         // Planes to read, and the largest effect of the activations' rounding.
         let reads = [
@@ -1012,7 +1012,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_that_are_no_numbers_are_seen_in_the_gemms() {
+    fn nan_activations_reach_the_result_of_a_gemm() {
         let k = 3 * GROUP;
         let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {

@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn methods_make_what_they_say() {
+    fn drafters_have_the_needs_of_their_methods() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
             method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
