@@ -81,7 +81,7 @@ def test_snapkv_reads_its_pages_of_the_prompt_and_all_later_ones(refresh: int) -
     # The answer makes one or two pages visible.
     mean = engine.statistics()["draft_pages_mean"] or 0
     assert 2 < mean < 4 if refresh == 0 else mean == 2
-    # In a batch, beside a context that has no page to choose from, and a prompt whose beginning is known.
+    # In a batch, with a context too short to choose pages, and a prompt with a cached prefix.
     prompts = [text + " And then", TEXT]
     assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
 

@@ -234,10 +234,10 @@ class Model:
         return schema.Vocabulary(self)
 
     def grammar(self, json_schema: Mapping[str, Any] | str) -> schema.Grammar:
-        """What answers of this model may be that follow a JSON schema.
+        """The grammar of a JSON schema for answers of this model.
 
         Raises:
-            UsageError: the schema, or the model's tokenizer, cannot be used so.
+            UsageError: the schema, or the model's tokenizer, is not supported.
         """
         text = schema_text(json_schema)
         if text not in self._grammars:

@@ -542,7 +542,7 @@ fn masks_depend_on_the_text_alone() {
     let auto =
         ["quantspec", "draft-model"].map(|method| (Run { auto: true, ..Run::new(method, Pages::All, 12, 2) }, 1));
     let mut runs: Vec<(Run, usize)> = runs.into_iter().step_by(if full() { 1 } else { 5 }).chain(auto).collect();
-    // A text that may not repeat itself leaves prompt lookup little to propose: its first proposals are forbidden ones.
+    // A text that must not repeat itself leaves prompt lookup few proposals: its first ones are forbidden.
     runs.retain(|(run, _)| run.method != "ngram" || run.gamma > 1);
     for entry in &draft::METHODS {
         if !runs.iter().any(|(run, _)| run.method == entry.name) {
@@ -614,7 +614,8 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
     assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
 }
 
-/// What bans leave empty is told as such, on the first token and on later ones, and ends no text of which drafted tokens alone are to blame.
+/// Bans that leave no token are reported as such, on the first token and on later ones. They end no text if only drafted
+/// tokens are affected.
 #[test]
 fn an_answer_without_a_token_left_says_so() {
     use quantspec_core::Error;

@@ -53,7 +53,7 @@ pub struct ReferenceBackend {
     between: Vec<Tensor>,
     /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
-    /// Positions and queries [q_width] of the prompt's last rows in the layer under way, at most [`SNAP_QUERIES`].
+    /// Positions and queries `[q_width]` of the prompt's last rows in the current layer, at most [`SNAP_QUERIES`].
     last: Vec<(usize, Vec<f32>)>,
     logits: Vec<Vec<f32>>,
 }
