@@ -534,7 +534,7 @@ def bench(
     "--draft-pages",
     cls=Lists,
     metavar="LIST",
-    help="Compare ways to choose so many pages for a draft: best, snap, window, and as many of the best single tokens.",
+    help="Compare choices of this many pages for a draft: best, snap, window, and as many single best tokens.",
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
