@@ -118,7 +118,7 @@ def accepted(row: Row) -> str:
 
 
 def planned(row: Row) -> list[str]:
-    """Predicted divided by measured time; empty without a prediction."""
+    """Predicted divided by measured tokens/s; empty without a prediction."""
     if "predicted_tokens_per_s" not in row:
         return []
     return [f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×"]
