@@ -18,7 +18,7 @@
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share a warp's reads of the inputs, two tiles per chunk
+constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
 // Chunks of 17 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
@@ -26,7 +26,7 @@ constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma,
 // NEXT_PARAMS further.
 template <bool PLANES>
 struct DraftLayout {
-  static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = 2 * HALF;
+  static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = DRAFT_CHUNK_TILES * HALF;
   static constexpr int CODES = PLANES ? UPPER_BLOCK : 512, PARAMS = PLANES ? 512 : 1024, NEXT_PARAMS = UPPER_BLOCK, GROUPS = PLANES ? 2 : 1;
 };
 
@@ -381,7 +381,7 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();

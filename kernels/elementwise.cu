@@ -113,15 +113,16 @@ KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int wi
 }
 
 // ---- RMSNorm ----
+constexpr int NORM_THREADS = 512;  // few enough registers to be resident next to a GEMM's block
 //
 // norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y f32 [row][width]; bias, weight
-// f32 [width]. Grid (rows), block 512.
+// f32 [width]. Grid (rows), block NORM_THREADS.
 //
 // A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before the kernel waits for the
 // previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
-  constexpr int WARPS = 16, KEPT = 2;
+  constexpr int WARPS = NORM_THREADS / 32, KEPT = 2;
   __shared__ float sums[WARPS];
   grid_trigger();
   const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
@@ -196,7 +197,7 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
-KERNEL __launch_bounds__(512) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
+KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
                                       int panels) {
   norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }

@@ -9,7 +9,7 @@
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define PLANE_RING(VIEW, PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                       \
-  static_assert(PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "must match hierarchy.rs");  \
+  static_assert(PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
   PLANE_RING_OF(VIEW, PLANES, bf16, CodesBf16, NT, CLUSTER, REGISTERS, PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>) \
   PLANE_RING_OF(VIEW, PLANES, f16, CodesHalf, NT, CLUSTER, REGISTERS, PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define PLANE_RING_OF(VIEW, PLANES, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                                                            \

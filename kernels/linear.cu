@@ -12,7 +12,7 @@
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
-  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "must match linear.rs");                                        \
+  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
   RING_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
   RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
@@ -59,7 +59,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 // linear_{w4,w8}_ring_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be copied; grid, threads and shared memory
 // as above.
 #define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
-  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "must match linear.rs");        \
+  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
   DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
@@ -75,7 +75,7 @@ DRAFT_RINGS(8)
 // linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2 min(tiles, SMs / 2), panels),
 // 640 threads, Wide::BYTES of shared memory.
 #define WIDE(BITS, N, STAGES, SHARED)                                                                                                                          \
-  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED, "must match linear.rs");                                                                               \
+  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                                              \
   KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                                                                                      \
   linear_w##BITS##_wide_##N(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                         \
     wide_product<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                                                                  \

@@ -9,6 +9,8 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
+// Dynamic shared memory: bytes for each channel of a head, and besides.
+constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "hopper.cuh"
@@ -30,6 +32,7 @@ struct Tile {
 template <int D, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2) {
   constexpr int BYTES = Tile<D>::BYTES, PART = Tile<D>::PART, PARTS = Tile<D>::PARTS;
+  static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D && 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);  // barriers; room to align
   extern __shared__ char raw[];
   const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
   const uint32_t q_full = v_at + STAGES * BYTES, k_full = q_full + 8, k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
@@ -176,7 +179,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 }  // namespace wgmma_attention
 
 // prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e)): the suffix is O's type.
-// Grid: ceil(n / 128) * heads; block 384; dynamic shared memory: 5 tiles of 256 D bytes + 72 + 1024.
+// Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above.
 #define ENTRY(D, NAME, T)                                                                                                                           \
   extern "C" __global__ void __launch_bounds__(wgmma_attention::THREADS, 1)                                                                         \
       prefill_attend_##D##_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,    \
@@ -213,6 +216,7 @@ template <int D, class Store>
 DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, Store store) {
   constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;                // blocks of 16 rows of a warp
   constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
+  static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
   const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
@@ -311,7 +315,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 
 // prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): row strides in elements, a head's channels contiguous
 // and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads;
-// block 128; dynamic shared memory 512 D bytes, or 384 D.
+// block 128; dynamic shared memory as above.
 #define ENTRY(D, NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                                             \
       prefill_attend_##D##_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,      \

@@ -29,16 +29,21 @@ struct Config {
   static constexpr int ROWS = 64 * CONSUMERS, TILE_ROWS = ROWS * CLUSTER, BLOCK_K = 64, THREADS = 128 * (CONSUMERS + 1);
   static constexpr int A_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + W_BYTES;
   static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 output staging blocks, per warpgroup
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;  // barriers, alignment
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
 };
 // Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs; slim pairs and single CTAs
 // where wider tiles would leave SMs idle.
-template <class T> using Wide = Config<T, 256, 2, 2, 4>;
-template <class T> using Middle = Config<T, 128, 2, 2, 6>;
-template <class T> using Tall = Config<T, 128, 2, 1, 6>;
-template <class T> using Slim = Config<T, 64, 2, 2, 8>;
-template <class T> using Small = Config<T, 128, 1, 1, 8>;
-template <class T> using Narrow = Config<T, 64, 1, 1, 12>;
+// SHARED bytes of shared memory. build.rs writes these rows down for the launcher.
+#define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED)                      \
+  template <class T> using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;    \
+  static_assert(NAME<Half>::SHARED_BYTES == SHARED);
+TILE(Wide, 256, 2, 2, 4, 230464)
+TILE(Middle, 128, 2, 2, 6, 230496)
+TILE(Tall, 128, 2, 1, 6, 230496)
+TILE(Slim, 64, 2, 2, 8, 230528)
+TILE(Small, 128, 1, 1, 8, 205952)
+TILE(Narrow, 64, 1, 1, 12, 206016)
 
 struct TileIndex {
   int row, column;  // in tiles
@@ -289,7 +294,7 @@ using namespace wgmma_gemm;
 //     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
 //     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group)
 //
-// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: STAGES * STAGE_BYTES + output staging + 16 STAGES + 1024.
+// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: SHARED_BYTES.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
@@ -335,10 +340,13 @@ ENTRIES(f16, Half)
 
 #else
 
+constexpr int MMA_SHARED = 65536;  // bytes of dynamic shared memory
+
 namespace mma_gemm {
 
 // 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through 4 stages (64 KB) filled by cp.async; two CTAs per SM.
 enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4, THREADS = 128, TILE_BYTES = 128 * BLOCK_K * 2, SHARED = STAGES * 2 * TILE_BYTES };
+static_assert(SHARED == MMA_SHARED);
 
 // A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece cover all banks.
 DEV uint32_t place(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
@@ -422,7 +430,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 }  // namespace mma_gemm
 
 // prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch, ...)
-// N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, dynamic shared memory 65,536 bytes.
+// N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared memory.
 #define ENTRIES(NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
       prefill_plain_##NAME(const uint16_t* A, const uint4* W, float* Y, int M, int N, int K, int pitch, int group) {                                 \

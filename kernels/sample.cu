@@ -35,7 +35,7 @@ struct Verdict {
 };
 
 constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
-constexpr int CHUNK = 2048;                       // tokens of a block that chooses
+constexpr int SAMPLE_CHUNK = 2048;                       // tokens of a block that chooses
 constexpr int SAMPLE_THREADS = 256;               // of that block
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
@@ -383,7 +383,7 @@ struct Race {
 //   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's logit margin to the second-best
 //     token (core::sample::choose_with_margin). Under rejection drafts have separate noise, and keep logits and cut in q_logits f32
 //     [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the target's choice.
-//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
+//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
 //
 // Every draft step waits for this kernel, whose code is then in no instruction cache. So the sampler's settings and noise, which do not depend on
 // earlier kernels, are in shared memory before the wait (ptxas would move register values after it). Double-precision logarithms are at a single
@@ -391,13 +391,13 @@ struct Race {
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* margin, uint32_t* flag) {
-  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = CHUNK / SAMPLE_THREADS;   // tokens per thread: quartets, 1,024 apart
+  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;   // tokens per thread: quartets, 1,024 apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
   __shared__ float about[OWN][SAMPLE_THREADS];                               // the noise's approximate contribution; then an upper bound of the score
   __shared__ float scores[OWN][SAMPLE_THREADS];                              // logits; then scores without noise
   grid_trigger();
-  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * CHUNK + own * 4;
+  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_CHUNK + own * 4;
   auto id_of = [&](int i) { return id0 + i / 4 * (4 * SAMPLE_THREADS) + i % 4; };
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];

@@ -277,7 +277,7 @@ def planned(model: str, *, capacity: int, **_options: Any) -> int:
     return capacity
 
 
-def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
     return [(1000, 500, 4096) for _ in models]
 
 

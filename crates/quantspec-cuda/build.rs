@@ -202,6 +202,81 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
     found
 }
 
+/// Tables that kernels and their launchers share: the file, the macro that makes a kernel or a tile of each row, the type of a row in src/shapes.rs, and the
+/// parameters of the macro that are its fields.
+const TABLES: [(&str, &str, &str, &[&str]); 6] = [
+    ("linear.cu", "RING", "Ring", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+    ("linear.cu", "DRAFT_RING", "DraftRing", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
+    ("linear.cu", "WIDE", "Wide", &["BITS", "N", "SHARED"]),
+    ("hierarchy.cu", "PLANE_RING", "PlaneRing", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+    ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "BESIDE", "BLOCK", "STAGE_BYTES", "SHARED"]),
+    ("prefill_gemm.cu", "TILE", "Tile", &["COLUMNS", "CONSUMERS", "CLUSTER", "STAGES", "SHARED"]),
+];
+
+/// Numbers that kernels and their launchers share.
+const NUMBERS: [(&str, &[&str]); 12] = [
+    ("linear.cuh", &["LINEAR_WARPS"]),
+    ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
+    ("attend.cu", &["CHOICE_THREADS"]),
+    ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_CHUNK_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),
+    ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS"]),
+    ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS"]),
+    ("layout.cuh", &["PAGE"]),
+    ("elementwise.cu", &["NORM_THREADS"]),
+    ("prefill_gemm.cu", &["MMA_SHARED"]),
+    (
+        "prefill_attend.cu",
+        &["PROMPT_WGMMA_CHANNEL", "PROMPT_WGMMA_MORE", "PROMPT_MMA_CHANNEL", "PROMPT_MMA_CHANNEL_256"],
+    ),
+    ("numbers.cuh", &["FLAG_CACHE", "FLAG_LOGITS", "FLAG_NO_TOKEN"]),
+    ("quantize.cu", &["FLAG_WEIGHTS"]),
+];
+
+/// The Rust of [`TABLES`] and [`NUMBERS`], read from the kernels' own lines: a row stands on a line of its own, a number in `constexpr TYPE NAME = 1, …;`. A table
+/// is a slice, or a constant for each row where rows have a NAME.
+fn shapes(kernels: &Path) -> String {
+    let mut rust = String::new();
+    for (file, macro_name, row, fields) in TABLES {
+        let source = read(&kernels.join(file));
+        let arguments = |line: &str, before: &str| -> Option<Vec<String>> {
+            let line = line.trim().trim_end_matches('\\').trim().strip_prefix(before)?.strip_prefix('(')?;
+            Some(line.split(')').next()?.split(',').map(|argument| argument.trim().to_owned()).collect())
+        };
+        let header = format!("#define {macro_name}");
+        let parameters = source.lines().find_map(|line| arguments(line, &header));
+        let parameters = parameters.unwrap_or_else(|| fail(&format!("{file} does not define {macro_name}(…)")));
+        let at = |field: &str| {
+            let found = parameters.iter().position(|parameter| parameter == field);
+            found.unwrap_or_else(|| fail(&format!("{macro_name} of {file} has no {field}")))
+        };
+        let rows = source.lines().filter_map(|line| arguments(line, macro_name)).map(|line| {
+            let values = fields.iter().map(|field| format!("{}: {}", field.to_lowercase(), line[at(field)]));
+            (line[0].to_uppercase(), format!("{row} {{ {} }}", values.collect::<Vec<_>>().join(", ")))
+        });
+        if parameters[0] == "NAME" {
+            rows.for_each(|(name, values)| {
+                rust += &format!("pub(crate) const {macro_name}_{name}: {row} = {values};\n")
+            });
+        } else {
+            let values: Vec<String> = rows.map(|(_, values)| values).collect();
+            rust += &format!("pub(crate) const {macro_name}: &[{row}] = &[{}];\n", values.join(", "));
+        }
+    }
+    for (file, names) in NUMBERS {
+        let source = read(&kernels.join(file));
+        let lines =
+            source.lines().filter_map(|line| line.strip_prefix("constexpr ")?.split_once(' ')?.1.split(';').next());
+        let numbers: Vec<(&str, &str)> =
+            lines.flat_map(|line| line.split(',')).filter_map(|number| number.split_once('=')).collect();
+        for name in names {
+            let found = numbers.iter().find(|(found, _)| found.trim() == *name);
+            let (_, value) = found.unwrap_or_else(|| fail(&format!("{file} has no constexpr {name}")));
+            rust += &format!("pub(crate) const {name}: usize = {};\n", value.trim());
+        }
+    }
+    rust
+}
+
 /// The subprocess of [`compile`], with arguments `library include kernels stem architecture file`. Writes the deflated image
 /// to `file`, and errors to standard error.
 fn compile_one(arguments: &[String]) -> Result<(), String> {
@@ -237,6 +312,7 @@ fn main() {
     println!("cargo::rerun-if-env-changed=QUANTSPEC_KERNELS");
     println!("cargo::rerun-if-env-changed=PYO3_PYTHON");
     println!("cargo::rerun-if-changed={}", kernels.display());
+    fs::write(out.join("shapes.rs"), shapes(&kernels)).unwrap_or_else(|error| fail(&error.to_string()));
     // CUDA exists on Linux and Windows only; other systems get no kernels.
     let system = env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
     // A single architecture (or PTX), for development: takes less than a minute instead of three.

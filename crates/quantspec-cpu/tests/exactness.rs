@@ -286,8 +286,14 @@ fn law_of(
     last
 }
 
-/// The methods whose drafts read pages.
-const METHODS: [&str; 3] = ["quantspec", "kv4", "w4"];
+/// The methods of the list whose drafts read any pages and copy nothing: what [`selection`] combines with everything else.
+fn methods() -> [&'static str; 3] {
+    let any_pages = |entry: &&draft::Entry| matches!(entry.source, draft::Source::Model { pages: None, .. });
+    let found: Vec<&str> =
+        draft::METHODS.iter().filter(any_pages).filter(|entry| !entry.copies).map(|entry| entry.name).collect();
+    found.try_into().expect("the selection of combinations is made for three")
+}
+
 const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
 const GAMMAS: [usize; 6] = [1, 2, 4, 7, 12, 16];
 const BATCHES: [usize; 3] = [1, 3, 8];
@@ -317,7 +323,7 @@ fn every_method_has_a_run() {
 /// value of each is combined with every value of every other.
 fn selection() -> Vec<[usize; 5]> {
     let mut all = Vec::new();
-    for m in 0..METHODS.len() {
+    for m in 0..methods().len() {
         for p in 0..PAGES.len() {
             for g in 0..GAMMAS.len() {
                 for b in 0..BATCHES.len() {
@@ -337,7 +343,7 @@ fn selection() -> Vec<[usize; 5]> {
 
 /// The selection; plain decoding; γ auto; windows; and prompt lookup, alone and replacing any network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
-    let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
+    let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(methods()[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
     for (method, batch, threads) in
@@ -380,7 +386,7 @@ fn combinations() -> Vec<(Run, usize)> {
 
 #[test]
 fn the_selection_meets_every_pair() {
-    let sizes = [METHODS.len(), PAGES.len(), GAMMAS.len(), BATCHES.len(), THREADS.len()];
+    let sizes = [methods().len(), PAGES.len(), GAMMAS.len(), BATCHES.len(), THREADS.len()];
     for (a, b) in (0..5).flat_map(|b| (0..b).map(move |a| (a, b))) {
         for (i, j) in (0..sizes[a]).flat_map(|i| (0..sizes[b]).map(move |j| (i, j))) {
             let meet = selection().iter().any(|places| (places[a], places[b]) == (i, j));
@@ -392,7 +398,7 @@ fn the_selection_meets_every_pair() {
     for batch in BATCHES {
         for (at, prompt) in prompts.iter().enumerate() {
             let mut chosen = runs.iter().zip(chosen(&runs, prompts.len()));
-            let drafts = |run: &Run| METHODS.contains(&run.method);
+            let drafts = |run: &Run| methods().contains(&run.method);
             let met = chosen.any(|((run, n), chosen)| drafts(run) && *n == batch && chosen.contains(&at));
             assert!(met, "a prompt of {} tokens never runs in a batch of {batch}", prompt.len());
         }
@@ -417,7 +423,7 @@ fn speculation_changes_no_token_of_the_demo_model() {
 fn speculation_changes_no_token_of_weights_in_planes() {
     let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
-    for method in METHODS.into_iter().chain(["ngram"]) {
+    for method in methods().into_iter().chain(["ngram"]) {
         assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
     }
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);

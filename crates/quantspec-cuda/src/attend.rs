@@ -4,6 +4,7 @@ use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::linear::{GROUP, name};
+use crate::shapes::{self, CHOICE_THREADS};
 use quantspec_core::cache::{G, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
@@ -17,15 +18,8 @@ const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
 /// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
-/// Threads of a block of `bounds_*` and of `select` (kernels/attend.cu).
-const CHOICE_THREADS: u32 = 256;
-/// Threads of a ring.
-const RING: usize = 128;
-/// Most blocks of a view per SM without TMA, limited by registers (`PER_SM` in kernels/attend.cu).
+/// Most blocks of a view per SM without TMA, limited by registers.
 const BLOCKS_MAX: usize = 4;
-/// Pipelines of a block with half an SM, and their stages by head width: `attend_beside_*` in kernels/attend.cu.
-const BESIDE_RINGS: usize = 2;
-const BESIDE: [(usize, usize); 2] = [(64, 8), (128, 5)];
 /// Most pages of an item for which a block with half an SM keeps up. Rounds with 2 to 16 pages per item are 9 to 2 % faster
 /// with it, with 64 slower.
 const BESIDE_PAGES: usize = 16;
@@ -171,34 +165,19 @@ struct Split {
     items: usize,
 }
 
-/// Kernels of a view with TMA: pipelines per block, then (rows, stages), as instantiated in kernels/attend.cu.
-fn tma_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
-    match (view, d) {
-        (View::Upper, 256) => (3, vec![(4, 3), (8, 3), (16, 3)]),
-        (View::Upper, _) => (4, vec![(4, 4), (8, 4), (16, 4)]),
-        (View::Both, 256) => (2, vec![(8, 3), (16, 2), (24, 2), (32, 2)]),
-        (View::Full, 256) => (2, vec![(8, 3), (16, 2), (32, 2)]),
-        (View::Both, 128) => (3, vec![(8, 3), (16, 3), (24, 3), (32, 3)]),
-        (View::Both, _) => (3, vec![(8, 4), (16, 4), (24, 4), (32, 4)]),
-        (View::Full, 128) => (3, vec![(8, 4), (16, 4), (32, 3)]),
-        (View::Full, _) => (3, vec![(8, 4), (16, 4), (32, 4)]),
+/// The number of a view in kernels.
+const fn view_number(view: View) -> usize {
+    match view {
+        View::Upper => shapes::UPPER,
+        View::Both => shapes::BOTH,
+        View::Full => shapes::FULL,
     }
 }
 
-/// Bytes of shared memory: `Attend` in kernels/attend.cuh.
-fn shared_bytes(view: View, d: usize, rows: usize, rings: usize, stages: usize, engine: bool) -> usize {
-    let full = view == View::Full;
-    let tokens = if view == View::Upper { 32 } else { 64 };
-    let packed = (4 * d).max(512) + 64 * d * if view == View::Both { 2 } else { 1 };
-    let plain = tokens * d * 2;
-    let slot = if full { plain } else { packed.max(plain) };
-    let tiles = rows.div_ceil(8);
-    let query = tiles * 16 * d;
-    let pitch = if tiles % 2 == 1 { tiles * 16 } else { tiles * 16 + 16 };
-    let probabilities = if full { tokens * pitch } else { query + G * pitch };
-    let work = probabilities.max(if rings > 1 { 2 * query } else { 0 });
-    let rest = (work + rows * (16 + 16) + if engine { stages * 16 } else { 0 }).next_multiple_of(128);
-    rings * (stages * slot + rest) + query + rows * 8 * (rings + 1)
+/// Kernels of a view by rows, ascending: with TMA or without, of whole SMs or of half ones.
+fn instances(view: View, d: usize, tma: bool, beside: bool) -> impl Iterator<Item = &'static shapes::Attend> {
+    let is = (d, view_number(view), beside, tma);
+    shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
 }
 
 /// Partial results of `rows` rows with `heads` query heads if a view has at most `items` items.
@@ -366,49 +345,42 @@ impl Attend {
         // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
         // order of sums.
         let engine = device.has_tma();
-        let split = |view: View, rows: &[usize], registers: usize| -> Result<Split> {
-            let (rings, wanted) = if engine { tma_kernels(view, d) } else { (1, Vec::new()) };
-            // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
-            let copied = rows.iter().filter_map(|&rows| {
-                let fits = |&stages: &usize| shared_bytes(view, d, rows, 1, stages, false) <= device.shared_bytes;
-                Some((rows, [4, 2].into_iter().find(fits)?))
+        let variant = |name: String, of: &shapes::Attend, stages: usize| {
+            let shared = of.shared + stages * of.stage_bytes;
+            Ok::<_, Error>(Variant {
+                rows: of.rows,
+                kernel: device.kernel(&name, shared)?,
+                stages,
+                shared,
+                threads: of.block,
+            })
+        };
+        let split = |view: View, registers: usize| -> Result<Split> {
+            let variants = instances(view, d, engine, false).filter_map(|of| {
+                // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
+                let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
+                let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
+                Some(variant(format!("attend_{}_{d}_{}", view_name(view), of.rows), of, stages))
             });
-            let wanted = if engine { wanted } else { copied.collect() };
-            let variants = wanted.into_iter().map(|(rows, stages)| {
-                let shared = shared_bytes(view, d, rows, rings, stages, engine);
-                let kernel = device.kernel(&format!("attend_{}_{d}_{rows}", view_name(view)), shared)?;
-                // One warp per pipeline issues loads; if these warps release registers, they form a warpgroup of four.
-                let fill = if !engine {
-                    0
-                } else if rows > 16 || d == 256 {
-                    RING
-                } else {
-                    32 * rings
-                };
-                Ok(Variant { rows, kernel, stages, shared, threads: rings * RING + fill })
-            });
-            let per_block = shared_bytes(view, d, 8, 1, 4, false) + 1024;
+            let smallest = instances(view, d, false, false).find(|of| of.rows == 8);
+            let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
             let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
-        let beside = BESIDE.iter().filter(|&&(width, _)| engine && width == d).flat_map(|&(_, stages)| {
-            [4, 8].into_iter().map(move |rows| {
-                let shared = shared_bytes(View::Upper, d, rows, BESIDE_RINGS, stages, true);
-                let kernel = device.kernel(&format!("attend_beside_{d}_{rows}"), shared)?;
-                device.prefer_shared(kernel, 100)?;
-                Ok(Variant { rows, kernel, stages, shared, threads: (BESIDE_RINGS + 1) * RING })
-            })
+        let beside = instances(View::Upper, d, engine, true).map(|of| {
+            let variant = variant(format!("attend_beside_{d}_{}", of.rows), of, of.stages)?;
+            device.prefer_shared(variant.kernel, 100)?;
+            Ok(variant)
         });
         let merge = |out: &str| -> Result<[Kernel; 2]> {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
-        let bounds =
-            |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS as usize / d));
+        let bounds = |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS / d));
         Ok(Attend {
-            upper: split(View::Upper, &[4, 8, 16], BLOCKS_MAX)?,
-            both: split(View::Both, &[8, 16, 24, 32], 2)?,
-            full: split(View::Full, &[8, 16, 32], 2)?,
+            upper: split(View::Upper, BLOCKS_MAX)?,
+            both: split(View::Both, 2)?,
+            full: split(View::Full, 2)?,
             beside: beside.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: match config.group() {
@@ -659,7 +631,7 @@ impl Attend {
                 let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, scoring as u32];
                 self.device.launch(
                     bounds,
-                    Launch { grid, block: CHOICE_THREADS, shared: 0, overlap: true },
+                    Launch { grid, block: CHOICE_THREADS as u32, shared: 0, overlap: true },
                     &arguments,
                 )?;
             }
@@ -668,7 +640,7 @@ impl Attend {
             let grid = [self.kv_heads as u32, count as u32, 1];
             self.device.launch(
                 self.select,
-                Launch { grid, block: CHOICE_THREADS, shared: 0, overlap: true },
+                Launch { grid, block: CHOICE_THREADS as u32, shared: 0, overlap: true },
                 &arguments,
             )
         }
@@ -696,18 +668,10 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_a_block() {
-        for view in [View::Upper, View::Both, View::Full] {
-            for d in [64, 128, 256] {
-                let (rings, kernels) = tma_kernels(view, d);
-                for (rows, stages) in kernels {
-                    // What Hopper gives a block.
-                    assert!(shared_bytes(view, d, rows, rings, stages, true) <= 227 * 1024, "{view:?} {d} {rows}");
-                }
-            }
-        }
-        // Two blocks in the SM's 228 KiB, of which the driver reserves 1 KiB each.
-        for (d, stages) in BESIDE {
-            assert!(shared_bytes(View::Upper, d, 8, BESIDE_RINGS, stages, true) <= 113 * 1024, "{d}");
+        for of in shapes::ATTEND {
+            // What Hopper gives a block, and what two blocks of an SM's 228 KiB have, of which the driver keeps 1 KiB each.
+            let most = if of.beside { 113 * 1024 } else { 227 * 1024 };
+            assert!(of.shared + of.stages * of.stage_bytes <= most, "{of:?}");
         }
     }
 }

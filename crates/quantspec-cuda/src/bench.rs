@@ -6,7 +6,7 @@
 use crate::args;
 use crate::attend::{Around, Attend, Choice, Layer, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
-use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use crate::device::{Arg, Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
@@ -107,13 +107,18 @@ pub fn measure(
     bench.prompt(contexts, report)
 }
 
-/// Median seconds of the work that `work` queues, replayed as a graph.
-fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
-    let graph = device.record(work)?;
+/// Median seconds of some replays of a graph, after others that do not count.
+///
+/// # Errors
+/// Device errors of the driver.
+///
+/// # Safety
+/// As of [`Graph::launch`].
+pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64> {
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
         let start = device.mark()?;
-        // SAFETY: callers keep the recorded memory until this returns.
+        // SAFETY: the caller's.
         unsafe { graph.launch() }?;
         let took = start.seconds_to(&device.mark()?)?;
         if round >= WARM_UP {
@@ -122,6 +127,13 @@ fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])
+}
+
+/// [`median_seconds`] of what `work` queues.
+fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
+    let graph = device.record(work)?;
+    // SAFETY: callers keep what they recorded until this returns.
+    unsafe { median_seconds(device, &graph) }
 }
 
 /// Memory filled with f16 or bf16 values of ordinary size.

@@ -4,17 +4,16 @@ use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
 use crate::hierarchy::Hierarchy;
 use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
+use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
 /// Rows of the largest step. Every block computes every row's input; from three rows on, separate kernels are faster.
-pub const ROWS_MAX: usize = 2;
-/// Output tiles per batch, tiles per chunk, and threads per block, as in kernels/draft.cu.
-const TOGETHER: usize = 4;
-const CHUNK_TILES: usize = 2;
-const THREADS: u32 = 384;
-/// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead (`DRAFT_AHEAD` of kernels/draft.cu).
-const STAGES_MIN: usize = 3;
+pub const ROWS_MAX: usize = DRAFT_ROWS;
+/// Threads of a block: warps that multiply, and four that copy.
+const THREADS: u32 = 32 * (WARPS as u32 + 4);
+/// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead.
+const STAGES_MIN: usize = DRAFT_AHEAD;
 /// Shared memory that the driver reserves per block, in bytes.
 const KEPT: usize = 1024;
 /// Bytes of an upper plane for 16 outputs and 128 inputs.
@@ -122,8 +121,8 @@ pub struct DraftGemms {
 /// in kernels/draft.cu).
 fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
-    let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
-    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block + 16);
+    let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
+    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_CHUNK_TILES * WARPS * block + 16);
     let less = most - SMALL / 2;
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }

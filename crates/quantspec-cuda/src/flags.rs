@@ -1,12 +1,13 @@
 //! The device's error flag: non-finite results of kernels.
 
+use crate::shapes;
 use quantspec_core::{Error, Result};
 
-/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
-const FLAG_CACHE: u32 = 1;
-const FLAG_LOGITS: u32 = 2;
-pub(crate) const FLAG_WEIGHTS: u32 = 4;
-const FLAG_NO_TOKEN: u32 = 8;
+/// Bits of the device's error flag.
+const FLAG_CACHE: u32 = shapes::FLAG_CACHE as u32;
+const FLAG_LOGITS: u32 = shapes::FLAG_LOGITS as u32;
+pub(crate) const FLAG_WEIGHTS: u32 = shapes::FLAG_WEIGHTS as u32;
+const FLAG_NO_TOKEN: u32 = shapes::FLAG_NO_TOKEN as u32;
 
 /// [`check_flag`] for rows with forbidden tokens: if no token is left, that is the error.
 pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {

@@ -18,6 +18,7 @@ mod penalty;
 pub mod prefill;
 mod recorded;
 mod sample;
+mod shapes;
 mod weights;
 
 pub use backend::{CudaBackend, check, plan};

@@ -2,6 +2,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, LOADS_PERCENT, Launch};
+use crate::shapes;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -13,12 +14,11 @@ pub(crate) const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
-pub(crate) const WARPS: usize = 8;
+pub(crate) const WARPS: usize = shapes::LINEAR_WARPS;
 /// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
 const RESIDENT: usize = 2;
 
-/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh). A test below checks it against kernels/linear.cu, which
-/// asserts its bytes.
+/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ringed {
     /// Bytes of shared memory.
@@ -30,20 +30,18 @@ pub(crate) struct Ringed {
 }
 
 impl Ringed {
+    pub(crate) fn new(shared: usize, hand_over: bool, cluster: usize) -> Ringed {
+        Ringed { shared, copying: if hand_over { 4 } else { 2 }, cluster }
+    }
+
     /// The pipeline for weights of `bits` bits and `tiles` row tiles.
-    const fn of(bits: usize, tiles: usize) -> Option<Ringed> {
-        let (shared, copying, cluster) = match (bits, tiles) {
-            (16, 1) => (222_448, 2, 1),
-            (16, 2) => (224_488, 2, 2),
-            (16, 4) => (225_472, 2, 2),
-            (16, 8) => (229_504, 4, 2),
-            (4, 1) => (211_848, 2, 1),
-            (4, 2) => (205_008, 4, 2),
-            (8, 1) => (207_240, 2, 1),
-            (8, 2) => (201_424, 4, 2),
-            _ => return None,
-        };
-        Some(Ringed { shared, copying, cluster })
+    fn of(bits: usize, tiles: usize) -> Option<Ringed> {
+        if bits == 16 {
+            let ring = shapes::RING.iter().find(|ring| ring.nt == tiles)?;
+            return Some(Ringed::new(ring.shared, ring.hand_over, ring.cluster));
+        }
+        let ring = shapes::DRAFT_RING.iter().find(|ring| ring.nt == tiles)?;
+        Some(Ringed::new(if bits == 4 { ring.shared4 } else { ring.shared8 }, ring.hand_over, ring.cluster))
     }
 }
 
@@ -184,23 +182,13 @@ struct Wide {
 }
 
 impl Wide {
-    /// Bytes of shared memory of a kernel. A test compares them with the `static_assert` in kernels/linear.cu.
-    const fn shared(bits: usize, rows: usize) -> Option<usize> {
-        match (bits, rows) {
-            (4, 32 | 64) => Some(229_672),
-            (8, 32) => Some(188_584),
-            (8, 64) => Some(225_512),
-            _ => None,
-        }
-    }
-
     fn new(device: &Device, bits: usize) -> Result<Vec<Wide>> {
-        let kernels = [32, PANEL_ROWS].map(|rows| {
-            let shared = Wide::shared(bits, rows).ok_or_else(|| Error::internal("a GEMM without shared memory"))?;
-            let kernel = device.kernel(&format!("linear_w{bits}_wide_{rows}"), shared)?;
-            device.prefer_shared(kernel, 100)?;
-            Ok(Wide { rows, shared, kernel })
-        });
+        let kernels =
+            shapes::WIDE.iter().filter(|of| of.bits == bits).map(|&shapes::Wide { n: rows, shared, .. }| {
+                let kernel = device.kernel(&format!("linear_w{bits}_wide_{rows}"), shared)?;
+                device.prefer_shared(kernel, 100)?;
+                Ok(Wide { rows, shared, kernel })
+            });
         kernels.into_iter().collect()
     }
 }
@@ -416,46 +404,5 @@ impl Linear {
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Shared memory, loading warps and cluster size match kernels/linear.cu, whose macros assert them, by weight bits and
-    /// row tiles; of wide kernels shared memory, by weight bits and rows.
-    #[test]
-    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    fn launch_parameters_match_the_compiled_kernels() {
-        let source = include_str!("../../../kernels/linear.cu");
-        let mut found = 0;
-        for line in source.lines() {
-            let Some((head, rest)) = line.trim().trim_end_matches('\\').trim().split_once('(') else { continue };
-            let fields: Vec<&str> = rest.trim_end_matches(')').split(", ").collect();
-            let number = |i: usize| fields[i].parse::<usize>().unwrap();
-            // RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED); DRAFT_RING(BITS, ... REGISTERS, SHARED4, SHARED8).
-            let rings = match (head, fields[0]) {
-                ("RING", nt) if nt != "NT" => vec![(16, 0, number(7))],
-                ("DRAFT_RING", "BITS") if fields[1] != "NT" => vec![(4, 1, number(8)), (8, 1, number(9))],
-                ("WIDE", bits) if bits != "BITS" => {
-                    assert_eq!(Wide::shared(number(0), number(1)), Some(number(3)), "{line}");
-                    found += 1;
-                    continue;
-                }
-                _ => continue,
-            };
-            for (bits, at, shared) in rings {
-                let ringed = Ringed::of(bits, number(at)).unwrap();
-                let copying = if fields[at + 5] == "true" { 4 } else { 2 };
-                assert_eq!(
-                    (ringed.shared, ringed.copying, ringed.cluster),
-                    (shared, copying, number(at + 4)),
-                    "{bits} bits: {line}"
-                );
-                found += 1;
-            }
-        }
-        assert_eq!(found, 12);
     }
 }

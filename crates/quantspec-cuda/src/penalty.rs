@@ -3,16 +3,13 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Plain};
+use crate::shapes::{PENALTY_THREADS, PENALTY_TOKENS};
 use quantspec_core::grammar::{Mask, words};
 use quantspec_core::penalty::History;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Turn;
 use std::sync::Arc;
 
-/// Tokens per block of `penalty_apply` (`PENALTY_TOKENS` in kernels/penalty.cu).
-const TOKENS: usize = 1024;
-/// Threads of the blocks there.
-const THREADS: u32 = 256;
 /// Blocks that search a text for n-grams: enough to read 100,000 tokens at full bandwidth.
 const SEARCHERS: u32 = 32;
 /// Most tokens sent with a commit; a longer text is copied separately.
@@ -134,7 +131,8 @@ impl Penalising {
         if !commits.is_empty() {
             self.commits.write(0, &commits)?;
             let arguments = args![&self.commits, &self.histories, &self.texts, self.pitch, &self.counts, self.vocab];
-            let launch = Launch { grid: [commits.len() as u32, 1, 1], block: THREADS, shared: 0, overlap: false };
+            let launch =
+                Launch { grid: [commits.len() as u32, 1, 1], block: PENALTY_THREADS as u32, shared: 0, overlap: false };
             // SAFETY: the argument list is the kernel's; slots, lengths and tokens were checked.
             unsafe { self.device.launch(self.commit, launch, &arguments)? };
         }
@@ -204,20 +202,31 @@ impl Penalising {
 
     /// Queues the masks of the first `count` rows.
     pub(crate) fn mask(&self, count: usize, logits: u64) -> Result<()> {
-        let grid = [self.vocab.div_ceil(TOKENS) as u32, count as u32, 1];
+        let grid = [self.vocab.div_ceil(PENALTY_TOKENS) as u32, count as u32, 1];
         let arguments = args![&self.masks, words(self.vocab), logits, self.vocab];
         // SAFETY: the argument list is the kernel's; masks and logits hold `count` rows.
-        unsafe { self.device.launch(self.mask, Launch { grid, block: THREADS, shared: 0, overlap: true }, &arguments) }
+        unsafe {
+            self.device.launch(
+                self.mask,
+                Launch { grid, block: PENALTY_THREADS as u32, shared: 0, overlap: true },
+                &arguments,
+            )
+        }
     }
 
     /// Queues the penalties of `count` rows of logits, in place. Windows are `pitch` tokens apart.
     pub(crate) fn apply(&self, rows: u64, count: usize, windows: u64, pitch: usize, logits: u64) -> Result<()> {
-        let launch = |blocks: u32| Launch { grid: [blocks, count as u32, 1], block: THREADS, shared: 0, overlap: true };
+        let launch = |blocks: u32| Launch {
+            grid: [blocks, count as u32, 1],
+            block: PENALTY_THREADS as u32,
+            shared: 0,
+            overlap: true,
+        };
         let arguments = args![rows, &self.histories, &self.counts, windows, pitch, logits, self.vocab];
         let search = args![rows, &self.histories, &self.texts, self.pitch, windows, pitch, logits, self.vocab];
         // SAFETY: the argument lists are the kernels'; rows, windows and logits are the backend's and hold `count` rows.
         unsafe {
-            self.device.launch(self.apply, launch(self.vocab.div_ceil(TOKENS) as u32), &arguments)?;
+            self.device.launch(self.apply, launch(self.vocab.div_ceil(PENALTY_TOKENS) as u32), &arguments)?;
             self.device.launch(self.forbid, launch(SEARCHERS), &search)
         }
     }

@@ -14,6 +14,7 @@ use crate::args;
 use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::name;
+use crate::shapes;
 use cudarc::driver::sys;
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
@@ -96,62 +97,51 @@ pub const fn padded(width: usize) -> usize {
 /// Rows that must be allocated for `rows` rows of a GEMM's input, since whole tiles are read. TMA zero-fill of out-of-range
 /// rows takes two to three times as long as reading them.
 pub const fn readable(rows: usize) -> usize {
-    rows.next_multiple_of(WIDE.rows)
+    rows.next_multiple_of(WIDE.rows())
 }
 
-/// Tile of a CTA: rows (Hopper: of a pair of CTAs), columns, CTAs that share a tile of W by multicast, and pipeline stages.
+/// A tile by the name that kernels have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tile {
     name: &'static str,
-    rows: usize,
-    columns: usize,
-    cluster: usize,
-    stages: usize,
+    shape: shapes::Tile,
     /// Clocks per k block of 64. The wide tile is bound by tensor cores; tiles with 64 rows or columns by loads from L2, 64
     /// bytes per clock and SM. 128 × 128 tiles are bound by both (512). The excess is measured.
     clocks: usize,
 }
 
-/// As `wgmma_gemm::{Wide, Middle, Tall, Slim, Small, Narrow}` in kernels/prefill_gemm.cu.
-const WIDE: Tile = Tile { name: "wide", rows: 256, columns: 256, cluster: 2, stages: 4, clocks: 1024 };
-const MIDDLE: Tile = Tile { name: "middle", rows: 256, columns: 128, cluster: 2, stages: 6, clocks: 540 };
-const TALL: Tile = Tile { name: "tall", rows: 128, columns: 128, cluster: 1, stages: 6, clocks: 600 };
-const SLIM: Tile = Tile { name: "slim", rows: 256, columns: 64, cluster: 2, stages: 8, clocks: 384 };
-const SMALL: Tile = Tile { name: "small", rows: 64, columns: 128, cluster: 1, stages: 8, clocks: 384 };
-const NARROW: Tile = Tile { name: "narrow", rows: 64, columns: 64, cluster: 1, stages: 12, clocks: 256 };
+const WIDE: Tile = Tile { name: "wide", shape: shapes::TILE_WIDE, clocks: 1024 };
+const MIDDLE: Tile = Tile { name: "middle", shape: shapes::TILE_MIDDLE, clocks: 540 };
+const TALL: Tile = Tile { name: "tall", shape: shapes::TILE_TALL, clocks: 600 };
+const SLIM: Tile = Tile { name: "slim", shape: shapes::TILE_SLIM, clocks: 384 };
+const SMALL: Tile = Tile { name: "small", shape: shapes::TILE_SMALL, clocks: 384 };
+const NARROW: Tile = Tile { name: "narrow", shape: shapes::TILE_NARROW, clocks: 256 };
 
 /// Tile rows that are walked column by column together, so that L2 serves most loads. 4 to 16 perform alike.
 const TILE_ROW_GROUP: usize = 8;
 
 impl Tile {
+    /// Rows of a CTA, or of the CTAs of a cluster together.
+    const fn rows(&self) -> usize {
+        64 * self.shape.consumers * self.shape.cluster
+    }
+
     fn tiles(&self, rows: usize, columns: usize) -> usize {
-        rows.div_ceil(self.rows) * columns.div_ceil(self.columns)
+        rows.div_ceil(self.rows()) * columns.div_ceil(self.shape.columns)
     }
 
     /// Time of a GEMM, in clocks per k block of 64.
     fn cost(&self, rows: usize, columns: usize, sms: usize) -> usize {
-        self.tiles(rows, columns).div_ceil((sms / self.cluster).max(1)) * self.clocks
+        self.tiles(rows, columns).div_ceil((sms / self.shape.cluster).max(1)) * self.clocks
     }
 
     fn blocks(&self, rows: usize, columns: usize, sms: usize) -> usize {
-        let resident = sms / self.cluster;
-        self.tiles(rows, columns).min(resident.max(1)) * self.cluster
-    }
-
-    /// Warpgroups of 64 rows that multiply.
-    fn consumers(&self) -> usize {
-        self.rows / self.cluster / 64
+        let resident = sms / self.shape.cluster;
+        self.tiles(rows, columns).min(resident.max(1)) * self.shape.cluster
     }
 
     fn threads(&self) -> u32 {
-        128 * (self.consumers() as u32 + 1)
-    }
-
-    fn shared_bytes(&self) -> usize {
-        let consumers = self.consumers();
-        let stage = consumers * 64 * 128 + self.columns * 128;
-        // Output staging of 64 × 64 values (two per warpgroup with two warpgroups), barriers, and alignment.
-        self.stages * stage + consumers * consumers * 8192 + 16 * self.stages + 1024
+        128 * (self.shape.consumers as u32 + 1)
     }
 }
 
@@ -165,7 +155,7 @@ impl Gemm {
     fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Gemm> {
         let tiles = tiles
             .iter()
-            .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shared_bytes())?)))
+            .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shape.shared)?)))
             .collect::<Result<_>>()?;
         Ok(Gemm { tiles })
     }
@@ -201,9 +191,6 @@ pub struct Prefill {
 /// Addresses of the optional per-head norm weights: query, key.
 pub type HeadNorms = Option<(u64, u64)>;
 
-/// Shared memory of `prefill_gemm.cu`'s mma kernels.
-const MMA_SHARED_BYTES: usize = 65_536;
-
 impl Prefill {
     /// Prepares blocks of up to `rows` rows.
     ///
@@ -221,15 +208,15 @@ impl Prefill {
                     device,
                     &format!("prefill_qkv_{d}"),
                     dtype,
-                    if d > MIDDLE.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
+                    if d > MIDDLE.shape.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
                 )?,
                 residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
                 gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
             Way::Tensor => Kernels::Tensor {
-                plain: device.kernel(&format!("prefill_plain_{dtype}"), MMA_SHARED_BYTES)?,
-                residual: device.kernel(&format!("prefill_residual_{dtype}"), MMA_SHARED_BYTES)?,
-                gated: device.kernel(&format!("prefill_gated_{dtype}"), MMA_SHARED_BYTES)?,
+                plain: device.kernel(&format!("prefill_plain_{dtype}"), shapes::MMA_SHARED)?,
+                residual: device.kernel(&format!("prefill_residual_{dtype}"), shapes::MMA_SHARED)?,
+                gated: device.kernel(&format!("prefill_gated_{dtype}"), shapes::MMA_SHARED)?,
             },
             Way::Plain => Kernels::Plain {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), 0)?,
@@ -552,9 +539,9 @@ impl Prefill {
         rows: usize,
     ) -> Result<(TensorMap, TensorMap)> {
         let element = self.shape.dtype;
-        let whole = rows.next_multiple_of(tile.rows);
-        let a = TensorMap::matrix(element, x, k, whole, padded(k), [64, (tile.rows / tile.cluster) as u32])?;
-        let w = TensorMap::atoms(element, weights, n, k, (tile.columns / tile.cluster / 16) as u32)?;
+        let whole = rows.next_multiple_of(tile.rows());
+        let a = TensorMap::matrix(element, x, k, whole, padded(k), [64, (tile.rows() / tile.shape.cluster) as u32])?;
+        let w = TensorMap::atoms(element, weights, n, k, (tile.shape.columns / tile.shape.cluster / 16) as u32)?;
         Ok((a, w))
     }
 
@@ -563,7 +550,7 @@ impl Prefill {
         let launch = Launch {
             grid: [blocks as u32, 1, 1],
             block: tile.threads(),
-            shared: tile.shared_bytes() as u32,
+            shared: tile.shape.shared as u32,
             overlap: false,
         };
         // SAFETY: handed on.
@@ -572,7 +559,7 @@ impl Prefill {
 
     unsafe fn launch_mma(&self, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
         let grid = [(rows.div_ceil(128) * n.div_ceil(128)) as u32, 1, 1];
-        let launch = Launch { grid, block: 128, shared: MMA_SHARED_BYTES as u32, overlap: false };
+        let launch = Launch { grid, block: 128, shared: shapes::MMA_SHARED as u32, overlap: false };
         // SAFETY: handed on.
         unsafe { self.device.launch(kernel, launch, arguments) }
     }
@@ -600,12 +587,10 @@ fn wgmma_attention(device: &Device, head_dim: usize) -> bool {
 }
 
 fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
-    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; alignment. Otherwise: 128 rows of Q (64 for wide
-    // heads), 64 each of K and V.
     match head_dim {
-        _ if wgmma_attention(device, head_dim) => 5 * 256 * head_dim + 72 + 1024,
-        ..=128 => 512 * head_dim,
-        _ => 384 * head_dim,
+        _ if wgmma_attention(device, head_dim) => shapes::PROMPT_WGMMA_CHANNEL * head_dim + shapes::PROMPT_WGMMA_MORE,
+        ..=128 => shapes::PROMPT_MMA_CHANNEL * head_dim,
+        _ => shapes::PROMPT_MMA_CHANNEL_256 * head_dim,
     }
 }
 
@@ -738,7 +723,7 @@ mod tests {
     #[test]
     fn tiles_fit_on_a_multiprocessor() {
         for tile in [WIDE, MIDDLE, SMALL, NARROW] {
-            assert!(tile.shared_bytes() <= 227 * 1024, "{} takes {}", tile.name, tile.shared_bytes());
+            assert!(tile.shape.shared <= 227 * 1024, "{} takes {}", tile.name, tile.shape.shared);
         }
     }
 

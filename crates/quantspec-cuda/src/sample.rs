@@ -6,6 +6,7 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
 use crate::penalty::Penalising;
+use crate::shapes::{SAMPLE_CHUNK, SAMPLE_THREADS};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -13,14 +14,9 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
-/// Tokens per block of a choice (`CHUNK` in kernels/sample.cu).
-const CHUNK: usize = 2048;
-/// Threads of that block (`SAMPLE_THREADS` there).
-const SAMPLE_THREADS: u32 = 256;
-
 /// Bytes of a row's partial results, one `Race` (kernels/sample.cu) per block.
 const fn race_bytes(vocab: usize) -> usize {
-    16 * vocab.div_ceil(CHUNK)
+    16 * vocab.div_ceil(SAMPLE_CHUNK)
 }
 /// Most tokens that `sample_cut` supports: their masses of 2^14 fit in the 32 bits of a bin.
 const VOCAB_MAX: usize = (1 << 18) - 1;
@@ -458,7 +454,11 @@ impl Sampling {
                 self.shared.at(MARGIN_AT),
                 flag,
             ];
-            self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], SAMPLE_THREADS), &arguments)
+            self.device.launch(
+                self.choose,
+                launch([vocab.div_ceil(SAMPLE_CHUNK), count], SAMPLE_THREADS as u32),
+                &arguments,
+            )
         }
     }
 

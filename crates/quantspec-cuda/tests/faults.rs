@@ -21,11 +21,10 @@ use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::{evaluate, forward};
 use random::Shape;
-use small::{checkpoints, options, prompt};
+use small::{checkpoints, drafting, options, prompt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
 const LLAMA: Shape = Shape { hidden: 128, intermediate: 256, tied: false, ..Shape::new("llama", "BF16", (4, 2, 64)) };
 
 fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> CudaBackend {
@@ -89,9 +88,9 @@ fn an_interrupt_at_any_time_leaves_nothing_behind() {
         };
         let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
         let backend = CudaBackend::load_on(&device, checkpoint, &options(1200, 1), hooks).unwrap();
-        let mut engine = Engine::new(backend, method(Some(QUANTSPEC), policy.clone()), 1, 1200, 256);
+        let mut engine = Engine::new(backend, method(Some(drafting("quantspec")), policy.clone()), 1, 1200, 256);
         let mut run = || {
-            engine.set_method(method(Some(QUANTSPEC), policy.clone())).unwrap();
+            engine.set_method(method(Some(drafting("quantspec")), policy.clone())).unwrap();
             decode(&mut engine, &text, &sampler, 60, None)
         };
         let expected = run().unwrap();
@@ -219,14 +218,14 @@ fn a_failing_draft_ends_no_text() {
             };
             let plain = run(None, Policy::fixed(0)).unwrap();
             for policy in [Policy::fixed(3), Policy::auto(8)] {
-                assert_eq!(run(Some(QUANTSPEC), policy).unwrap(), plain, "{accept:?}");
+                assert_eq!(run(Some(drafting("quantspec")), policy).unwrap(), plain, "{accept:?}");
             }
         }
         if rejection {
             // Rejection needs the draft's probabilities, which are NaN here: a plain step replaces the round.
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).unwrap();
             let run = || {
-                let method = method(Some(QUANTSPEC), Policy::fixed(3));
+                let method = method(Some(drafting("quantspec")), Policy::fixed(3));
                 let mut engine = Engine::new(load(&device, &checkpoint, &options), method, 1, 512, 64);
                 let text = decode(&mut engine, &text, &sampler, 60, Some(bad as u32)).unwrap();
                 (text, engine.stats().accepted_tokens())
@@ -270,7 +269,7 @@ fn a_failing_drafted_token_ends_no_text() {
         let plain = run(seed, None, &Policy::fixed(0));
         finished += usize::from(plain.len() == 30);
         for policy in [Policy::fixed(1), Policy::fixed(5), Policy::auto(8)] {
-            assert_eq!(run(seed, Some(QUANTSPEC), &policy), plain, "seed {seed}");
+            assert_eq!(run(seed, Some(drafting("quantspec")), &policy), plain, "seed {seed}");
         }
     }
     assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
@@ -298,7 +297,7 @@ fn rounds_are_their_steps() {
                 backend.set_window(0, &[last]).unwrap();
                 let sampler = sampler.clone();
                 let mut turns = [Turn::new(0, committed, gamma, sampler)];
-                forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
+                forward::draft(&mut backend, &drafting("quantspec"), &mut turns).unwrap();
                 let verdict = if whole {
                     forward::verify(&mut backend, View::Both, &turns).unwrap()[0]
                 } else {

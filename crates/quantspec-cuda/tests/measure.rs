@@ -18,6 +18,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
 use quantspec_cuda::attend::{Around, Attend, Layer, Pass, PassAddresses};
+use quantspec_cuda::bench::{median_seconds, read_bytes_per_s};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
 use quantspec_cuda::draft::{DraftGemms, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
@@ -34,25 +35,16 @@ use std::time::Instant;
 /// Total bytes of the rotating buffers: many times the largest L2.
 const ROTATED_BYTES: usize = 1 << 30;
 
-/// Median seconds of a graph of `work` over `repeat` replays.
-fn graph_seconds(device: &Arc<Device>, repeat: usize, mut work: impl FnMut()) -> f64 {
+/// Median seconds of a graph of `work`.
+fn graph_seconds(device: &Arc<Device>, mut work: impl FnMut()) -> f64 {
     let graph = device
         .record(|| {
             work();
             Ok(())
         })
         .unwrap();
-    let mut times: Vec<f64> = (0..repeat + 3)
-        .map(|_| {
-            let start = device.mark().unwrap();
-            // SAFETY: the recorded buffers outlive the loop.
-            unsafe { graph.launch() }.unwrap();
-            start.seconds_to(&device.mark().unwrap()).unwrap()
-        })
-        .skip(3)
-        .collect();
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    // SAFETY: what is recorded outlives this call.
+    unsafe { median_seconds(device, &graph) }.unwrap()
 }
 
 fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
@@ -85,19 +77,6 @@ fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
     }
     let many: Vec<u8> = one.iter().copied().cycle().take(bytes * 64).collect();
     repeated(device, &many, blocks * bytes)
-}
-
-/// Bytes per second of a kernel that only reads.
-fn read_bandwidth(device: &Arc<Device>) -> f64 {
-    let (from, to) = (random_bytes(device, 2 * ROTATED_BYTES, 1), device.zeroed(4).unwrap());
-    let kernel = device.kernel("read_all", 0).unwrap();
-    let seconds = graph_seconds(device, 11, || {
-        let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(0x1234_5678), (&to).into()];
-        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
-        // SAFETY: the buffer has that many pieces.
-        unsafe { device.launch(kernel, launch, &arguments) }.unwrap();
-    });
-    from.bytes() as f64 / seconds
 }
 
 /// Outputs × inputs of a layer's four GEMMs.
@@ -158,7 +137,7 @@ fn contexts(usual: &str) -> Vec<usize> {
 #[ignore = "a measurement"]
 fn attention() {
     let Some(device) = device() else { return };
-    eprintln!("read {:.0} GB/s", read_bandwidth(&device) / 1e9);
+    eprintln!("read {:.0} GB/s", read_bytes_per_s(&device).unwrap() / 1e9);
     let d = 128;
     for (heads, kv_heads) in [(32, 8), (32, 32)] {
         let config = config(heads, kv_heads, 128);
@@ -191,7 +170,7 @@ fn attention() {
                     let described = Described::new(&device, &attend, view, position, m, d);
                     let (pass, places) = (&described.pass, described.places());
                     let run = |merge: bool| {
-                        graph_seconds(&device, 15, || {
+                        graph_seconds(&device, || {
                             for layer in 0..layers {
                                 let first = layer * pages * kv_heads;
                                 let at = Layer {
@@ -270,7 +249,7 @@ fn gemms() {
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
         let y = device.allocate(128 * n * 4).unwrap();
         for m in [1, 5, 8, 16, 32, 48, 64, 128] {
-            let seconds = graph_seconds(&device, 15, || {
+            let seconds = graph_seconds(&device, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
                     unsafe { linear.run(matrix, x.at(0), y.at(0), m) }.unwrap();
@@ -289,7 +268,7 @@ fn gemms() {
             let x8 = random_bytes(&device, 128 * k, 4);
             let xs = device.zeroed(128 * k / 128 * 8).unwrap();
             for m in [1, 8, 16, 17, 32, 64, 128] {
-                let seconds = graph_seconds(&device, 15, || {
+                let seconds = graph_seconds(&device, || {
                     for draft in &drafts {
                         // SAFETY: every buffer outlives the graph.
                         unsafe { linear.run_quantised(draft, x8.at(0), xs.at(0), y.at(0), m) }.unwrap();
@@ -309,7 +288,7 @@ fn sequence() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
-    let bandwidth = read_bandwidth(&device);
+    let bandwidth = read_bytes_per_s(&device).unwrap();
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
     let source: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
@@ -363,7 +342,7 @@ fn sequence() {
             if draft.takes(14_336, rows) {
                 let hidden_at = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
                 let bytes: usize = drafts.iter().flatten().map(|draft| draft.buffer.bytes()).sum();
-                let together = graph_seconds(&device, 15, || {
+                let together = graph_seconds(&device, || {
                     for layer in &drafts {
                         // SAFETY: every buffer outlives the graph.
                         unsafe {
@@ -382,7 +361,7 @@ fn sequence() {
             }
             for apart in [false, true] {
                 let bytes: usize = layers.iter().flatten().map(|matrix| matrix.buffer.bytes()).sum();
-                let full = graph_seconds(&device, 15, || {
+                let full = graph_seconds(&device, || {
                     for matrix in layers.iter().flatten() {
                         // SAFETY: every buffer outlives the graph.
                         unsafe { linear.run(matrix, x.at(0), y.at(0), rows) }.unwrap();
@@ -397,7 +376,7 @@ fn sequence() {
                     full / 6.0 * 1e6
                 );
                 let bytes: usize = drafts.iter().flatten().map(|draft| draft.buffer.bytes()).sum();
-                let quantised = graph_seconds(&device, 15, || {
+                let quantised = graph_seconds(&device, || {
                     for draft in drafts.iter().flatten() {
                         // SAFETY: every buffer outlives the graph.
                         unsafe { linear.run_quantised(draft, x8.at(0), xs.at(0), y.at(0), rows) }.unwrap();
@@ -419,7 +398,7 @@ fn sequence() {
 fn nibbles_in_sequence() {
     let Some(device) = device() else { return };
     let (linear, hierarchies) = (Linear::new(&device).unwrap(), Hierarchies::new(&device, Dtype::Bf16).unwrap());
-    let bandwidth = read_bandwidth(&device);
+    let bandwidth = read_bytes_per_s(&device).unwrap();
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
     let norm = device.kernel("norm_bf16", 0).unwrap();
@@ -439,7 +418,7 @@ fn nibbles_in_sequence() {
             .map(|_| whole.iter().map(|full| hierarchies.quantise(full, true, 0, &flag).unwrap()).collect())
             .collect();
         let to = device.allocate(Matrix::bytes(Dtype::Bf16, 28_672, 4096)).unwrap();
-        let expand = graph_seconds(&device, 15, || {
+        let expand = graph_seconds(&device, || {
             layers.iter().flatten().for_each(|hierarchy| hierarchies.expand(hierarchy, &to, 0).unwrap());
         });
         eprintln!("{name}: written in 16 bits in {:.1} us a layer", expand / 8.0 * 1e6);
@@ -457,7 +436,7 @@ fn nibbles_in_sequence() {
         };
         let stream = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
         for rows in [1, 2] {
-            let seconds = graph_seconds(&device, 15, || {
+            let seconds = graph_seconds(&device, || {
                 for layer in &layers {
                     // SAFETY: every buffer outlives the graph.
                     unsafe {
@@ -475,7 +454,7 @@ fn nibbles_in_sequence() {
         for rows in [1, 2, 5, 8, 9, 16, 32, 64] {
             for between in [false, true] {
                 let time = |layers: usize, gemm: &dyn Fn(usize, usize)| {
-                    let seconds = graph_seconds(&device, 15, || {
+                    let seconds = graph_seconds(&device, || {
                         for (layer, matrix) in (0..layers).flat_map(|layer| (0..4).map(move |matrix| (layer, matrix))) {
                             gemm(layer, matrix);
                             if between {
@@ -528,7 +507,7 @@ fn draft_layers() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
-    let bandwidth = read_bandwidth(&device);
+    let bandwidth = read_bytes_per_s(&device).unwrap();
     let flag = device.zeroed(4).unwrap();
     for (name, kv_heads, shapes) in SHAPES {
         let config = config(32, kv_heads, 128);
@@ -554,7 +533,7 @@ fn draft_layers() {
             let described = Described::new(&device, &attend, View::Upper, position, 1, 128);
             let (pass, places) = (&described.pass, described.places());
             let run = |beside: Option<bool>| {
-                graph_seconds(&device, 15, || {
+                graph_seconds(&device, || {
                     for (layer, weights) in layers.iter().enumerate() {
                         let stream = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
                         let heads = Heads {
@@ -611,7 +590,7 @@ fn target_layers() {
     const LAYERS: usize = 6;
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
-    let bandwidth = read_bandwidth(&device);
+    let bandwidth = read_bytes_per_s(&device).unwrap();
     let flag = device.zeroed(4).unwrap();
     let [norm, append, silu] = ["norm_bf16", "append_128", "silu_mul_bf16"].map(|name| device.kernel(name, 0).unwrap());
     for (name, kv_heads, shapes) in SHAPES {
@@ -644,7 +623,7 @@ fn target_layers() {
                 let described = Described::new(&device, &attend, view, position, m, 128);
                 let (pass, places) = (&described.pass, described.places());
                 let run = |attended: bool, behind: usize| {
-                    graph_seconds(&device, 15, || {
+                    graph_seconds(&device, || {
                         let launch = |kernel, grid, block, arguments: &[Arg]| {
                             let launch = Launch { grid, block, shared: 0, overlap: true };
                             // SAFETY: every buffer has room for eight rows and outlives the graph.
@@ -729,7 +708,6 @@ fn prompts() {
     const BLOCK: usize = 8192;
     let Some(device) = device() else { return };
     let flag = device.zeroed(4).unwrap();
-    let repeat = |rows: usize| if rows > 32_768 { 3 } else { 9 };
     for (heads, kv_heads, d) in [(32, 32, 128), (32, 8, 128), (32, 8, 64), (16, 8, 256)] {
         let config = config(heads, kv_heads, d);
         let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
@@ -737,7 +715,7 @@ fn prompts() {
             let q = random_numbers(&device, BLOCK.min(rows) * heads * d * 2);
             let kv = random_numbers(&device, rows * 2 * kv_heads * d * 2);
             let out = device.allocate(q.bytes()).unwrap();
-            let seconds = graph_seconds(&device, repeat(rows), || {
+            let seconds = graph_seconds(&device, || {
                 for start in (0..rows).step_by(BLOCK) {
                     // SAFETY: q and the output have a block's rows, kv all of the prompt's; all outlive the graph.
                     unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), start, BLOCK.min(rows - start)) }.unwrap();
@@ -771,7 +749,7 @@ fn prompts() {
             let pool = |bytes: usize| device.allocate(pages * kv_heads * bytes).unwrap();
             let (upper, lower) = (pool(Layout::Cuda.upper_bytes(128)), pool(Layout::Cuda.lower_bytes(128)));
             let table = device.copied(&(0..pages as i32).collect::<Vec<_>>()).unwrap();
-            let seconds = graph_seconds(&device, repeat(rows), || {
+            let seconds = graph_seconds(&device, || {
                 let launch = |kernel, grid, block, shared: usize, arguments: &[Arg]| {
                     let launch = Launch { grid, block, shared: shared as u32, overlap: true };
                     // SAFETY: every buffer has room for the prompt and outlives the graph.

@@ -12,7 +12,7 @@ mod small;
 
 use gpu::device;
 use quantspec_core::cache::Extent;
-use quantspec_core::config::{Dtype, Pages, Planes, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::{Policy, Stop};
@@ -21,15 +21,11 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Network, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
+use quantspec_model::draft::{self, Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
-use small::{checkpoints, options, prompt};
+use small::{checkpoints, drafting, options, prompt};
 use std::sync::Arc;
-
-const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-const KV4: DraftConfig = DraftConfig { weights: Weights::Full, ..QUANTSPEC };
-const W4: DraftConfig = DraftConfig { view: View::Both, ..QUANTSPEC };
 
 /// Rows of a prompt, over all layers, between two rounds of earlier sequences: several blocks, and no whole layers.
 const CHUNK_ROWS: usize = 700;
@@ -114,9 +110,9 @@ fn lookup(target: View) -> Method {
     Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
 }
 
-/// Copies earlier text if that has proved reliable, else drafts by a plan. So rounds mix copied and drafted windows.
-fn copying(target: View, plan: DraftConfig) -> Method {
-    Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
+/// Copies earlier text if that has proved reliable, else drafts. So rounds mix copied and drafted windows.
+fn copying(target: View, config: DraftConfig) -> Method {
+    Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(config))), policy: Policy::fixed(4) }
 }
 
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
@@ -162,9 +158,25 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
     let tokens = [600; 3];
     // The model drafts for itself, on a separate backend.
     let model = DraftModel::new(load(device, checkpoint, options), View::Both, &[Pages::All], 3200, 256);
-    let second = |target: View, pages: Pages| {
-        let drafter = Box::new(model.reading(target, &[pages]));
-        Method { target, drafter: Some(drafter), policy: Policy::fixed(4) }
+    let model = &model;
+    // Every method of the list, with pages and γ in turn.
+    let methods = |target: View| {
+        let pages = [Pages::All, Pages::Best(4), Pages::Window(3)].into_iter().cycle();
+        let gammas = [vec![1, 16, 0, 7, 3], vec![4], vec![4, 0, 9], vec![7]].into_iter().cycle();
+        let listed = draft::METHODS.iter().zip(pages).zip(gammas).filter_map(move |((entry, pages), gammas)| {
+            let drafter = match entry.source {
+                draft::Source::Checkpoint => Some(entry.with(Box::new(model.reading(target, &[pages])))),
+                _ => entry.drafter(target, DraftWeights::Int4, &[pages]),
+            };
+            let method = Method { target, drafter: Some(drafter?), policy: Policy::fixed(4) };
+            Some((format!("{} {pages:?}", entry.name), method, gammas))
+        });
+        let mut listed: Vec<_> = listed.collect();
+        assert_eq!(listed.len(), draft::METHODS.len() - 1, "every method but plain decoding drafts");
+        let pages = Pages::Snap { pages: 3, refresh: 1 };
+        let refreshed = method(target, Some(DraftConfig { pages, ..drafting("quantspec") }));
+        listed.push((format!("{pages:?}"), refreshed, vec![5, 0, 2]));
+        listed
     };
     for &target in targets {
         for accept in [Accept::Greedy, Accept::Replay] {
@@ -181,22 +193,7 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
                 );
                 plain.extend(one);
             }
-            let itself = |plan: DraftConfig| (format!("{plan:?}"), method(target, Some(plan)));
-            let drafts = [
-                (itself(QUANTSPEC), vec![4]),
-                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
-                (itself(KV4), vec![6]),
-                (itself(DraftConfig { view: target, ..W4 }), vec![7]),
-                (itself(DraftConfig { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
-                (itself(DraftConfig { pages: Pages::Snap { pages: 2, refresh: 0 }, ..QUANTSPEC }), vec![4]),
-                (itself(DraftConfig { pages: Pages::Snap { pages: 3, refresh: 1 }, ..QUANTSPEC }), vec![5, 0, 2]),
-                (itself(DraftConfig { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
-                (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
-                (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
-                (("a second model".to_string(), second(target, Pages::All)), vec![1, 16, 0, 7, 3]),
-                (("a second model, 2 pages".to_string(), second(target, Pages::Window(2))), vec![5]),
-            ];
-            for ((draft, method), gammas) in drafts {
+            for (draft, method, gammas) in methods(target) {
                 let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
                 for (index, (got, want)) in together.iter().zip(&plain).enumerate() {
                     let differs = got.iter().zip(want).position(|(a, b)| a != b);
@@ -235,9 +232,9 @@ fn penalties_depend_on_the_text_alone() {
             assert_ne!(plain[0], alone(&mut engine, 0, &sampler(accept, 11, 0)), "a penalty changed nothing");
             let itself = |plan: DraftConfig| method(View::Both, Some(plan));
             let drafts = [
-                (itself(QUANTSPEC), vec![4]),
-                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
-                (itself(W4), vec![7]),
+                (itself(drafting("quantspec")), vec![4]),
+                (itself(drafting("quantspec")), vec![1, 16, 0, 7, 3]),
+                (itself(drafting("w4")), vec![7]),
                 (lookup(View::Both), vec![1, 16, 0, 7, 3]),
             ];
             for (index, (method, gammas)) in drafts.into_iter().enumerate() {
@@ -277,11 +274,11 @@ fn masks_depend_on_the_text_alone() {
             let itself = |plan: DraftConfig| method(View::Both, Some(plan));
             let reading = Box::new(second.reading(View::Both, &[Pages::All]));
             let drafts = [
-                (itself(QUANTSPEC), vec![4]),
-                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
-                (itself(W4), vec![7]),
+                (itself(drafting("quantspec")), vec![4]),
+                (itself(drafting("quantspec")), vec![1, 16, 0, 7, 3]),
+                (itself(drafting("w4")), vec![7]),
                 (lookup(View::Both), vec![1, 16, 0, 7, 3]),
-                (copying(View::Both, QUANTSPEC), vec![4, 0, 9]),
+                (copying(View::Both, drafting("quantspec")), vec![4, 0, 9]),
                 (Method { target: View::Both, drafter: Some(reading), policy: Policy::fixed(4) }, vec![5, 2]),
             ];
             for (index, (method, gammas)) in drafts.into_iter().enumerate() {
@@ -329,8 +326,8 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
             if sampler.penalties.is_none() {
                 assert!(plain.0.iter().zip(&plain.1).all(|(token, told)| told.top[0] == (*token, told.logprob)));
             }
-            let auto = Method { policy: Policy::auto(12), ..method(View::Both, Some(QUANTSPEC)) };
-            for method in [method(View::Both, Some(QUANTSPEC)), auto, lookup(View::Both)] {
+            let auto = Method { policy: Policy::auto(12), ..method(View::Both, Some(drafting("quantspec"))) };
+            for method in [method(View::Both, Some(drafting("quantspec"))), auto, lookup(View::Both)] {
                 assert!(told(&mut engine, method, &prompt, &sampler, 200) == plain, "{sampler:?}");
             }
         }
@@ -375,12 +372,12 @@ fn drafts_are_the_same_after_a_prompt_has_used_their_memory() {
         let runs = [usize::MAX, 128].map(|most| {
             let backend = CudaBackend::load_lending(&device, &checkpoint, &options, Hooks::default(), most).unwrap();
             let held = backend.memory().workspace_bytes;
-            let mut engine = Engine::new(backend, method(View::Both, Some(QUANTSPEC)), 1, 1000, 256);
+            let mut engine = Engine::new(backend, method(View::Both, Some(drafting("quantspec"))), 1, 1000, 256);
             // The long prompt precedes drafts, then follows some.
             let mut texts = Vec::new();
             for i in [0, 1, 0] {
                 let (prompt, sampler) = (prompts[i].clone(), samplers[i].clone());
-                let drafting = method(View::Both, Some(QUANTSPEC));
+                let drafting = method(View::Both, Some(drafting("quantspec")));
                 texts.push(decode(&mut engine, drafting, &[prompt], &[150], &[sampler], &[5]));
             }
             (texts, engine.stats().acceptance_rate(), held)
@@ -411,7 +408,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let never = [turn(None)];
             for offset in 0..12 {
                 // By steps that are not watched.
-                let step = forward::Round::of_draft(&QUANTSPEC, &never, offset).unwrap();
+                let step = forward::Round::of_draft(&drafting("quantspec"), &never, offset).unwrap();
                 forward::run_steps(&mut backend, &step).unwrap();
             }
             let want = backend.window(0, 13).unwrap();
@@ -419,7 +416,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
                 let stop = Stop { min_acceptance: enough, margin_scale: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
-                forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
+                forward::draft(&mut backend, &drafting("quantspec"), &mut turns).unwrap();
                 let [turn] = turns;
                 assert_eq!(turn.margins.len(), turn.gamma);
                 assert!(turn.margins.iter().all(|&margin| margin >= 0.0), "{:?}", turn.margins);
@@ -457,7 +454,7 @@ fn rounds<B: Backend>(
         let committed = extent.committed();
         let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
-            forward::draft(backend, &DraftConfig { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            forward::draft(backend, &DraftConfig { pages, ..drafting("quantspec") }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
         }
         let verdict = forward::verify(backend, View::Both, &turns).unwrap().remove(0);
@@ -506,7 +503,7 @@ fn automatic_drafts_change_no_token() {
             let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
             for pages in [Pages::All, Pages::Best(3), Pages::Snap { pages: 3, refresh: 2 }] {
-                let draft = Some(DraftConfig { pages, ..QUANTSPEC });
+                let draft = Some(DraftConfig { pages, ..drafting("quantspec") });
                 engine
                     .set_method(Method {
                         target: View::Both,
@@ -563,7 +560,12 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
             alone.extend(decode(&mut engine, method(View::Both, None), prompts, tokens, samplers, &[0]));
         }
         for batch in [1, 3, 8, SLOTS] {
-            for draft in [QUANTSPEC, DraftConfig { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
+            for draft in [
+                drafting("quantspec"),
+                DraftConfig { pages: Pages::Best(3), ..drafting("quantspec") },
+                drafting("kv4"),
+                drafting("w4"),
+            ] {
                 let method = method(View::Both, Some(draft));
                 // Small batches use other prompts.
                 let of = SLOTS - batch..SLOTS;
@@ -586,13 +588,14 @@ fn large_batches_draft_what_small_ones_draft() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 500) {
         let vocab = checkpoint.config().vocab;
-        let drafting = || method(View::Both, Some(QUANTSPEC));
+        let speculating = || method(View::Both, Some(drafting("quantspec")));
         let rates = [12, 24].map(|slots| {
-            let mut engine = Engine::new(load(&device, &checkpoint, &options(500, slots)), drafting(), slots, 500, 256);
+            let mut engine =
+                Engine::new(load(&device, &checkpoint, &options(500, slots)), speculating(), slots, 500, 256);
             // The larger batch has every sequence of the smaller one twice.
             let prompts: Vec<Vec<u32>> = (0..slots).map(|i| prompt(vocab, 200 + i % 12, (i % 12) as u64)).collect();
             let samplers: Vec<Sampler> = (0..slots).map(|i| sampler(Accept::Replay, 3, (i % 12) as u64)).collect();
-            decode(&mut engine, drafting(), &prompts, &vec![100; slots], &samplers, &[4]);
+            decode(&mut engine, speculating(), &prompts, &vec![100; slots], &samplers, &[4]);
             engine.stats().acceptance_rate()
         });
         assert_eq!(rates[0], rates[1]);
@@ -616,7 +619,7 @@ fn long_text(device: &Arc<Device>, checkpoint: &Checkpoint) {
     for accept in [Accept::Greedy, Accept::Replay] {
         let samplers = [sampler(accept, 8, 0)];
         let plain = decode(&mut engine, method(View::Both, None), &prompts, &tokens, &samplers, &[0]);
-        for draft in [QUANTSPEC, KV4, W4] {
+        for draft in [drafting("quantspec"), drafting("kv4"), drafting("w4")] {
             let drafting = method(View::Both, Some(draft));
             let drafted = decode(&mut engine, drafting, &prompts, &tokens, &samplers, &[4, 6, 16, 1]);
             assert_eq!(plain[0].iter().zip(&drafted[0]).position(|(a, b)| a != b), None, "{accept:?} {draft:?}");
@@ -636,10 +639,11 @@ fn rejection_is_reproducible() {
 fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let options = options(900, 2);
     let vocab = checkpoint.config().vocab;
-    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
+    let mut engine =
+        Engine::new(load(device, checkpoint, &options), method(View::Both, Some(drafting("quantspec"))), 2, 900, 256);
     let prompts: Vec<Vec<u32>> = [500, 333].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let samplers: Vec<Sampler> = (0..2).map(|sequence| sampler(Accept::Rejection, 5, sequence)).collect();
-    for method in [|| method(View::Both, Some(QUANTSPEC)), || lookup(View::Both)] {
+    for method in [|| method(View::Both, Some(drafting("quantspec"))), || lookup(View::Both)] {
         let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
         assert_eq!(run(), run());
     }
@@ -672,8 +676,8 @@ fn known_tokens_are_verified_as_they_are() {
         let turn = Turn::new(0, 300, 2, Sampler::greedy());
         // A round that ends before its verification, which its draft was deferred to.
         let mut left = [turn.clone()];
-        forward::draft(&mut backend, &QUANTSPEC, &mut left).unwrap();
-        assert_eq!(left[0].to_draft, Some(QUANTSPEC));
+        forward::draft(&mut backend, &drafting("quantspec"), &mut left).unwrap();
+        assert_eq!(left[0].to_draft, Some(drafting("quantspec")));
         let known = [first, 5, 6];
         backend.set_window(0, &known).unwrap();
         forward::verify(&mut backend, View::Both, &[turn]).unwrap();

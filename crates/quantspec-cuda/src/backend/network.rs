@@ -18,8 +18,8 @@ use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
-/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to be resident next to a GEMM's block.
-pub(crate) const NORM_THREADS: u32 = 512;
+/// Threads of a norm's block.
+pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
 impl CudaBackend {
     pub(super) fn layer(&self, layer: usize) -> Result<&weights::Layer> {

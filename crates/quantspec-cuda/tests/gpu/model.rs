@@ -5,10 +5,11 @@
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
 use crate::gpu::Random;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights, View};
 use quantspec_cuda::device::Device;
-use quantspec_model::backend::Options;
+use quantspec_model::backend::{DraftConfig, Options};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft;
 use std::path::PathBuf;
 
 /// The demo model, and every model in the directory `QUANTSPEC_TEST_MODELS` with room for `tokens` and head widths that the
@@ -40,6 +41,13 @@ pub fn checkpoints(device: &Device, tokens: usize) -> Vec<Checkpoint> {
         fits
     };
     dirs.iter().map(|dir| Checkpoint::open(dir).unwrap()).filter(fits).collect()
+}
+
+/// How a method that drafts with the model itself does so, over a target of both nibbles.
+pub fn drafting(method: &str) -> DraftConfig {
+    draft::Entry::named(method)
+        .and_then(|method| method.draft_config(View::Both))
+        .expect("a method of the model itself")
 }
 
 /// Every plane, quantised drafts, rows for γ up to 16.
