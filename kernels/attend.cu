@@ -11,7 +11,7 @@
 #else
 #define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
 #endif
-// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more for each pipeline stage. build.rs writes these rows down for the launcher.
+// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage. build.rs copies these rows for the launcher.
 #define ATTEND(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, BESIDE, BLOCK, STAGE_BYTES, SHARED)            \
   struct name##_of : Attend<D, VIEW, ROWS, RINGS, STAGES, BESIDE> {};                                     \
   static_assert(name##_of::THREADS == BLOCK && RINGS * name##_of::STAGE == STAGE_BYTES);                  \

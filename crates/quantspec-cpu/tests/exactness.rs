@@ -286,7 +286,7 @@ fn law_of(
     last
 }
 
-/// The methods of the list whose drafts read any pages and copy nothing: what [`selection`] combines with everything else.
+/// Methods whose drafts read any pages and copy nothing; [`selection`] combines them with all other settings.
 fn methods() -> [&'static str; 3] {
     let any_pages = |entry: &&draft::Entry| matches!(entry.source, draft::Source::Model { pages: None, .. });
     let found: Vec<&str> =
