@@ -33,7 +33,8 @@ def test_a_method_has_the_memory_of_its_table_entry(name: str, method: Method) -
     options = EngineOptions(method=name, draft_model=draft_model)
     assert (stats["draft_weights_bytes"] > 0) == (method.draft_weights or method.draft_model)
     assert options.weights_of_draft == ("int4" if method.draft_weights else "none")
-    assert options.pages_of_draft == (method.pages or "all")
+    assert options.pages_of_draft == (method.pages or ("auto" if method.chooses else "all"))
+    assert ("by_method" in stats) == method.chooses
     # Without a view of its own, only the target's planes are kept.
     assert stats["cache_lower_bytes"] > 0
     assert stats["cache_full_bytes"] == 0
@@ -168,4 +169,56 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     # A draft of two tokens and a verification read the model's bytes three times, for up to three tokens.
     assert drafting["bytes_per_token"] > 0.9 * plain["bytes_per_token"]
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
-    quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods uses it")
+    quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods reads it")
+
+
+LONG = "".join(f"{number} green bottles stand on the wall. " for number in range(300))
+
+
+@pytest.mark.parametrize(
+    ("weights", "target"), [("int4", "int8"), ("int4", "fp16"), ("int4", "int4"), ("none", "int8")]
+)
+def test_auto_changes_no_token_and_tells_what_drafted(weights: str, target: str) -> None:
+    plain = Engine.load(method="ar", kv_target=target, context=4500, device="cpu")
+    # With a fixed gamma every round drafts, so candidates are compared only with each other.
+    engine = Engine.load(
+        method="auto", gamma=3, draft_weights=weights, draft_pages=2, kv_target=target, context=4500, device="cpu"
+    )
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.9, "seed": 4}
+    assert engine.generate(LONG, **options) == plain.generate(LONG, **options)
+    stats = engine.statistics()
+    shares = stats["by_method"]
+    assert set(shares) <= {"quantspec", "kv4", "w4", "ngram", "ar"}
+    for name in ("rounds", "drafted_tokens", "accepted_tokens"):
+        assert sum(share[name] for share in shares.values()) == stats[name]  # type: ignore[literal-required]
+    networks = [share for name, share in shares.items() if name not in {"ngram", "ar"}]
+    assert networks
+    assert all(share["draft_pages_mean"] == 2 for share in networks)
+
+
+def test_auto_plans_what_it_may_read_and_refuses_nothing_else() -> None:
+    model = Model.open(None)
+    fixed, auto = (
+        planned(model, EngineOptions(method=method, device="cpu"), context=700) for method in ("quantspec", "auto")
+    )
+    assert auto == fixed
+    with_draft = planned(model, EngineOptions(method="auto", draft_model=str(DEMO), device="cpu"), context=700)
+    assert with_draft["draft_weights_bytes"] == auto["draft_weights_bytes"] + auto["weights_bytes"]
+
+
+def test_auto_with_a_draft_model_tries_it(quantspec: Any) -> None:
+    flags = ("run", "--text", TEXT, "-n", "200", "--ignore-eos", "--device", "cpu", "--method", "auto")
+    plain = quantspec(*flags[:-1], "ar").stdout
+    outcome = quantspec(*flags, "--draft-model", str(DEMO))
+    assert outcome.stdout == plain
+    assert "rounds by method: " in outcome.stderr
+
+
+def test_bench_measures_auto(quantspec: Any) -> None:
+    bench = ("bench", "-p", "0", "-n", "12", "-d", "8", "-r", "1", "-g", "2", "-o", "json", "--device", "cpu")
+    plain, auto = quantspec(*bench, "--methods", "ar,auto", "--draft-model", str(DEMO)).json
+    assert (auto["method"], auto["draft_pages"]) == ("auto", "auto")
+    assert sum(auto["rounds_by_method"].values()) > 0
+    assert "rounds_by_method" not in plain
+    # Each round verifies, and reads weights again for its drafts.
+    assert auto["bytes_per_token"] > 0.5 * plain["bytes_per_token"]

@@ -32,7 +32,7 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     assert all(case["equal"] for case in cases)
     for method in DRAFTING:
         gammas = {case["gamma"] for case in cases if case["method"] == method and case["batch"] == 4}
-        assert gammas == set(FEW if method in COMBINED else GAMMAS)
+        assert gammas == set(FEW if method in COMBINED or METHODS[method].chooses else GAMMAS)
     assert {case["method"] for case in cases} == DRAFTING
     assert {case["gamma"] for case in cases} == {*GAMMAS, "auto"}
     assert {(case["accept"], case["batch"]) for case in cases if case["gamma"] == "auto"} == {
@@ -41,7 +41,7 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     }
     assert {case["accept"] for case in cases} == {"greedy", "replay"}
     assert {case["batch"] for case in cases} == {1, 4}
-    assert {case["draft_pages"] for case in cases} == {"all", 2}
+    assert {case["draft_pages"] for case in cases} == {"all", "auto", 2}
     assert {case["threads"] for case in cases} == {None, 1}
     text = quantspec("selftest")
     assert (text.code, text.stderr) == (0, "")

@@ -17,6 +17,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,6 +36,7 @@ from .errors import (
     one_line,
 )
 from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
+from .options import Method as Drafting
 from .signals import SIGNALS
 from .text import Text
 
@@ -323,12 +325,13 @@ def read_grid(request: Request) -> Grid:
         ),
     )
     drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
-    if bool(drafting) != (request.draft_model is not None):
+    chooses = any(METHODS[method.name].chooses for method in grid.methods)
+    if (drafting and request.draft_model is None) or (request.draft_model is not None and not drafting and not chooses):
         raise UsageError(
             f"--methods has {drafting[0]}, but there is no draft model"
             if drafting
             else f"--draft-model is {request.draft_model}, but no method of --methods uses it",
-            "give both --draft-model and --methods ...,draft-model, or neither",
+            "give both --draft-model and --methods ...,draft-model or auto, or neither",
             option="draft_model",
         )
     if not grid.n_prompt and not grid.n_gen:
@@ -435,8 +438,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         method = METHODS[name]
         of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
-        if method.pages is not None:
-            of_pages = [count for count in pages if count != "all"] or [method.pages]
+        if method.chooses or method.pages is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.pages or "auto"]
         found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
@@ -658,23 +661,30 @@ class Bench:
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         cache = seen["pages"] * page[method.kv_target] + recent
         read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
-        drafts = METHODS[method.name]
-        if drafts.draft_view is not None:
-            if drafts.draft_model:
-                seen = seen["draft_model"]
-                page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
-            drafted = seen["draft_weights_bytes"] or self._draft_bytes
-            weights = drafted if drafts.draft_weights else seen["weights_bytes"]
-            view = page[method.kv_target if drafts.draft_view == "target" else drafts.draft_view]
-            pages = seen["pages"]
-            if isinstance(method.draft_pages, int):
-                pages = min(pages, method.draft_pages)
-            elif method.draft_pages == "auto":
-                pages = stats.get("draft_pages_mean") or 0.0
-            drafted = stats["drafted_tokens"] - stats["copied_tokens"]
-            read += stats["draft_steps"] * weights + drafted * (pages * view + recent)
-            if pages < seen["pages"] and self._page_choice == "best" and drafts.pages is None:
-                read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
+        drafted = stats["drafted_tokens"] - stats["copied_tokens"]
+        pages = stats.get("draft_pages_mean") if method.draft_pages == "auto" else method.draft_pages
+        shares = {method.name: {"rounds": stats["rounds"], "drafted_tokens": drafted, "draft_pages_mean": pages}}
+        # With several methods, each has its own bytes.
+        for name, share in stats.get("by_method", shares).items():
+            if METHODS[name].draft_view is not None and share["drafted_tokens"]:
+                steps = stats["draft_steps"] * share["drafted_tokens"] / drafted
+                read += self._drafted_bytes(METHODS[name], method.kv_target, seen, share, steps)
+        return read
+
+    def _drafted_bytes(
+        self, drafts: Drafting, target: str, seen: Mapping[str, Any], share: Mapping[str, Any], steps: float
+    ) -> float:
+        """Bytes that the drafts of one method read in `steps` steps."""
+        if drafts.draft_model:
+            seen = seen["draft_model"]
+        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
+        weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
+        view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
+        asked = share["draft_pages_mean"]
+        pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
+        read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
+        if pages < seen["pages"] and self._page_choice == "best" and drafts.pages is None:
+            read += share["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 
     def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
@@ -864,6 +874,7 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
         "acceptance_rate_per_position": _per_position(runs),
+        **_by_method(runs),
         "gamma_mean": drafted / rounds,
         "draft_ms": spent["draft_s"] / passes * 1e3,
         "draft_step_ms": spent["draft_s"] / steps * 1e3 if steps else None,
@@ -871,6 +882,14 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
         "round_ms": wall_s / passes * 1e3,
         "loop_us": (wall_s - engine_s) / passes * 1e6,
     }
+
+
+def _by_method(runs: Sequence[Sample]) -> dict[str, Any]:
+    """Rounds by drafting method, for a method that chooses among others."""
+    rounds: Counter[str] = Counter()
+    for run in runs:
+        rounds.update({name: share["rounds"] for name, share in run.stats.get("by_method", {}).items()})
+    return {"rounds_by_method": dict(rounds)} if rounds else {}
 
 
 def _per_position(runs: Sequence[Sample]) -> list[float] | None:

@@ -41,7 +41,21 @@ DEFAULT_CONTEXT = 32_768
 CHEAP_CHARACTERS = 100_000
 
 
-class Statistics(TypedDict):
+class MethodStatistics(TypedDict):
+    """Counters of one method, if several are chosen from; rates None if it drafted nothing."""
+
+    rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
+    draft_pages_mean: float | None
+
+
+class _OfMethods(TypedDict, total=False):
+    by_method: dict[str, MethodStatistics]
+
+
+class Statistics(_OfMethods):
     """Counters, times and bytes of an engine; times in seconds, rates None if nothing was drafted."""
 
     load_s: float
@@ -661,7 +675,7 @@ class Engine:
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
             draft_refresh: with method "snapkv", number of new pages after which it chooses among all pages again; 0 is never.
-            draft_model: with method "draft-model", a directory, a GGUF file or a hub id with the same tokenizer.
+            draft_model: with methods "draft-model" and "auto", a directory, a GGUF file or a hub id with the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: common prefixes of prompts are processed once. True keeps prompts in memory, in at most an eighth
                 of what the engine leaves free, or half of a GPU's; a folder keeps them there, also for other processes;

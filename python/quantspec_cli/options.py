@@ -32,6 +32,7 @@ class Method(NamedTuple):
         page_choice: this way, as named in reports: "window" (the first and the newest pages) or "snap" (those that the
             prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
+        chooses: whether it chooses among several other methods while decoding, and may use a draft model.
     """
 
     about: str
@@ -41,10 +42,12 @@ class Method(NamedTuple):
     pages: int | None = None
     page_choice: str | None = None
     draft_model: bool = False
+    chooses: bool = False
 
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
 METHODS = {
+    "auto": Method("whichever is fastest", draft_weights=True, draft_view="int4", chooses=True),
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
@@ -61,7 +64,7 @@ WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()
-    if method.draft_view
+    if method.draft_view and not method.chooses
 }
 METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
@@ -137,7 +140,7 @@ class EngineOptions:
                 "name a checkpoint of the same tokenizer with --draft-model",
                 option="draft_model",
             )
-        if not method.draft_model:
+        if not method.draft_model and not method.chooses:
             reasons["draft_model"] = (None, "reads no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
@@ -170,7 +173,8 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """The number of pages a draft reads, as named in reports."""
-        return self.draft_pages or METHODS[self.method].pages or "all"
+        default: Literal["all", "auto"] = "auto" if METHODS[self.method].chooses else "all"
+        return self.draft_pages or METHODS[self.method].pages or default
 
     @property
     def choice_of_pages(self) -> str:
@@ -179,6 +183,7 @@ class EngineOptions:
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
+        pages = self.pages_of_draft if METHODS[self.method].chooses else self.draft_pages
         return {
             "device": self.device,
             "threads": self.threads,
@@ -187,7 +192,7 @@ class EngineOptions:
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
-            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+            "draft_pages": None if pages == "all" else pages,
             "page_choice": self.choice_of_pages,
             "draft_refresh": self.draft_refresh,
             "accept": self.accept,
@@ -240,7 +245,7 @@ class GenerateOptions:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.ignore_eos:
                 raise UsageError(
-                    "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
+                    "ignore_eos has no end, and a JSON schema has one", "leave one of them out", option="ignore_eos"
                 )
         # Read once: a generator yields its strings only once.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -427,7 +432,7 @@ def draft_model_flag(command: Command) -> Command:
     return click.option(
         "--draft-model",
         metavar="DIR|FILE|HUB_ID",
-        help="For method draft-model: the checkpoint that drafts, with the same tokenizer.",
+        help="Of methods draft-model and auto: a checkpoint that drafts, of the same tokenizer.",
     )(command)
 
 
@@ -472,7 +477,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens that a draft reads per KV head; auto chooses them together with gamma.  "
-            f"[default: all; {METHODS['window'].pages} with window and snapkv]",
+            f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
         ),
         page_choice_flag,
         click.option(
@@ -481,7 +486,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N",
             default=0,
             show_default=True,
-            help="For method snapkv: choose again among all pages after N new ones; 0: never.",
+            help="Of method snapkv: choose among all pages again after N new ones; 0 is never.",
         ),
         draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
@@ -544,7 +549,7 @@ def sampling_flags(command: Command) -> Command:
         click.option(
             "--json-schema",
             metavar="FILE",
-            help="Answer with JSON that this schema allows; all other tokens are masked.",
+            help="The answer is JSON that this schema allows: tokens that it forbids are never chosen.",
         ),
     )(command)
 
@@ -555,7 +560,7 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before it answers; the answer excludes this part.  [default: off]",
+            help="If the model can think before it answers; the answer excludes the thinking.  [default: off]",
         ),
         click.option(
             "--template-arg",

@@ -106,6 +106,9 @@ def statistics_lines(
         )
     else:
         lines.append(f"no speculation: {_count(stats['rounds'], 'round')} of one token")
+    shares = sorted(stats.get("by_method", {}).items(), key=lambda item: -item[1]["rounds"])
+    if shares:
+        lines.append("rounds by method: " + ", ".join(f"{name} {share['rounds']:,}" for name, share in shares))
     cache = stats["cache_upper_bytes"] + stats["cache_lower_bytes"] + stats.get("cache_full_bytes", 0)
     lines.append(
         f"weights {size(stats['weights_bytes'])}, draft weights {size(stats['draft_weights_bytes'])}, "

@@ -164,11 +164,11 @@ def _cases(
                 fixed,
                 method=name,
                 draft_pages=PAGES_MIN if method.pages else None,
-                draft_model=draft_model if method.draft_model else None,
+                draft_model=draft_model if method.draft_model or method.chooses else None,
             ),
             everything,
             FEW,
-            FEW if name in COMBINED else GAMMAS,
+            FEW if name in COMBINED or method.chooses else GAMMAS,
         )
         for name, method in METHODS.items()
         if method.drafts and (draft_model is not None or not method.draft_model)
@@ -179,6 +179,8 @@ def _cases(
     ways.append((replace(quantspec, threads=1), everything, FEW[:1], FEW[:1]))
     # Drafts of one sequence that end early.
     ways.append((replace(quantspec, gamma="auto"), everything, ("auto", "auto"), ()))
+    choosing = replace(fixed, method="auto", draft_model=draft_model, gamma="auto")
+    ways.append((choosing, everything, ("auto", "auto"), ()))
     for way, places, alone, together in ways:
         engine = _engine(model, way, prompts, batch=BATCH)
         for accept, sampling in _SAMPLING.items():
@@ -240,7 +242,7 @@ def _decode(
 
 
 def _line(case: Case) -> str:
-    pages = "all pages" if case.draft_pages == "all" else f"{case.draft_pages} pages"
+    pages = f"{case.draft_pages} pages"
     threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
     return (
         f"{case.method:15} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "

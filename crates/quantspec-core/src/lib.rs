@@ -16,9 +16,11 @@ pub mod logprob;
 pub mod penalty;
 pub mod plan;
 pub mod policy;
+pub mod promise;
 pub mod quantize;
 pub mod report;
 pub mod sample;
+pub mod stop;
 pub mod verify;
 pub mod weights;
 

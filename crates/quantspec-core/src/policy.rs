@@ -9,6 +9,8 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
+use crate::promise::expected_tokens;
+use crate::stop::Stop;
 use std::collections::BTreeMap;
 
 /// Share of the time that may be lost against plain decoding; probes may lose as much against the fastest choice.
@@ -38,40 +40,16 @@ const DEAR: (usize, f64) = (3, 0.9);
 /// Drafted tokens over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
-/// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6), its bounds, and the largest margin that counts, all
-/// in logits.
+/// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
-const MARGIN_MAX: f64 = 30.0;
 /// Drafts with a higher probability always continue, however expensive a step is.
 const MIN_ACCEPTANCE_MAX: f64 = 0.9;
-
-/// Tokens that a round of γ = `gamma` emits on average if each drafted token is accepted with probability `alpha` < 1:
-/// (1 − α^(γ+1)) / (1 − α) (Leviathan et al. 2023, eq. 1).
-pub fn expected_tokens(alpha: f64, gamma: usize) -> f64 {
-    (1.0 - alpha.powi(gamma as i32 + 1)) / (1.0 - alpha)
-}
-
-/// Condition that ends a draft before γ tokens.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Stop {
-    /// The draft ends if the estimated probability that all its tokens are accepted is below this; 0 never ends it.
-    pub min_acceptance: f64,
-    /// Logit margin at which a rejection is e times less likely than at a tie.
-    pub margin_scale: f64,
-}
-
-impl Stop {
-    /// Estimated acceptance probability of a token by its logit margin, under greedy and replay: 1 − ½·exp(−margin / scale).
-    pub fn acceptance(&self, margin: f32) -> f64 {
-        1.0 - 0.5 * (-f64::from(margin).min(MARGIN_MAX) / self.margin_scale).exp()
-    }
-}
 
 /// Chooses γ and the candidate of each round. The engine reports a round in this order: [`Policy::observe_draft`]; for each
 /// sequence that drafted, [`Policy::observe_margins`] if margins are known, and [`Policy::observe_round`];
 /// [`Policy::observe_verify`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Policy {
     /// Largest γ; the only one if `fixed`.
     max: usize,
@@ -106,7 +84,8 @@ struct Choice {
 /// A way to draft: its cost and yield.
 #[derive(Clone, Debug)]
 struct Candidate {
-    usable: bool,
+    /// Expected tokens in the time of a plain step; 0 if it cannot draft.
+    promise: f64,
     /// Seconds of one step.
     step: Timings,
     /// Accepted tokens per judged token.
@@ -122,7 +101,7 @@ impl Candidate {
     fn new() -> Candidate {
         // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
         let (acceptance, margins) = (Ratio(4.0, 5.0), Ratio(2.0, 2.0 / MARGIN_SCALE));
-        Candidate { usable: true, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
+        Candidate { promise: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
     /// Below 1, where the geometric sum has a closed form.
@@ -206,23 +185,7 @@ impl Policy {
 
     /// Chooses the fastest γ of 0..=`max`, by measurement.
     pub fn auto(max: usize) -> Policy {
-        Policy {
-            max,
-            fixed: false,
-            candidates: vec![Candidate::new()],
-            verify: Costs::default(),
-            next: Choice::default(),
-            rate: 1.0,
-            ledger: CREDIT,
-            probing: 0.0,
-            round: 0,
-            batch: 1,
-            steps: 0,
-            drafted: 0,
-            accepted: 0,
-            plain: None,
-            cold: false,
-        }
+        Policy { max, candidates: vec![Candidate::new()], rate: 1.0, ledger: CREDIT, batch: 1, ..Policy::default() }
     }
 
     /// Also chooses among `count` candidates (at least one).
@@ -262,10 +225,19 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Sets which candidates can draft in the current round. Candidate 0 always can.
-    pub fn observe_usable(&mut self, usable: impl Fn(usize) -> bool) {
-        self.candidates.iter_mut().enumerate().for_each(|(at, own)| own.usable = at == 0 || usable(at));
-        self.next.candidate *= usize::from(self.candidates[self.next.candidate].usable);
+    /// Measurements of each candidate: seconds of its step relative to a plain one, and α. `None` before it drafted.
+    pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
+        let plain = self.verify.seconds(self.batch);
+        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|&step| own.rounds > 0 && step > 0.0);
+        self.candidates.iter().map(|own| Some((known(own)?, own.alpha()))).collect()
+    }
+
+    /// Sets the expected tokens of each candidate in the time of a plain step, for the current round; 0 if it cannot draft.
+    /// Candidate 0 always can. The most promising are tried first; those below the fastest choice's rate are not tried.
+    pub fn observe_promises(&mut self, promises: &[f64]) {
+        self.candidates.iter_mut().zip(promises).for_each(|(own, &promise)| own.promise = promise);
+        self.candidates[0].promise = self.candidates[0].promise.max(f64::MIN_POSITIVE);
+        self.next.candidate *= usize::from(self.candidates[self.next.candidate].promise > 0.0);
     }
 
     /// Records the draft of a round: `seconds` for `steps` sequential steps.
@@ -352,20 +324,22 @@ impl Policy {
         let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
         // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
-        let first = self.next.candidate == 0 && candidate.rounds <= EXPLORED;
+        let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
         let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
-        self.probing = (self.probing + SHARE * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
+        // If drafts pay, more candidates are worth more probes.
+        let share = SHARE * if self.rate > 1.0 { (self.candidates.len() as f64).sqrt() } else { 1.0 };
+        self.probing = (self.probing + share * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }
 
     fn choose(&mut self) -> Choice {
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
-        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].usable);
+        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].promise > 0.0);
         let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
@@ -376,14 +350,17 @@ impl Policy {
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
         let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
-        let new = usable().filter(|&index| is_new(&self.candidates[index])).min_by_key(last);
+        let promise = |index: usize| self.candidates[index].promise;
+        let new = usable().filter(|&index| is_new(&self.candidates[index]) && promise(index) > rate);
+        let new = new.min_by(|a, b| promise(*b).total_cmp(&promise(*a)).then(last(a).cmp(&last(b))));
         if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
             let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
             let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
             let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
             return if drafts && candidate == fastest.candidate { fastest } else { explore };
         }
-        let others = || usable().filter(|&index| !drafts || index != fastest.candidate);
+        let known = |index: usize| promise(index) > rate || !drafts && self.candidates[index].rounds > 0;
+        let others = || usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
         let (plain_idle, probe_plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
         let own = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
@@ -412,9 +389,8 @@ impl Policy {
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
         let alpha = self.candidates[candidate].alpha();
         let rate = |gamma| Some(expected_tokens(alpha, gamma) / self.round_s(candidate, gamma)?);
-        gammas
-            .filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)))
-            .max_by(|a, b| a.1.total_cmp(&b.1))
+        let choices = gammas.filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)));
+        choices.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     fn round_s(&self, candidate: usize, gamma: usize) -> Option<f64> {

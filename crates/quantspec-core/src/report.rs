@@ -1,5 +1,20 @@
 //! Counters and times of decoding, with the names and definitions of vLLM and llama.cpp.
 
+use std::collections::BTreeMap;
+
+/// Counters of one of several methods.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// Verification steps, counted per sequence.
+    pub rounds: usize,
+    /// Drafted or copied tokens.
+    pub drafted_tokens: usize,
+    /// Of these, accepted ones.
+    pub accepted_tokens: usize,
+    /// Pages per KV head that draft steps read, summed over the drafted tokens.
+    pub drafted_pages: usize,
+}
+
 /// Counters over any number of sequences and rounds. Times are wall-clock seconds, measured by the caller.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
@@ -15,6 +30,7 @@ pub struct Stats {
     /// Drafted tokens copied from earlier text instead of drafted by a network.
     copied_tokens: usize,
     accepted_tokens: usize,
+    by_method: BTreeMap<&'static str, Share>,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
     accepted_at: Vec<usize>,
 }
@@ -47,6 +63,15 @@ impl Stats {
             self.accepted_at.resize(gamma, 0);
         }
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
+    }
+
+    /// Records the method of a sequence's round, one of several.
+    pub fn method(&mut self, name: &'static str, round: Share) {
+        let sum = self.by_method.entry(name).or_default();
+        sum.rounds += round.rounds;
+        sum.drafted_tokens += round.drafted_tokens;
+        sum.accepted_tokens += round.accepted_tokens;
+        sum.drafted_pages += round.drafted_pages;
     }
 
     /// Adds drafted tokens that were copied from earlier text instead of drafted by a network.
@@ -135,6 +160,11 @@ impl Stats {
         self.accepted_tokens
     }
 
+    /// Counters of each of several methods; empty with a single one.
+    pub fn by_method(&self) -> &BTreeMap<&'static str, Share> {
+        &self.by_method
+    }
+
     /// Accepted / drafted; `None` if nothing was drafted.
     pub fn acceptance_rate(&self) -> Option<f64> {
         (self.drafted_tokens > 0).then(|| self.accepted_tokens as f64 / self.drafted_tokens as f64)
@@ -202,6 +232,18 @@ mod tests {
         assert_eq!(rates.len(), 5);
         assert!(rates.windows(2).all(|pair| pair[0] >= pair[1]));
         assert!((1.0 + rates.iter().sum::<f64>() - stats.mean_acceptance_length().unwrap()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn methods_are_counted_apart() {
+        let mut stats = Stats::default();
+        assert!(stats.by_method().is_empty());
+        let round = Share { rounds: 1, drafted_tokens: 4, accepted_tokens: 3, drafted_pages: 40 };
+        for name in ["kv4", "ar", "kv4"] {
+            stats.method(name, round);
+        }
+        let twice = Share { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
+        assert_eq!(stats.by_method().iter().collect::<Vec<_>>(), [(&"ar", &round), (&"kv4", &twice)]);
     }
 
     #[test]

@@ -3,8 +3,10 @@
 
 use proptest::array::uniform4;
 use proptest::prelude::*;
-use quantspec_core::policy::{Policy, Stop, expected_tokens};
+use quantspec_core::policy::Policy;
+use quantspec_core::promise::{self, expected_tokens};
 use quantspec_core::sample::{Stream, uniform};
+use quantspec_core::stop::Stop;
 use std::collections::HashSet;
 
 /// Acceptance probability of drafted tokens, as a function of the tokens emitted so far.
@@ -586,7 +588,9 @@ impl Library {
         let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
         for round in 0.. {
             let visible = self.pages + emitted / self.growth;
-            policy.observe_usable(|index| READ[offered[index]] <= visible / 2);
+            let usable = |index: usize| index == 0 || READ[offered[index]] <= visible / 2;
+            let promise = |index| if usable(index) { f64::INFINITY } else { 0.0 };
+            policy.observe_promises(&(0..offered.len()).map(promise).collect::<Vec<_>>());
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
             assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
             let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
@@ -688,7 +692,7 @@ fn fixed_gamma_still_chooses_a_candidate() {
     assert_eq!(policy.gamma(), 4);
     assert!(share_of_few(&used) > 0.9, "{}", share_of_few(&used));
     // A shorter text takes its place.
-    policy.observe_usable(|_| false);
+    policy.observe_promises(&[0.0; 4]);
     assert_eq!(policy.candidate(), 0);
 }
 
@@ -763,4 +767,161 @@ fn copies_have_a_par_and_count_in_the_ledger() {
         policy.observe_verify(13, 1.24);
     }
     assert_eq!(policy.gamma(), 0);
+}
+
+/// A way to draft: time of its step relative to a plain one, acceptance, and the properties known in advance.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    step: f64,
+    alpha: f64,
+    known: promise::Way,
+}
+
+/// A scenario of `--method auto`: a model, a context of 1,024 pages and a machine. Costs are in plain steps.
+#[derive(Clone, Copy, Debug)]
+struct Scene {
+    /// Bytes of the weights, relative to those of weights and cache.
+    weights: f64,
+    /// Time of a step over 4-bit weights, relative to the time of their bytes.
+    slow: f64,
+    /// Acceptance with 4-bit weights and with the upper nibbles, and the loss by reading 16 pages.
+    w4: f64,
+    kv4: f64,
+    loss: f64,
+}
+
+impl Scene {
+    fn way(&self, w4: bool, kv4: bool, read: usize) -> Way {
+        let share = read.min(1_024) as f64 / 1_024.0;
+        let cache = (1.0 - self.weights) * share * if kv4 { 0.515 } else { 1.0 };
+        let (weights, slow) = if w4 { (0.27 * self.weights, self.slow) } else { (self.weights, 1.0) };
+        let kept = 1.0 - self.loss * if read < 1_024 { 4.0 / (read as f64).sqrt() } else { 0.0 };
+        let alpha = kept * if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 };
+        let hoped = if w4 { 0.95 } else { 0.99 };
+        let known = promise::Way { bytes: weights + cache, alpha: hoped, weights: usize::from(w4) };
+        Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
+    }
+
+    /// Choices of a user: each method with each choice of pages, and with pages by measurement.
+    fn methods(&self) -> [Vec<Way>; 3] {
+        // Without a cache there are no pages to choose.
+        let reads = if self.weights < 1.0 { &READ[..] } else { &READ[..1] };
+        let over = |w4| reads.iter().map(move |&read| self.way(w4, true, read)).collect();
+        [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
+    }
+
+    /// Tokens and time of the first `first` tokens, and of the rest up to `tokens`. `auto`: promises are given.
+    fn run(
+        &self,
+        ways: &[Way],
+        auto: bool,
+        verify: fn(usize) -> f64,
+        seed: u64,
+        [first, tokens]: [usize; 2],
+    ) -> [(usize, f64); 2] {
+        let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
+        let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+        let (mut parts, mut round) = ([(0, 0.0); 2], 0);
+        while parts[0].0 + parts[1].0 < tokens {
+            if auto {
+                policy.observe_promises(&promise::promises(&known, &policy.measured()));
+            }
+            let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+            let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
+            let (draft, verify) = (way.step * gamma as f64, verify(gamma + 1) / 10.0);
+            if gamma > 0 {
+                policy.observe_draft(world.timed(draft, round, 0), gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
+            let part = &mut parts[usize::from(parts[0].0 >= first)];
+            *part = (part.0 + accepted + 1, part.1 + draft + verify);
+            round += 1;
+        }
+        parts
+    }
+
+    /// Time per token of the first 256 tokens, and of the next 2,048, each the mean of `seeds` texts.
+    fn paces(&self, ways: &[Way], auto: bool, seeds: u64) -> [f64; 2] {
+        let mut sums = [0.0; 2];
+        for seed in 0..seeds {
+            let parts = self.run(ways, auto, flat, seed, [256, 2_304]);
+            sums = [0, 1].map(|part| sums[part] + parts[part].1 / parts[part].0 as f64);
+        }
+        sums.map(|sum| sum / seeds as f64)
+    }
+
+    /// Time per token of `auto` relative to the fastest single way or plain decoding, for the first 256 tokens and the next
+    /// 2,048.
+    fn shares(&self, seeds: u64) -> [f64; 2] {
+        let methods = self.methods();
+        let rate = |way: &Way| {
+            let of = |gamma| expected_tokens(way.alpha, gamma) / (way.step * gamma as f64 + flat(gamma + 1) / 10.0);
+            (1..=12).map(of).fold(0.0, f64::max)
+        };
+        let fastest = methods.iter().flatten().max_by(|a, b| rate(a).total_cmp(&rate(b))).expect("a method");
+        let (fixed, auto) = (self.paces(&[*fastest], false, seeds), self.paces(&methods.concat(), true, seeds));
+        [0, 1].map(|part| auto[part] / fixed[part].min(1.0))
+    }
+}
+
+/// Models of low to high acceptance in 4 bits; contexts from none to larger than the weights; machines on which 4-bit weights
+/// take the time of their bytes, a little more, or more than the target's.
+fn scenes() -> Vec<Scene> {
+    let mut all = vec![];
+    for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
+        for slow in [1.0, 1.7, 5.0] {
+            for (w4, kv4) in [(0.7, 0.95), (0.85, 0.99), (0.95, 0.99)] {
+                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss }));
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn several_methods_come_close_to_the_fastest() {
+    let mut late: Vec<(f64, Scene)> = scenes().into_iter().map(|scene| (scene.shares(12)[1], scene)).collect();
+    late.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mean = late.iter().map(|scene| scene.0).sum::<f64>() / late.len() as f64;
+    let (of_ten, worst) = (late[late.len() * 9 / 10], late[late.len() - 1]);
+    assert!(mean < 1.03 && of_ten.0 < 1.05 && worst.0 < 1.08, "{mean} {of_ten:?} {worst:?}");
+}
+
+#[test]
+fn several_methods_lose_little_where_none_pays() {
+    for (slow, verify) in [(5.0, flat as fn(usize) -> f64), (1.0, linear), (5.0, cliff)] {
+        for (w4, kv4) in [(0.0, 0.0), (0.3, 0.3), (0.6, 0.6), (0.9, 0.3)] {
+            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0 };
+            let ways = scene.methods().concat();
+            for seed in 0..6 {
+                let run = scene.run(&ways, true, verify, seed, [1, 1_500]);
+                let share =
+                    run.iter().map(|part| part.1).sum::<f64>() / run.iter().map(|part| part.0).sum::<usize>() as f64;
+                assert!(share < 1.02, "{share} of plain decoding's time: {scene:?}, seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_promises_nothing_is_not_tried() {
+    // Without a cache to save, the target's weights take as long as the target.
+    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0 };
+    let ways = scene.methods().concat();
+    let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+    let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
+    let mut policy = Policy::auto(12).with_candidates(ways.len());
+    for round in 0..2_000 {
+        policy.observe_promises(&promise::promises(&known, &policy.measured()));
+        let (gamma, candidate) = (policy.gamma(), policy.candidate());
+        assert!(gamma == 0 || candidate != kv4, "round {round}");
+        let accepted = (0..gamma).take_while(|&i| WORLD.uniform(round, i as u64) < ways[candidate].alpha).count();
+        if gamma > 0 {
+            policy.observe_draft(ways[candidate].step * gamma as f64, gamma);
+            policy.observe_round(gamma, accepted);
+        }
+        policy.observe_verify(gamma + 1, flat(gamma + 1) / 10.0);
+    }
+    assert!(policy.gamma() > 1);
 }

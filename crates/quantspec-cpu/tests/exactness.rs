@@ -13,6 +13,7 @@
 mod grammar;
 
 use grammar::Fifths;
+use quantspec_core::Result;
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::logprob::Logprob;
@@ -20,9 +21,9 @@ use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
-use quantspec_model::backend::{Hooks, Options};
+use quantspec_model::backend::{Hooks, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{self, DraftModel, Drafter};
+use quantspec_model::draft::{self, DraftModel, Drafter, Needs, Proposed};
 use quantspec_model::engine::{Engine, Method};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -118,17 +119,26 @@ impl Run {
     /// own target errs too.
     fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        if !matches!(method.source, draft::Source::Checkpoint) {
-            return method.drafter(self.target, DraftWeights::Int4, &[self.pages]);
-        }
+        let takes_second = matches!(method.source, draft::Source::Checkpoint | draft::Source::Several);
+        let second = takes_second.then(|| self.second(model, target));
+        let drafter = method.drafter(self.target, DraftWeights::Int4, &self.pages(), second)?;
+        let in_turn = self.method == "auto" && !self.auto;
+        Some(if in_turn { Box::new(InTurn { drafter, round: 0 }) } else { drafter })
+    }
+
+    /// `auto` also chooses among pages.
+    fn pages(&self) -> Vec<Pages> {
+        std::iter::once(self.pages).chain((self.method == "auto").then_some(Pages::Best(2))).collect()
+    }
+
+    fn second(&self, model: &Path, target: &Options) -> Box<dyn Drafter> {
         let options = Options { step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
         let [own, demo] = [model, &root().join("python/quantspec_cli/demo")]
             .map(|model| Checkpoint::open(model).expect("second checkpoint"));
         let second = if own.config().vocab == demo.config().vocab { demo } else { own };
         let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
         let view = if self.target == View::Both && self.gamma.is_multiple_of(2) { View::Upper } else { self.target };
-        let model = DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS);
-        Some(method.with(Box::new(model)))
+        Box::new(DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS))
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
@@ -207,6 +217,45 @@ impl Run {
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
         texts.into_iter().enumerate().map(|(slot, text)| (text, engine.take_logprobs(slot).expect("told"))).collect()
+    }
+}
+
+/// Drafts with another candidate in each round, regardless of promises.
+#[derive(Debug)]
+struct InTurn {
+    drafter: Box<dyn Drafter>,
+    round: usize,
+}
+
+impl Drafter for InTurn {
+    fn needs(&self) -> Needs {
+        self.drafter.needs()
+    }
+
+    fn margins(&self) -> bool {
+        self.drafter.margins()
+    }
+
+    fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
+        self.drafter.copies(slot, most, par)
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        assert!(self.drafter.candidates() > 3, "few ways to choose from");
+        self.drafter.prefill(slot, prompt, first)
+    }
+
+    fn propose(&mut self, target: &mut dyn draft::Target, turns: &mut [Turn], _: usize) -> Result<Proposed> {
+        self.round += 1;
+        self.drafter.propose(target, turns, self.round % self.drafter.candidates())
+    }
+
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.drafter.commit(slot, tokens)
+    }
+
+    fn close(&mut self, slot: usize) {
+        self.drafter.close(slot);
     }
 }
 
@@ -356,6 +405,7 @@ fn combinations() -> Vec<(Run, usize)> {
                 ("quantspec+ngram", 3, 2),
                 ("draft-model", 1, 2),
             ])
+            .chain([("auto", 1, 2), ("auto", 3, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
@@ -369,6 +419,9 @@ fn combinations() -> Vec<(Run, usize)> {
         ("draft-model", Pages::Window(2), 16, 1),
         ("draft-model", Pages::Best(3), 4, 3),
         ("draft-model+ngram", Pages::All, 7, 3),
+        ("auto", Pages::All, 1, 8),
+        ("auto", Pages::Best(3), 5, 1),
+        ("auto", Pages::All, 12, 3),
     ] {
         all.push((Run::new(name, pages, gamma, 2), batch));
     }
@@ -473,7 +526,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram", "auto"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -603,7 +656,8 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
         threads: 1,
     };
     let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
-    let drafter = draft::Entry::named("w4").expect("a method").drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+    let drafter =
+        draft::Entry::named("w4").expect("a method").drafter(View::Both, DraftWeights::Int4, &[Pages::All], None);
     let method = Method { target: View::Both, drafter, policy: Policy::fixed(4) };
     let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
     let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
@@ -662,7 +716,7 @@ fn an_answer_without_a_token_left_says_so() {
     for gamma in [0, 4] {
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
         let drafter = draft::Entry::named("w4").expect("a method");
-        let drafter = drafter.drafter(View::Both, DraftWeights::Int4, &[Pages::All]);
+        let drafter = drafter.drafter(View::Both, DraftWeights::Int4, &[Pages::All], None);
         let method = Method { target: View::Both, drafter, policy: Policy::fixed(gamma) };
         let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
         let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");

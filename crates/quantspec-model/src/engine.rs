@@ -5,7 +5,7 @@
 //! tokens that `verify` does not commit are overwritten by the next round.
 
 use crate::backend::{Backend, Memory, Turn};
-use crate::draft::Drafter;
+use crate::draft::{Drafter, Outlook};
 use crate::evaluate;
 use crate::forward::{self, Chunk, PrefillCursor};
 use crate::prompt_cache::PromptCache;
@@ -16,7 +16,7 @@ use quantspec_core::logprob::{self, Logprob};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
-use quantspec_core::report::Stats;
+use quantspec_core::report::{Share, Stats};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -31,6 +31,15 @@ pub struct Method {
     pub drafter: Option<Box<dyn Drafter>>,
     /// Chooses γ.
     pub policy: Policy,
+}
+
+impl Method {
+    /// The policy chooses among the drafter's candidates.
+    fn of_candidates(mut self) -> Method {
+        let candidates = self.drafter.as_ref().map_or(1, |drafter| drafter.candidates());
+        self.policy = self.policy.with_candidates(candidates);
+        self
+    }
 }
 
 /// One sequence being decoded.
@@ -104,6 +113,8 @@ pub struct Engine<B: Backend> {
     /// Pages of the cache that each step read; `None` if it read none.
     pages: Option<Pages>,
     stats: Stats,
+    /// Memory of the backend before any text.
+    loaded: Memory,
     prompts: Option<PromptCache>,
     /// Pages, of each layer and KV head, that all sequences share.
     pool_pages: usize,
@@ -113,8 +124,9 @@ impl<B: Backend> Engine<B> {
     /// An engine with `slots` sequences of up to `capacity` tokens each; prompts are processed in blocks of `block_rows`.
     pub fn new(backend: B, method: Method, slots: usize, capacity: usize, block_rows: usize) -> Engine<B> {
         Engine {
+            loaded: backend.memory(),
             backend,
-            method,
+            method: method.of_candidates(),
             capacity,
             block_rows,
             sequences: (0..slots).map(|_| None).collect(),
@@ -392,7 +404,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// Those of [`Drafter::prefill`].
     pub fn set_method(&mut self, method: Method) -> Result<()> {
-        self.method = method;
+        self.method = method.of_candidates();
         let Some(drafter) = self.method.drafter.as_deref_mut() else { return Ok(()) };
         for (slot, sequence) in self.sequences.iter().enumerate() {
             if let Some((last, before)) =
@@ -533,10 +545,13 @@ impl<B: Backend> Engine<B> {
             });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
-        let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
-        let Method { drafter, policy, .. } = &mut self.method;
+        let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
+        let Method { target, drafter, policy } = &mut self.method;
         if let Some(drafter) = drafter {
-            policy.observe_usable(|candidate| drafter.is_usable(candidate, visible));
+            let (config, target, memory) = (self.backend.config(), *target, self.loaded);
+            let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
+            let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
+            policy.observe_promises(&drafter.promises(&outlook, &policy.measured()));
         }
         if steps == 0 {
             return Ok(());
@@ -630,6 +645,12 @@ impl<B: Backend> Engine<B> {
                 Some(pages) => pages.read(of_prompt, visible),
             };
             self.stats.pages(drafted * read);
+            let of_candidate = self.method.drafter.as_ref().and_then(|one| one.method(self.method.policy.candidate()));
+            if let Some(name) = of_candidate {
+                let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
+                let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
+                self.stats.method(name, Share { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages });
+            }
             if turn.gamma > 0 {
                 if !turn.margins.is_empty() {
                     self.method.policy.observe_margins(&turn.margins, verdict.accepted);

@@ -174,7 +174,7 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations.
+    /// `x · wᵀ + bias`, `[rows][outputs]`; quantised weights use int8 or 4-bit activations.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
         let x = if quantised { &rounded_activations(x)? } else { x };

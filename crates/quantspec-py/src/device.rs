@@ -361,7 +361,7 @@ impl ChosenDevice {
 
 fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> MakeDrafter {
     let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
-    Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, &second.pages))))
+    Box::new(move |second| Box::new(model.reading(second.view, &second.pages)))
 }
 
 /// A method's drafter: its own, or one with the second network.
@@ -370,13 +370,11 @@ pub(crate) fn drafter(
     second: Option<&Second>,
     drafts: Option<&MakeDrafter>,
 ) -> Result<Option<Box<dyn Drafter>>> {
-    match (second, drafts) {
-        (None, _) => Ok(own),
-        (Some(second), Some(drafts)) => Ok(Some(drafts(second))),
-        (Some(second), None) => {
-            Err(Error::usage(format!("method {} has no draft model", second.entry.name), "name one with --draft-model"))
-        }
-    }
+    let Some(second) = second else { return Ok(own) };
+    let drafter = second.drafter(drafts.map(|drafts| drafts(second)));
+    drafter.map(Some).ok_or_else(|| {
+        Error::usage(format!("method {} has no draft model", second.entry.name), "name one with --draft-model")
+    })
 }
 
 /// Sum of all parts, saturating: each part is bounded (options.rs), but the sum must not wrap to one that fits.

@@ -8,6 +8,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::penalty::Penalties;
+use quantspec_core::report::Share;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
@@ -15,6 +16,7 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
 use quantspec_model::prompt_cache::{self, PromptCache, PromptFolder};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
@@ -665,12 +667,31 @@ impl PyEngine {
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;
         out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
         out.set_item("reused_tokens", stats.reused_tokens())?;
+        if !stats.by_method().is_empty() {
+            out.set_item("by_method", by_method(py, stats.by_method())?)?;
+        }
         out.update(memory_dict(py, &memory)?.as_mapping())?;
         out.set_item("prompt_cache_bytes", prompt_bytes)?;
         out.set_item("planned_bytes", self.planned_bytes)?;
         out.set_item("peak_bytes", self.place.peak_bytes())?;
         Ok(out)
     }
+}
+
+/// Counters of each of several methods.
+fn by_method<'py>(py: Python<'py>, shares: &BTreeMap<&'static str, Share>) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    for (name, share) in shares {
+        let of_method = PyDict::new(py);
+        let mean = |sum: usize| (share.drafted_tokens > 0).then(|| sum as f64 / share.drafted_tokens as f64);
+        of_method.set_item("rounds", share.rounds)?;
+        of_method.set_item("drafted_tokens", share.drafted_tokens)?;
+        of_method.set_item("accepted_tokens", share.accepted_tokens)?;
+        of_method.set_item("acceptance_rate", mean(share.accepted_tokens))?;
+        of_method.set_item("draft_pages_mean", mean(share.drafted_pages))?;
+        out.set_item(name, of_method)?;
+    }
+    Ok(out)
 }
 
 /// Default number of worker threads: one per processor the process may use.

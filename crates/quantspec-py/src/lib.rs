@@ -110,6 +110,7 @@ mod _native {
                 match method.source {
                     Source::Model { view: Some(view), .. } => options::target_name(view),
                     Source::Model { view: None, .. } | Source::Checkpoint => Some("target"),
+                    Source::Several => options::target_name(quantspec_core::config::View::Upper),
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
@@ -124,6 +125,7 @@ mod _native {
                 },
             )?;
             out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;
+            out.set_item("chooses", matches!(method.source, Source::Several))?;
             Ok(out)
         };
         METHODS.iter().map(describe).collect()

@@ -7,7 +7,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Options;
-use quantspec_model::draft::{CATCH_UP_ROWS, Entry, METHODS, Needs, Source};
+use quantspec_model::draft::{CATCH_UP_ROWS, Drafter, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
 /// Rows of a prefill block on a CPU. Enough to amortise reading the weights; few enough that one operation of a 7B model
@@ -71,8 +71,16 @@ pub(crate) struct Resolved {
 pub(crate) struct Second {
     pub(crate) entry: &'static Entry,
     pub(crate) view: View,
+    pub(crate) weights: DraftWeights,
     /// One choice for each candidate.
     pub(crate) pages: Vec<Pages>,
+}
+
+impl Second {
+    /// The method's drafter with that network; `None` if it needs one and there is none.
+    pub(crate) fn drafter(&self, network: Option<Box<dyn Drafter>>) -> Option<Box<dyn Drafter>> {
+        self.entry.drafter(self.view, self.weights, &self.pages, network)
+    }
 }
 
 /// Options of the draft's backend, next to the target's.
@@ -161,10 +169,9 @@ impl Request<'_> {
             }
             Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
-        let drafter = method.drafter(target, wanted, &pages);
-        let candidates = drafter.as_ref().map_or(pages.len(), |drafter| drafter.candidates());
-        let second =
-            matches!(method.source, Source::Checkpoint).then_some(Second { entry: method, view: target, pages });
+        let drafter = method.drafter(target, wanted, &pages, None);
+        let takes_second = matches!(method.source, Source::Checkpoint | Source::Several);
+        let second = takes_second.then_some(Second { entry: method, view: target, weights: wanted, pages });
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
             None => Needs { distributions: second.is_some(), ..Needs::default() },
@@ -179,7 +186,6 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let policy = policy.with_candidates(candidates);
         let longest = match self.every_view {
             true => GAMMA_MAX,
             false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),

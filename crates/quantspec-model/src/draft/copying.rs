@@ -5,7 +5,7 @@
 //! is decoded by the network alone.
 
 use super::ngram::{LONGEST, Text};
-use super::{Drafter, Needs, Proposed, Target};
+use super::{Drafter, Needs, Outlook, Proposed, Target};
 use crate::backend::{Memory, Turn};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::verify::DraftDistribution;
@@ -109,8 +109,12 @@ impl Drafter for Copying {
         self.network.candidates()
     }
 
-    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
-        self.network.is_usable(candidate, visible)
+    fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        self.network.promises(outlook, measured)
+    }
+
+    fn method(&self, candidate: usize) -> Option<&'static str> {
+        self.network.method(candidate)
     }
 
     fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {

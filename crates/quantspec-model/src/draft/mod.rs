@@ -4,11 +4,13 @@
 //! text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write a file with a [`Drafter`]
 //! and a line of [`METHODS`].
 
+mod auto;
 mod copying;
 mod model;
 mod ngram;
 mod self_quantised;
 
+pub use auto::Auto;
 pub use copying::Copying;
 pub use model::{CATCH_UP_ROWS, DraftModel};
 pub use ngram::Ngram;
@@ -18,6 +20,7 @@ use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
 use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
+use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::fmt::Debug;
 
 /// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with its own cache maps
@@ -46,9 +49,16 @@ pub trait Drafter: Debug + Send {
         1
     }
 
-    /// True if a candidate is worth trying when a sequence sees `visible` pages. Candidate 0 always is.
-    fn is_usable(&self, _candidate: usize, _visible: usize) -> bool {
-        true
+    /// Expected tokens of each candidate in the time of a plain step, for one round: 0 if it cannot draft or is not worth
+    /// trying, infinite if unknown. `measured` is the result of [`quantspec_core::policy::Policy::measured`]. Candidate 0
+    /// always can draft.
+    fn promises(&self, _outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        vec![f64::INFINITY; self.candidates()]
+    }
+
+    /// Name of a candidate's method, if the drafter has several.
+    fn method(&self, _candidate: usize) -> Option<&'static str> {
+        None
     }
 
     /// Begins a sequence with its prompt and the first token of the answer. Replaces the slot's previous state.
@@ -91,6 +101,54 @@ pub struct Needs {
     pub distributions: bool,
     /// The attention that a prompt's end pays to its pages.
     pub page_masses: bool,
+}
+
+/// Data that the next round may read.
+#[derive(Clone, Copy, Debug)]
+pub struct Outlook<'a> {
+    /// KV heads, over all layers.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// The target's view of the cache.
+    pub target: View,
+    /// Memory of the target's backend.
+    pub memory: Memory,
+    /// Visible pages of each sequence of the round.
+    pub visible: &'a [usize],
+}
+
+/// Bytes of 4-bit weights relative to the target's, if there are no separate ones.
+const FOUR_BITS: f64 = 0.27;
+
+impl Outlook<'_> {
+    /// Most visible pages of a sequence.
+    pub fn longest(&self) -> usize {
+        self.visible.iter().copied().max().unwrap_or(0)
+    }
+
+    /// Bytes of weights and complete pages read by a step of one row per sequence.
+    pub fn step_bytes(&self, weights: Weights, view: View, pages: Pages) -> f64 {
+        let Memory { weights_bytes, draft_weights_bytes, .. } = self.memory;
+        let weights = match (weights, draft_weights_bytes) {
+            (Weights::Full, _) => weights_bytes as f64,
+            (Weights::Draft, 0) => FOUR_BITS * weights_bytes as f64,
+            (Weights::Draft, bytes) => bytes as f64,
+        };
+        let read = self.visible.iter().map(|&visible| pages.count().map_or(visible, |n| n.min(visible)));
+        let page = match view {
+            View::Upper => upper_page_bytes(self.head_dim),
+            View::Both => upper_page_bytes(self.head_dim) + lower_page_bytes(self.head_dim),
+            View::Full => full_page_bytes(self.head_dim),
+        };
+        weights + (read.sum::<usize>() * page * self.kv_heads) as f64
+    }
+}
+
+/// Promises of plans without measurements, which leave out enough pages or not.
+fn usable_promises(plans: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
+    let usable = |(at, plan): (usize, &DraftConfig)| plan.is_usable(at, outlook.longest());
+    plans.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
 }
 
 /// Work of a proposal.
@@ -155,6 +213,8 @@ pub enum Source {
     },
     /// Another checkpoint ([`DraftModel`]), which the loader provides.
     Checkpoint,
+    /// Several of these, one per round ([`Auto`]).
+    Several,
     /// Something else, that takes no settings.
     Other(fn() -> Box<dyn Drafter>),
 }
@@ -184,7 +244,8 @@ const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View:
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 14] = [
+pub const METHODS: [Entry; 15] = [
+    Entry { name: "auto", about: "whichever is fastest", source: Source::Several, copies: true },
     Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
@@ -209,14 +270,14 @@ impl Entry {
 
     /// True if it reads draft weights, and so supports the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
-        matches!(self.source, Source::Model { weights: Weights::Draft, .. })
+        matches!(self.source, Source::Model { weights: Weights::Draft, .. } | Source::Several)
     }
 
     /// Default pages, if the method chooses them in its own way.
     pub fn own_pages(&self) -> Option<Pages> {
         match self.source {
             Source::Model { pages, .. } => pages,
-            Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
+            Source::Nothing | Source::Checkpoint | Source::Several | Source::Other(_) => None,
         }
     }
 
@@ -241,28 +302,31 @@ impl Entry {
             Source::Model { weights, view, .. } => {
                 Some(DraftConfig { weights, view: view.unwrap_or(target), pages: self.pages(Pages::All) })
             }
-            Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
+            Source::Nothing | Source::Checkpoint | Source::Several | Source::Other(_) => None,
         }
     }
 
-    /// The drafter; `None` if nothing drafts or another checkpoint does ([`Entry::with`]). For self-drafting methods, each of
-    /// `pages` (at least one) is a candidate. Without draft weights they use the target's.
-    pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
-        let drafter = match (self.draft_config(target), self.source) {
+    /// The drafter; `None` if nothing drafts, or if another checkpoint must draft and `second` is `None`. For self-drafting
+    /// methods, each of `pages` (at least one) is a candidate. Without draft weights they use the target's.
+    pub fn drafter(
+        &self,
+        target: View,
+        weights: DraftWeights,
+        pages: &[Pages],
+        second: Option<Box<dyn Drafter>>,
+    ) -> Option<Box<dyn Drafter>> {
+        let drafter: Box<dyn Drafter> = match (self.draft_config(target), self.source) {
             (Some(config), _) => {
                 let weights = if weights == DraftWeights::None { Weights::Full } else { config.weights };
                 let configs = pages.iter().map(|&pages| DraftConfig { weights, pages: self.pages(pages), ..config });
-                Box::new(SelfQuantised(configs.collect())) as Box<dyn Drafter>
+                Box::new(SelfQuantised(configs.collect()))
             }
+            (None, Source::Several) => Box::new(Auto::new(target, weights, pages, second)),
+            (None, Source::Checkpoint) => second?,
             (None, Source::Other(make)) => make(),
             (None, _) => return None,
         };
-        Some(self.with(drafter))
-    }
-
-    /// Wraps `drafter` in the parts of this method.
-    pub fn with(&self, drafter: Box<dyn Drafter>) -> Box<dyn Drafter> {
-        if self.copies { Copying::boxed(drafter) } else { drafter }
+        Some(if self.copies { Copying::boxed(drafter) } else { drafter })
     }
 }
 
@@ -270,11 +334,17 @@ impl Entry {
 mod tests {
     use super::*;
 
+    /// For a model with 64 MiB of weights and 16 MiB of draft weights. 240 of its pages have 61 MiB in both planes.
+    pub(super) fn outlook(visible: &[usize]) -> Outlook<'_> {
+        let memory = Memory { weights_bytes: 64 << 20, draft_weights_bytes: 16 << 20, ..Memory::default() };
+        Outlook { kv_heads: 8, head_dim: 128, target: View::Both, memory, visible }
+    }
+
     #[test]
     fn drafters_have_the_needs_of_their_methods() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
-            method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
+            method.drafter(View::Both, weights, &[Pages::Best(3)], None).map(|drafter| drafter.needs())
         };
         let needs = |view: Option<View>, draft_weights| {
             Some(Needs { view, draft_weights, distributions: view.is_some(), page_masses: false })

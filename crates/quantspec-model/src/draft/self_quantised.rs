@@ -1,6 +1,6 @@
 //! The model drafts for itself: weights × view of its cache × pages.
 
-use super::{Drafter, Needs, Proposed, Target};
+use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{Pages, Weights};
@@ -32,8 +32,8 @@ impl Drafter for SelfQuantised {
         self.0.len()
     }
 
-    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
-        self.0[candidate].is_usable(candidate, visible)
+    fn promises(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        usable_promises(&self.0, outlook)
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -59,6 +59,7 @@ impl Drafter for SelfQuantised {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::outlook;
     use super::*;
     use quantspec_core::config::View;
     use quantspec_core::sample::Sampler;
@@ -86,12 +87,13 @@ mod tests {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
         let mut drafter = SelfQuantised(configs.clone());
-        let usable = |visible| (0..drafter.candidates()).map(|at| drafter.is_usable(at, visible)).collect::<Vec<_>>();
-        assert_eq!(usable(31), [true, false, false]);
-        assert_eq!(usable(32), [true, true, false]);
-        assert_eq!(usable(128), [true, true, true]);
+        let usable = |visible| drafter.promises(&outlook(&[3, visible]), &[None; 3]);
+        let (yes, no) = (f64::INFINITY, 0.0);
+        assert_eq!(usable(31), [yes, no, no]);
+        assert_eq!(usable(32), [yes, yes, no]);
+        assert_eq!(usable(128), [yes, yes, yes]);
         // A number of pages set by the user is read at any length.
-        assert!(SelfQuantised(vec![config(Pages::Best(16))]).is_usable(0, 0));
+        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).promises(&outlook(&[]), &[None]), [yes]);
 
         let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {

@@ -1,0 +1,289 @@
+//! `auto`: uses the fastest way to draft, as measured by the policy while decoding.
+//!
+//! Candidates are several self-drafting plans and, if given, a draft model. The bytes that a plan reads bound its speed, and
+//! the policy does not try plans with too low a bound ([`quantspec_core::promise`]).
+
+use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
+use crate::backend::{DraftConfig, Memory, Turn};
+use quantspec_core::Result;
+use quantspec_core::config::{DraftWeights, Pages, View, Weights};
+use quantspec_core::promise::{Way, promises};
+use std::collections::HashMap;
+
+/// Optimistic acceptance with 4-bit weights, with the target's weights, and of another checkpoint.
+const ALPHA: [f64; 3] = [0.95, 0.99, 0.95];
+
+/// Tokens of a sequence by which a draft model may lag. Beyond, it is given up: catching up takes a sixteenth of its step per
+/// token.
+const LAG: usize = 512;
+
+/// Several ways to draft; the policy chooses one per round.
+#[derive(Debug)]
+pub struct Auto {
+    own: SelfQuantised,
+    second: Option<Box<dyn Drafter>>,
+    /// Tokens emitted by each of the draft model's sequences after its last draft.
+    lags: HashMap<usize, usize>,
+}
+
+impl Auto {
+    /// Self-drafting with each of `pages` (at least one), and a draft model.
+    pub fn new(target: View, weights: DraftWeights, pages: &[Pages], second: Option<Box<dyn Drafter>>) -> Auto {
+        let four = if weights == DraftWeights::None { Weights::Full } else { Weights::Draft };
+        let plan = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
+        let whole = pages.iter().filter(|pages| **pages == Pages::All);
+        let wanted = (pages.iter().map(plan(four, View::Upper)))
+            .chain(whole.map(plan(four, target)))
+            .chain(pages.iter().map(plan(Weights::Full, View::Upper)));
+        let mut plans = Vec::new();
+        for plan in wanted {
+            // A draft that reads as much as the target is as slow as plain decoding.
+            let saves = (plan.weights, plan.view, plan.pages) != (Weights::Full, target, Pages::All);
+            if saves && !plans.contains(&plan) {
+                plans.push(plan);
+            }
+        }
+        if plans.is_empty() {
+            plans.push(DraftConfig { weights: four, view: View::Upper, pages: Pages::All });
+        }
+        Auto { own: SelfQuantised(plans), second, lags: HashMap::new() }
+    }
+
+    /// The draft model if it is the candidate, with the index of its own candidate.
+    fn second(&mut self, candidate: usize) -> Option<(&mut Box<dyn Drafter>, usize)> {
+        Some((self.second.as_mut()?, candidate.checked_sub(self.own.0.len())?))
+    }
+}
+
+impl Drafter for Auto {
+    fn needs(&self) -> Needs {
+        let draft_weights = self.own.0.iter().any(|plan| plan.weights == Weights::Draft);
+        Needs { draft_weights, ..self.own.needs() }
+    }
+
+    fn margins(&self) -> bool {
+        true
+    }
+
+    fn candidates(&self) -> usize {
+        self.own.candidates() + self.second.as_ref().map_or(0, |second| second.candidates())
+    }
+
+    fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        let mut usable = self.own.promises(outlook, measured);
+        if outlook.longest() == 0 {
+            // Without visible pages all views are equal, so the first plan suffices.
+            (usable.iter_mut().zip(&self.own.0))
+                .filter(|(_, plan)| plan.view != View::Upper)
+                .for_each(|(promise, _)| *promise = 0.0);
+        }
+        let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
+        let own = |plan: &DraftConfig| {
+            let weights = usize::from(plan.weights == Weights::Full);
+            Way {
+                bytes: outlook.step_bytes(plan.weights, plan.view, plan.pages) / plain,
+                alpha: ALPHA[weights],
+                weights,
+            }
+        };
+        let mut ways: Vec<Way> = self.own.0.iter().map(own).collect();
+        if let Some(second) = &self.second {
+            let bytes = second.memory().draft_weights_bytes as f64 / plain;
+            ways.resize(self.candidates(), Way { bytes, alpha: ALPHA[2], weights: 2 });
+            usable.extend(second.promises(outlook, &measured[usable.len()..]));
+            if self.lags.is_empty() {
+                usable[self.own.candidates()..].fill(0.0);
+            }
+        }
+        let promised = promises(&ways, measured).into_iter();
+        promised.zip(usable).map(|(promise, usable)| promise.min(usable)).collect()
+    }
+
+    fn method(&self, candidate: usize) -> Option<&'static str> {
+        Some(match self.own.0.get(candidate) {
+            None => "draft-model",
+            Some(DraftConfig { weights: Weights::Full, .. }) => "kv4",
+            Some(DraftConfig { view: View::Upper, .. }) => "quantspec",
+            Some(_) => "w4",
+        })
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        match &mut self.second {
+            None => Ok(()),
+            Some(second) => {
+                self.lags.insert(slot, 0);
+                second.prefill(slot, prompt, first)
+            }
+        }
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        let Some((second, candidate)) = self.second(candidate) else {
+            return self.own.propose(target, turns, candidate);
+        };
+        let proposed = second.propose(target, turns, candidate)?;
+        for turn in turns.iter().filter(|turn| !turn.copied) {
+            self.lags.entry(turn.slot).and_modify(|lag| *lag = 0);
+        }
+        Ok(proposed)
+    }
+
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        let (Some(second), Some(lag)) = (&mut self.second, self.lags.get_mut(&slot)) else { return Ok(()) };
+        *lag += tokens.len();
+        if *lag > LAG {
+            self.close(slot);
+            return Ok(());
+        }
+        second.commit(slot, tokens)
+    }
+
+    fn close(&mut self, slot: usize) {
+        self.lags.remove(&slot);
+        if let Some(second) = &mut self.second {
+            second.close(slot);
+        }
+    }
+
+    fn memory(&self) -> Memory {
+        self.second.as_ref().map_or_else(Memory::default, |second| second.memory())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::outlook;
+    use super::*;
+    use quantspec_core::sample::Sampler;
+    use std::sync::{Arc, Mutex};
+
+    const PAGES: [Pages; 3] = [Pages::All, Pages::Best(16), Pages::Best(64)];
+
+    fn methods(auto: &Auto) -> Vec<(&'static str, Pages)> {
+        let plan = |at: usize| auto.own.0.get(at).map_or(Pages::All, |plan| plan.pages);
+        (0..auto.candidates()).map(|at| (auto.method(at).unwrap(), plan(at))).collect()
+    }
+
+    #[test]
+    fn candidates_are_what_can_be_faster_than_the_target() {
+        let [all, few, more] = PAGES;
+        let auto = |target, weights| Auto::new(target, weights, &PAGES, None);
+        let (int4, none) = (DraftWeights::Int4, DraftWeights::None);
+        let quantspec = PAGES.map(|pages| ("quantspec", pages));
+        let kv4 = PAGES.map(|pages| ("kv4", pages));
+        let every = [&quantspec[..], &[("w4", all)], &kv4].concat();
+        assert_eq!(methods(&auto(View::Both, int4)), every);
+        assert_eq!(methods(&auto(View::Full, int4)), every);
+        assert_eq!(methods(&auto(View::Both, none)), kv4);
+        // If the target reads the upper nibbles, they are its own cache.
+        assert_eq!(methods(&auto(View::Upper, int4)), [&quantspec[..], &[("kv4", few), ("kv4", more)]].concat());
+        assert_eq!(methods(&Auto::new(View::Upper, none, &[all], None)), [("kv4", all)]);
+        assert_eq!(
+            auto(View::Both, int4).needs(),
+            Needs { view: Some(View::Upper), draft_weights: true, distributions: true, page_masses: false }
+        );
+        assert!(!auto(View::Both, none).needs().draft_weights);
+    }
+
+    #[test]
+    fn promises_follow_the_bytes_of_the_context_and_the_batch() {
+        let auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, None);
+        let promises = |visible: &[usize]| auto.promises(&outlook(visible), &[None; 7]);
+        // Without a cache all views are equal, and the target's weights save nothing.
+        let short = promises(&[0]);
+        assert!(short[3] == 0.0 && short[4] < 1.01 && short[0] > 2.0, "{short:?}");
+        let some = promises(&[10]);
+        assert!(some[3] > 2.0 && some[3] < some[0], "{some:?}");
+        assert_eq!([short[1], short[2]], [0.0; 2], "no pages to leave out");
+        // Selected pages of a long context, and 4-bit weights before those of the target.
+        let long = promises(&[1_000]);
+        assert!(long[1] > long[2] && long[2] > long[5] && long[5] > long[0] && long[0] > long[3], "{long:?}");
+        // A batch of long contexts: its caches outweigh the weights, which all sequences share.
+        let batch = promises(&[1_000; 16]);
+        assert!(batch[5] > long[5] + 1.0 && batch[5] > batch[1], "{batch:?}");
+    }
+
+    /// A draft model that records its calls.
+    #[derive(Clone, Debug, Default)]
+    struct Noted(Arc<Mutex<Vec<String>>>);
+
+    impl Noted {
+        fn note(&self, what: String) {
+            self.0.lock().unwrap().push(what);
+        }
+    }
+
+    impl Drafter for Noted {
+        fn needs(&self) -> Needs {
+            Needs::default()
+        }
+
+        fn candidates(&self) -> usize {
+            2
+        }
+
+        fn prefill(&mut self, slot: usize, _: &[u32], first: u32) -> Result<()> {
+            self.note(format!("{slot} begins {first}"));
+            Ok(())
+        }
+
+        fn propose(&mut self, _: &mut dyn Target, _: &mut [Turn], candidate: usize) -> Result<Proposed> {
+            self.note(format!("candidate {candidate}"));
+            Ok(Proposed { steps: 3, in_vain: 0, pages: Some(Pages::All) })
+        }
+
+        fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+            self.note(format!("{slot} goes on by {}", tokens.len()));
+            Ok(())
+        }
+
+        fn close(&mut self, slot: usize) {
+            self.note(format!("{slot} ends"));
+        }
+
+        fn memory(&self) -> Memory {
+            Memory { draft_weights_bytes: 8 << 20, ..Memory::default() }
+        }
+    }
+
+    /// A backend without drafts.
+    struct Nothing;
+
+    impl Target for Nothing {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
+            Ok(())
+        }
+
+        fn set_window(&mut self, _: usize, _: &[u32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_draft_model_is_a_candidate_until_it_lags_too_far_behind() {
+        let noted = Noted::default();
+        let mut auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, Some(Box::new(noted.clone())));
+        assert_eq!((auto.candidates(), auto.method(8)), (9, Some("draft-model")));
+        assert_eq!(auto.memory().draft_weights_bytes, 8 << 20);
+        let promised = |auto: &Auto| auto.promises(&outlook(&[0]), &[None; 9])[7..].to_vec();
+        assert_eq!(promised(&auto), [0.0; 2], "it has read no prompt");
+        auto.prefill(3, &[1, 2], 5).unwrap();
+        assert!(promised(&auto)[0] > 2.0);
+        let mut turns = [Turn::new(3, 2, 3, Sampler::greedy())];
+        auto.propose(&mut Nothing, &mut turns, 0).unwrap();
+        auto.commit(3, &[7; 500]).unwrap();
+        assert_eq!(auto.propose(&mut Nothing, &mut turns, 8).unwrap().steps, 3);
+        auto.commit(3, &[7; 500]).unwrap();
+        auto.commit(3, &[7; 13]).unwrap();
+        assert_eq!(promised(&auto), [0.0; 2]);
+        auto.commit(3, &[7; 13]).unwrap();
+        auto.close(3);
+        let told = ["3 begins 5", "3 goes on by 500", "candidate 1", "3 goes on by 500", "3 ends", "3 ends"];
+        assert_eq!(*noted.0.lock().unwrap(), told);
+    }
+}
