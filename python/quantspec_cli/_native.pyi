@@ -119,8 +119,8 @@ class Engine:
         logprobs: int | None = None,
         grammar: Answer | None = None,
     ) -> int:
-        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are
-        kept; a `grammar` says which tokens may be chosen.
+        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are kept; a
+        `grammar` says which tokens may be chosen.
         """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:

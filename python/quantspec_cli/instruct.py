@@ -22,8 +22,8 @@ _LOOP_TOKENS = 12
 # Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
-# Models of fewer weights come to repeat a sentence without end. With these penalties SmolLM2-135M-Instruct ends its
-# summaries. Long answers of larger models would suffer.
+# Models of fewer weights tend to repeat a sentence until -n. With these penalties SmolLM2-135M-Instruct ends its summaries;
+# long answers of larger models would suffer.
 _SMALL_WEIGHTS = 1e9
 _OF_SMALL = {"repetition_penalty": 1.05, "frequency_penalty": 0.4}
 _ALL_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram")

@@ -174,9 +174,11 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
         });
         let mut listed: Vec<_> = listed.collect();
         assert_eq!(listed.len(), draft::METHODS.len() - 1, "every method but plain decoding drafts");
-        let pages = Pages::Snap { pages: 3, refresh: 1 };
-        let refreshed = method(target, Some(DraftConfig { pages, ..drafting("quantspec") }));
-        listed.push((format!("{pages:?}"), refreshed, vec![5, 0, 2]));
+        let snaps = [(2, 0, vec![4]), (3, 1, vec![5, 0, 2])].map(|(pages, refresh, gammas)| {
+            let config = DraftConfig { pages: Pages::Snap { pages, refresh }, ..drafting("quantspec") };
+            (format!("{config:?}"), method(target, Some(config)), gammas)
+        });
+        listed.extend(snaps);
         listed
     };
     for &target in targets {
