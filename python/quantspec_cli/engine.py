@@ -662,7 +662,7 @@ class Engine:
             batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
+            method: the drafter: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
                 earlier in the text), or "ar" (nothing). Settings that a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
