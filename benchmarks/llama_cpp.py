@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure quantspec beside llama.cpp: the same GGUF files on the same cores, in turn, in one run.
+"""Compare quantspec with llama.cpp: the same GGUF files on the same cores, in turn, in one run.
 
-    pip install xllamacpp==2026.10.11549 gguf==0.19.0     llama.cpp for CPUs, and what writes the files
+    pip install xllamacpp==2026.10.11549 gguf==0.19.0     llama.cpp for CPUs, and the writer of the files
     python benchmarks/llama_cpp.py [FILE.gguf ...]        measure, write results/llama_cpp.json
-    python benchmarks/llama_cpp.py --quick                the same in a minute on a small model, written nowhere
+    python benchmarks/llama_cpp.py --quick                the same in a minute on a small model, without a file
     python benchmarks/run.py --render                     render docs/benchmarks.md
 
 The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. llama.cpp decodes in
@@ -156,14 +156,14 @@ def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
 
 
 class LlamaCpp:
-    """llama.cpp with one file, in a process of its own that sleeps between measurements."""
+    """llama.cpp with one file, in a separate process that sleeps between measurements."""
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
         command = [sys.executable, __file__, "--serve", str(path), str(context), str(threads)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def decode(self, depth: int, tokens: int) -> float:
-        """Tokens a second behind a prompt of so many tokens, which is read once."""
+        """Tokens per second after a prompt of `depth` tokens, which is processed once."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{depth} {tokens}\n")
@@ -189,7 +189,7 @@ def serve(path: str, context: int, threads: int) -> None:
     server = xllamacpp.Server(params)
     for line in sys.stdin:
         depth, tokens = map(int, line.split())
-        # Speed does not depend on what the tokens are. One prompt begins the other, so that it is read once.
+        # Speed does not depend on the tokens. One prompt is the beginning of the other, so it is processed once.
         prompt = [3 + index * 7919 % 4000 for index in range(max(depth, 1))]
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
         timings = server.handle_completions(asked)["timings"]

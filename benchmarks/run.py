@@ -82,7 +82,7 @@ def measure(models: Path | None) -> None:
 
 
 def predict(model: list[str], rows: list[Row]) -> None:
-    """Adds to each row of decoding what `quantspec plan` predicts halfway, with the acceptance that was measured."""
+    """Adds the prediction of `quantspec plan` to each row of decoding: halfway, with the measured acceptance."""
     for row in (row for row in rows if row["test"] == "tg"):
         context = str(row["n_depth"] + row["n_gen"] // 2)
         # Plain decoding drafts nothing: any share will do.
@@ -118,7 +118,7 @@ def accepted(row: Row) -> str:
 
 
 def planned(row: Row) -> list[str]:
-    """What was predicted, divided by what was measured; empty if nothing was predicted."""
+    """Predicted divided by measured tokens/s; empty without a prediction."""
     if "predicted_tokens_per_s" not in row:
         return []
     return [f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×"]

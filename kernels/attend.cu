@@ -11,7 +11,7 @@
 #else
 #define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
 #endif
-// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more for each pipeline stage. build.rs writes these rows down for the launcher.
+// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage. build.rs copies these rows for the launcher.
 #define ATTEND(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, BESIDE, BLOCK, STAGE_BYTES, SHARED)            \
   struct name##_of : Attend<D, VIEW, ROWS, RINGS, STAGES, BESIDE> {};                                     \
   static_assert(name##_of::THREADS == BLOCK && RINGS * name##_of::STAGE == STAGE_BYTES);                  \
@@ -321,7 +321,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
     // At least `kept` pages have a key of `least` or more.
-    const int wanted = of_scored - 2;                     // besides the first, the newest and those that are all listed
+    const int wanted = of_scored - 2;                     // in addition to the first, the newest and those listed unconditionally
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
       int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones

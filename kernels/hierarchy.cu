@@ -1,8 +1,8 @@
-// Products of a step's few rows with weights in planes. Entries exist on every architecture.
+// GEMMs of a step's few rows with weights in planes. All kernels exist on every architecture.
 #include "hierarchy.cuh"
 
-// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs, stride: blocks of a tile in memory,
-// tiles of 16 outputs, n, rows, pitch of x in elements): grid and threads as linear_bf16_{NT} of linear.cu.
+// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs, stride: blocks per tile in
+// memory, tiles of 16 outputs, n, rows, pitch of x in elements): grid and threads as for linear_bf16_{NT} of linear.cu.
 #define PLANES_ARGUMENTS \
   const uint8_t *upper, const uint8_t *lower, const uint8_t *x, float *y, int groups, int stride, int tiles, int n, int rows, int pitch
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

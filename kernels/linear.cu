@@ -1,14 +1,14 @@
-// Products of a step's few rows with the weights. Entries exist on every architecture.
+// GEMMs of a step's few rows with the weights. All kernels exist on every architecture.
 #include "linear.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include "linear_wide.cuh"
 #endif
 
-// linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements):
-// grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
+// linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements): grid (blocks
+// that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper: grid (min(tiles, multiprocessors), whole clusters; the same), 320 threads, 384 where registers are handed over, Ring::BYTES of shared memory.
-// Up to 104 registers (three warps of a scheduler have 312 of its 512) leave room for a block of a norm, whose four have 192. (docs/design/gemm.md)
+// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over), Ring::BYTES of shared memory. Up to
+// 104 registers (three warps per scheduler use 312 of its 512) leave room for a norm's block, whose four warps use 192. (docs/design/gemm.md)
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
@@ -38,8 +38,8 @@ LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 #endif
 
-// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same grid,
-// 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
+// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same
+// grid, 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
 #define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                                                                  \
   KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {          \
     linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                              \
@@ -56,7 +56,8 @@ QUANT(linear_w8_4_4, 8, 4, 4, 2)
 QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// linear_{w4,w8}_ring_{NT}: the same on Hopper where rows have an even number of groups, so that scales can be copied; grid, threads and shared memory as above.
+// linear_{w4,w8}_ring_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be copied; grid, threads and shared memory
+// as above.
 #define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
   static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
   DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)

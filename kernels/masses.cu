@@ -1,9 +1,9 @@
-// How much attention the last queries of a prompt pay to its pages (core::attend::page_masses): by this drafts of `Pages::Snap` choose.
+// Attention that the last queries of a prompt pay to its pages (core::attend::page_masses); drafts of `Pages::Snap` choose pages by it.
 #include "numbers.cuh"
 
 constexpr int PAGE_TOKENS = 128, BATCH = 32;           // queries of a batch; threads of a block are the tokens of a page
 
-// The largest of any values; every lane gets it.
+// The largest value of a warp, in every lane.
 DEV float warp_largest(float x) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
@@ -43,7 +43,7 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
       for (int i = 0; i < D / 8; i++) {
         const float4 low = row[2 * i], high = row[2 * i + 1];
         uint4 k = key[i];
-        // 256 channels fit the registers as halves only: unpacked ahead of the loop they would not.
+        // 256 channels fit in registers only as halves, so they must not be unpacked before the loop.
         if constexpr (D > 128) asm volatile("" : "+r"(k.x), "+r"(k.y), "+r"(k.z), "+r"(k.w));
         const float2 a = unpack_half2(k.x), b = unpack_half2(k.y), c = unpack_half2(k.z), e = unpack_half2(k.w);
         sum = __fmaf_rn(low.x, a.x, __fmaf_rn(low.y, a.y, __fmaf_rn(low.z, b.x, __fmaf_rn(low.w, b.y, sum))));
@@ -75,7 +75,7 @@ PAGE_SUMS(128)
 PAGE_SUMS(256)
 
 // page_masses(sums, masses, first, queries, pages, visible, pitch): the sum over queries first .. of a page's share of all pages, of the first `visible`
-// pages, into masses [kv head][pitch]. sums as page_sums leaves them. grid (kv heads), 256 threads, shared: a float for each query from `first` on.
+// pages, into masses [kv head][pitch]. sums: the result of page_sums. grid (kv heads), 256 threads, shared: a float for each query from `first` on.
 KERNEL __launch_bounds__(256) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

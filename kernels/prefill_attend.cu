@@ -9,7 +9,7 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory: bytes for each channel of a head, and besides.
+// Dynamic shared memory: bytes per channel of a head, and in addition.
 constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

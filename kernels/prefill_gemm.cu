@@ -32,9 +32,8 @@ struct Config {
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;  // barriers, alignment
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
 };
-// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs; slim pairs and single CTAs
-// where wider tiles would leave SMs idle.
-// SHARED bytes of shared memory. build.rs writes these rows down for the launcher.
+// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs; slim pairs and single CTAs if
+// wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies these rows for the launcher.
 #define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED)                      \
   template <class T> using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;    \
   static_assert(NAME<Half>::SHARED_BYTES == SHARED);

@@ -1,15 +1,15 @@
-// Choosing tokens and judging drafted ones, on the device: the meaning of every step is quantspec_core::sample and ::verify.
+// Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, counter {position, sequence low, sequence high << 2 | stream, token / 4}; the word is token mod 4.
-// The choice of a row is a maximum over (score, lower id first), so the number of blocks that search for it changes nothing. Masses are summed in fixed point,
-// so no order of threads changes a cut.
+// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}; the word is token mod 4. The
+// choice of a row is a maximum over (score, lower id first), so the number of blocks that search a row does not matter. Masses are summed in fixed
+// point, so cuts do not depend on the order of threads.
 #include "layout.cuh"
 #include "numbers.cuh"
 
 enum Accept { GREEDY, REPLAY, REJECTION };
 enum Stream { SAMPLE, DRAFT, ACCEPT, CORRECT };
 
-// How a slot chooses: samplers[slot]. 48 bytes, written by the host.
+// A slot's sampler: samplers[slot]. 48 bytes, written by the host.
 struct Sampler {
   float temperature, top_p, min_p;
   int top_k;  // 0: off
@@ -17,8 +17,8 @@ struct Sampler {
   int accept, unused[3];
 };
 
-// What the warpers keep of a row: logit > bar, or logit == bar and id <= bar_id; and z >= ln min_p, where z = (logit - most) / temperature.
-// `total` is the sum of exp(z) over what is kept (rejection needs it; 1 otherwise).
+// The tokens of a row that the warpers keep: logit > bar, or logit == bar and id <= bar_id; and z >= ln min_p, with z = (logit - most) / temperature.
+// `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
 struct Cut {
   float most, bar;
   int bar_id, unused;
@@ -28,19 +28,19 @@ struct Cut {
 // The rows of a slot in a verify step. 20 bytes, written by the host.
 struct Turn {
   int slot, first_row, gamma, position;  // position: of the first drafted token
-  int one_hot;                           // the drafter drew nothing: q is one at each drafted token, and q_logits and q_cuts are not read
+  int one_hot;                           // the drafter has no distribution: q is one at each drafted token, and q_logits and q_cuts are not read
 };
 struct Verdict {
   int accepted, token;
 };
 
-constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit into 64 bits, and rounding costs a vocabulary less than 1e-8
+constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
 constexpr int SAMPLE_CHUNK = 2048;                       // tokens of a block that chooses
 constexpr int SAMPLE_THREADS = 256;               // of that block
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Order-preserving bits of a float; both zeros are one value, not-a-number is below everything.
+// Order-preserving bits of a float; both zeros are equal, NaN is below everything.
 DEV uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.f));
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
@@ -64,7 +64,7 @@ DEV uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y
 // The middle of one of 2^23 equal cells of (0, 1).
 DEV float unit(uint32_t word) { return (float)(2 * (word >> 9) + 1) * (1.f / 16777216.f); }
 DEV float gumbel(float u) { return (float)-log(-log((double)u)); }
-// The same in single precision, within 1e-4; tells which tokens deserve the other.
+// The same in single precision, within 1e-4; selects the tokens that need the precise one.
 DEV float gumbel_estimate(float u) { return -logf(-logf(u)); }
 constexpr float ESTIMATE_ERROR = 1e-3f;
 
@@ -81,8 +81,8 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 
 // ---- cuts ----
 //
-// One block finds a row's cut: the maximum; a histogram of z in bins of 1/64 nat with counts and masses; the bin at the edge; and the place in that bin by
-// comparing its few tokens with each other. Only where one bin holds more than LIST tokens is the edge found by bisection over the whole row.
+// One block finds a row's cut: the maximum; a histogram of z in bins of 1/64 nat with counts and masses; the bin at the limit; and the position in
+// that bin, by comparing its few tokens. Only if one bin has more than LIST tokens, bisection over the whole row finds the limit.
 
 constexpr int BINS = 2048, LIST = 1024;
 constexpr float BINS_PER_NAT = 64;
@@ -114,14 +114,14 @@ DEV void each_token(const float* row, int vocab, F f) {
   for (; id < vocab; id += 1024) f(id, row[id]);
 }
 
-// A row by its logits, and searches over all of it.
+// A row's logits, and searches over all of it.
 struct Tokens {
   const float* row;
   int vocab;
   float most, temperature, rate;
   uint64_t* scratch;
   DEV float z(float logit) const { return scaled(logit, most, temperature); }
-  // z without the division, for what needs its order and its size only: the histogram.
+  // z by multiplication instead of division, for its order and magnitude only: the histogram.
   DEV float depth(float logit) const { return __fmul_rn(__fsub_rn(logit, most), rate); }
   DEV uint64_t mass(float logit) const { return (uint64_t)(expf(z(logit)) * MASS_UNIT); }
   template <class F>
@@ -134,14 +134,14 @@ struct Tokens {
   DEV uint64_t above(uint64_t key, bool by_mass) const {
     return sum([&](int, float x) { return ordered(x) >= key && x != minus_infinity() ? (by_mass ? mass(x) : 1ull) : 0ull; });
   }
-  // The greatest key whose tokens and those above it make up `goal`; 0 if all together do not.
+  // The largest key whose tokens and those above it make up `goal`; 0 if all together do not.
   DEV uint32_t reach(uint64_t goal, bool by_mass) const {
     uint32_t key = 0;
     for (int bit = 31; bit >= 0; bit--)
       if (above(key | 1u << bit, by_mass) >= goal) key |= 1u << bit;
     return key;
   }
-  // The least id that has `n` tokens of this key up to it.
+  // The smallest id up to which `n` tokens have this key.
   DEV int nth(uint32_t key, uint64_t n) const {
     int low = 0, high = vocab - 1;
     while (low < high) {
@@ -156,12 +156,12 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: no order of additions matters, and fewer than 2^18 tokens fit
+    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: independent of order, and fewer than 2^18 tokens fit
     double mass[BINS];     // the same as one number
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
-  uint32_t masses[LIST];  // theirs, in units of 2^-26 of the top of the bin
+  uint32_t masses[LIST];  // their masses, in units of 2^-26 of the top of the bin
   uint32_t listed;
   int edge, bar_id;
   float bar;
@@ -215,7 +215,7 @@ struct Histogram {
       }
       const double goal = goal_of(run);
       const uint32_t reached = __ballot_sync(~0u, mine + own >= goal), present = __ballot_sync(~0u, own > 0);
-      const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);  // short of the goal by rounding: the last bin there is
+      const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);  // below the goal by rounding: the last non-empty bin
       if (threadIdx.x == lane) {
         int last = -1;
         double sum = mine, until = mine;
@@ -232,7 +232,7 @@ struct Histogram {
     __syncthreads();
   }
 
-  // Lists the tokens of the edge's bin; false where they are too many.
+  // Lists the tokens of the bin at the limit; false if there are too many.
   DEV bool collect(const Tokens& t) {
     const int wanted = edge;
     each_token(t.row, t.vocab, [&](int id, float x) {
@@ -245,8 +245,8 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^18 tokens.
-//   logits f32 [row][vocab] -> cuts [row]; their `total` only for samplers of rejection. Grid (rows), block 1024.
+// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^18 tokens. logits f32 [row][vocab] -> cuts [row]; their `total` only
+// for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
@@ -291,7 +291,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
       if (i < n) {
         int greater = 0, equal = 0;
         for (int j = 0; j < n; j++) greater += h.list[j] > h.list[i], equal += h.list[j] == h.list[i];
-        if (greater < need && greater + equal >= need) h.bar = h.list[i];  // the same from every thread that writes
+        if (greater < need && greater + equal >= need) h.bar = h.list[i];  // all writing threads store the same value
       }
       __syncthreads();
       bar = h.bar;
@@ -300,7 +300,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
   }
   if (cut_p) {
-    if (cut_k) {  // what top-k left
+    if (cut_k) {  // tokens that top-k keeps
       double left = 0;
       if (listed) {
         uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? h.masses[threadIdx.x] : 0;
@@ -356,10 +356,10 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
 
 // ---- choice ----
 
-// A candidate, comparable as one number: the greater score, the lower id among equals.
+// A candidate, comparable as one number: the larger score wins, then the lower id.
 DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) << 32 | (uint32_t)~id; }
 
-// A runner-up: a candidate that lost, by its score, or (below all of those) a token that the warpers do not keep, by its score without noise. 0: none.
+// A runner-up: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
 // The best candidate so far and the best runner-up.
 struct Race {
@@ -368,7 +368,7 @@ struct Race {
     const uint64_t lower = min(first, candidate);
     first = max(first, candidate), second = max(second, max(runner_up, loser(lower)));
   }
-  // With those of the lanes whose numbers differ in the bits from `step` down.
+  // Combines with the lanes whose numbers differ in the bits from `step` down.
   DEV void meet(int step) {
 #pragma unroll 1
     for (; step; step >>= 1) {
@@ -379,21 +379,22 @@ struct Race {
 };
 
 // sample_choose: the token after each row.
-//   logits f32 [row][vocab]; cuts [row], read where the sampler has a temperature; choices int32 [row].
-//   drafts: the token also goes to windows[slot * window_pitch + offset + 1], and rejection has noise of its own and keeps logits and cut in
-//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; `margin` is row 0's logit margin to the
-//     second-best token (core::sample::choose_with_margin). Else it is the target's choice.
+//   logits f32 [row][vocab]; cuts [row], read if the sampler has a temperature; choices int32 [row].
+//   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's logit margin to the second-best
+//     token (core::sample::choose_with_margin). Under rejection drafts have separate noise, and keep logits and cut in q_logits f32
+//     [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the target's choice.
 //   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
-// A draft waits for this kernel once a token, and its code is in no cache by then: what the host told, and noise, which depends on nothing else, are
-// there before the wait (in shared memory: what is in registers the assembler would move behind it), and logarithms in double precision stand in one
-// place, for the tokens whose estimates leave them a chance to be first or second of a warp.
+//
+// Every draft step waits for this kernel, whose code is then in no instruction cache. So the sampler's settings and noise, which do not depend on
+// earlier kernels, are in shared memory before the wait (ptxas would move register values after it). Double-precision logarithms are at a single
+// place, for tokens whose estimates allow them to be first or second of a warp.
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* margin, uint32_t* flag) {
-  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;   // tokens of a thread: quartets, 1,024 apart
+  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;   // tokens per thread: quartets, 1,024 apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
-  __shared__ float about[OWN][SAMPLE_THREADS];                               // what noise adds, about; then what the score is at most
+  __shared__ float about[OWN][SAMPLE_THREADS];                               // the noise's approximate contribution; then an upper bound of the score
   __shared__ float scores[OWN][SAMPLE_THREADS];                              // logits; then scores without noise
   grid_trigger();
   const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_CHUNK + own * 4;
@@ -419,7 +420,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? from[id_of(i)] : minus_infinity();
 #pragma unroll
   for (int i = 0; i < OWN; i++) scores[i][own] = x[i];
-  float bar = minus_infinity(), most = minus_infinity();                     // the two greatest that scores of the warp are at least
+  float bar = minus_infinity(), most = minus_infinity();                     // lower bounds of the two largest scores of the warp
   uint32_t open = 0, out = 0;                                                // tokens that may be first or second; the best that is not kept
   bool bad = false;
 #pragma unroll 1
@@ -433,7 +434,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
       const float z = scaled(logit, cut.most, s.temperature);
       stays = kept(cut, least, logit, id_of(i), z);
       if (!stays) out = max(out, ordered(z));
-      scores[i][own] = z, score = z + about[i][own], error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;       // scores far from zero are rounded by more than the estimate errs
+      scores[i][own] = z, score = z + about[i][own], error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;       // scores far from zero have rounding errors above the estimate's
     }
     about[i][own] = score + error;
     if (stays) open |= 1u << i, bar = fmaxf(bar, fminf(most, score - error)), most = fmaxf(most, score - error);
@@ -462,7 +463,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
     if (bad) atomicOr(flag, FLAG_LOGITS);
     if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   }
-  if (gridDim.x > 1) {                                                       // the last block of the row meets the others'
+  if (gridDim.x > 1) {                                                       // the last block of the row combines the others' results
     Race* all = races + (size_t)row * gridDim.x;
     uint32_t before = 0;
     if (lane == 0) {
@@ -486,15 +487,15 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   choices[row] = token;
   if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;
-  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the margin is infinite; where no token could
-  // be chosen it is 0.
+  // If only this token was kept, it is the most likely, and its score without noise is 0. Without any other token the margin is infinite; if no token
+  // could be chosen it is 0.
   const float second = race.second ? unordered((uint32_t)race.second) : minus_infinity();
   if (row == 0) *margin = !race.first ? 0.f : greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
 }
 
 // ---- judgement ----
 
-// Draws in proportion to weight(id): the largest weight over -ln u wins, the lower id among equals. 1024 threads; -1 where no weight is positive.
+// Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. 1024 threads; -1 if no weight is positive.
 template <class Weight>
 DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* scores, int* ids, Weight weight) {
   double best = 0;
@@ -529,8 +530,8 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
 }
 
 // judge: one verdict per turn.
-//   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at place i + 1;
-//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null where every turn is one-hot. Grid (turns), block 1024.
+//   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at index i + 1.
+//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null if every turn is one-hot. Grid (turns), block 1024.
 KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch, const float* logits,
                                      const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
   __shared__ double scores[32];
@@ -561,10 +562,10 @@ KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers,
   }
   __syncthreads();
   const int n = accepted, position = turn.position + n;
-  int token = choices[turn.first_row + n];               // the bonus is what plain decoding chooses
+  int token = choices[turn.first_row + n];               // the bonus is chosen as in plain decoding
   if (n < turn.gamma) {
     token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return __fsub_rn(p(n, id), q(n, id)); });
-    // Rounding left nothing of p - q: they are equal.
+    // Rounding left no mass of p - q, so they are equal.
     if (token < 0) token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return p(n, id); });
   }
   if (threadIdx.x == 0) verdicts[blockIdx.x] = Verdict{n, max(token, 0)};

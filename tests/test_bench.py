@@ -523,7 +523,7 @@ def _tests(markdown: str) -> list[str]:
         ("-g 12-20", 2, ("--gamma has '12-20'", "0 to 16", "auto")),
         ("-g auto-4", 2, ("--gamma has 'auto-4'",)),
         ("--draft-pages 1-4", 2, ("--draft-pages has '1-4'", "at least 2", "all or auto")),
-        ("--draft-pages 2-999999", 2, ("--draft-pages 2-999999 asks for more than 256 values",)),
+        ("--draft-pages 2-999999", 2, ("--draft-pages 2-999999 is more than 256 values",)),
         ("--draft-pages 1", 2, ("--draft-pages has '1'", "all or auto")),
         ("kernels --device cpu", 2, ("bench kernels", "--device cuda")),
         ("kernels --rows 0", 2, ("--rows", "1 to 64")),

@@ -345,7 +345,7 @@ def test_small_models_that_recommend_nothing_are_penalised(
     said = "recommends no sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 is none\n"
     assert said in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
     assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.4, 0, 0, 0.5]
-    # One penalty that is asked for is all there is.
+    # An explicit penalty turns the default ones off.
     assert penalties(*ask, "--repetition-penalty", "1", model=model) == none
     assert penalties(*ask, "--no-repeat-ngram", "9", model=model) == [1, 0, 0, 9, 0]
     monkeypatch.setenv("QUANTSPEC_PRESENCE_PENALTY", "0.1")

@@ -82,7 +82,7 @@ def test_snapkv_reads_its_pages_of_the_prompt_and_all_later_ones(refresh: int) -
     # The answer makes one or two pages visible.
     mean = engine.statistics()["draft_pages_mean"] or 0
     assert 2 < mean < 4 if refresh == 0 else mean == 2
-    # In a batch, beside a context that has no page to choose from, and a prompt whose beginning is known.
+    # In a batch, with a context too short to choose pages, and a prompt with a cached prefix.
     prompts = [text + " And then", TEXT]
     assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
 
@@ -180,7 +180,7 @@ LONG = "".join(f"{number} green bottles stand on the wall. " for number in range
 )
 def test_auto_changes_no_token_and_tells_what_drafted(weights: str, target: str) -> None:
     plain = Engine.load(method="ar", kv_target=target, context=4500, device="cpu")
-    # With a fixed gamma every round drafts, and candidates are compared with each other alone.
+    # With a fixed gamma every round drafts, so candidates are compared only with each other.
     engine = Engine.load(
         method="auto", gamma=3, draft_weights=weights, draft_pages=2, kv_target=target, context=4500, device="cpu"
     )
@@ -220,5 +220,5 @@ def test_bench_measures_auto(quantspec: Any) -> None:
     assert (auto["method"], auto["draft_pages"]) == ("auto", "auto")
     assert sum(auto["rounds_by_method"].values()) > 0
     assert "rounds_by_method" not in plain
-    # Each round verifies, and reads the weights once more for what it drafts.
+    # Each round verifies, and reads weights again for its drafts.
     assert auto["bytes_per_token"] > 0.5 * plain["bytes_per_token"]

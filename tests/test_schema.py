@@ -1,4 +1,5 @@
-"""Answers by a JSON schema: what drafts changes no token, whole answers are valid, and bad schemas end in one error line."""
+"""Answers that follow a JSON schema: drafters change no token, complete answers are valid, bad schemas are one error
+line."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
     for answer in itertools.chain(*plain):
         assert answer.stop_reason == "eos", answer.text
         jsonschema.validate(json.loads(answer.text), of, format_checker=jsonschema.FormatChecker())
-    # What the schema forbids would have been chosen.
+    # Without the schema, a forbidden token would have been chosen.
     drafts: list[tuple[str, Any]] = [
         ("quantspec", 4),
         ("quantspec", "auto"),
@@ -115,7 +116,7 @@ def test_masked_and_free_answers_decode_together() -> None:
         for stream in streams:
             list(stream)
         assert [stream.generation for stream in streams] == [free, masked]
-    # Log-probabilities are those before masks, so the likeliest token need not be the chosen one.
+    # Log-probabilities are computed before masks, so the most likely token need not be the chosen one.
     assert masked.logprobs is not None
     assert any(one.id != one.top[0][0] for one in masked.logprobs)
     assert masked.text != free.text
@@ -171,7 +172,7 @@ def test_what_a_draft_makes_too_hard_ends_no_answer(monkeypatch: pytest.MonkeyPa
             return honest(self, drafted)
 
         monkeypatch.setattr(schema.Answer, "mask", ends)
-        # It is an error of this answer; its neighbour goes on.
+        # The error ends this answer only.
         stream = engine.stream(TEXTS[0], max_new_tokens=100)
         with pytest.raises(InputError, match="too much work"):
             engine.generate(TEXTS[0], max_new_tokens=100, json_schema=DIGITS)
@@ -261,7 +262,7 @@ def test_batch(quantspec: Run, tmp_path: Path) -> None:
     for number in range(len(TEXTS)):
         jsonschema.validate(json.loads((tmp_path / "out" / f"{number}.txt.json").read_text()), DIGITS)
     assert quantspec(*arguments, "--json").json["skipped"] == len(TEXTS)
-    # The schema's spelling is no matter; another schema is.
+    # Formatting of the schema does not matter; its content does.
     place.write_text(json.dumps(DIGITS, indent=2))
     assert quantspec(*arguments, "--json").json["skipped"] == len(TEXTS)
     place.write_text(json.dumps({**DIGITS, "minItems": 5}))

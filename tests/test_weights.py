@@ -114,7 +114,7 @@ def test_codes_of_gguf_files_are_kept(quantspec: Run, tmp_path: Path, kind: str,
     options = ("-m", str(tmp_path / "demo.gguf"), "--weights", weights, "--tokens", "120", "--json", "--device", "cpu")
     outcome = quantspec("eval", *options)
     assert outcome.code == 0, outcome
-    # What the 16-bit rounding of the side that is compared costs; coded anew, int8 costs 1e-4 and int4 1e-2.
+    # The cost of the compared side's 16-bit rounding; coded again, int8 costs 1e-4 and int4 1e-2.
     assert outcome.json["weights"][weights]["kld"] < 2e-5
 
 

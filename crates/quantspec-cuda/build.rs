@@ -202,8 +202,8 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Tables that kernels and their launchers share: the file, the macro that makes a kernel or a tile of each row, the type of a row in src/shapes.rs, and the
-/// parameters of the macro that are its fields.
+/// Tables shared by kernels and launchers: the file, the macro that expands each row, the type of a row in src/shapes.rs, and
+/// the macro's parameters that are its fields.
 const TABLES: [(&str, &str, &str, &[&str]); 6] = [
     ("linear.cu", "RING", "Ring", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
     ("linear.cu", "DRAFT_RING", "DraftRing", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
@@ -213,7 +213,7 @@ const TABLES: [(&str, &str, &str, &[&str]); 6] = [
     ("prefill_gemm.cu", "TILE", "Tile", &["COLUMNS", "CONSUMERS", "CLUSTER", "STAGES", "SHARED"]),
 ];
 
-/// Numbers that kernels and their launchers share.
+/// Numbers shared by kernels and launchers.
 const NUMBERS: [(&str, &[&str]); 12] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
@@ -232,8 +232,8 @@ const NUMBERS: [(&str, &[&str]); 12] = [
     ("quantize.cu", &["FLAG_WEIGHTS"]),
 ];
 
-/// The Rust of [`TABLES`] and [`NUMBERS`], read from the kernels' own lines: a row stands on a line of its own, a number in `constexpr TYPE NAME = 1, …;`. A table
-/// is a slice, or a constant for each row where rows have a NAME.
+/// Rust code of [`TABLES`] and [`NUMBERS`], read from the kernel sources: one row per line, numbers as `constexpr TYPE NAME =
+/// 1, …;`. A table becomes a slice, or one constant per row if rows have a NAME.
 fn shapes(kernels: &Path) -> String {
     let mut rust = String::new();
     for (file, macro_name, row, fields) in TABLES {

@@ -1,11 +1,11 @@
-"""`quantspec bench`: prefill and decoding at depth, in llama-bench's grammar, with what bounds them.
+"""`quantspec bench`: prefill and decoding at depth, in llama-bench's grammar, compared with memory bandwidth.
 
-One engine keeps every view of the cache, so every method decodes at a depth from the same prefilled text. A repetition runs
-each method once, one after another; between them the read bandwidth of the memory is measured, and a speed-up is formed
-only from runs of one repetition at one bandwidth. Decoding is the loop of `quantspec run`, sampled at temperature 1 with
-replay: greedy text of a small model repeats itself, and would flatter the acceptance. Within a repetition all methods share
-the seed, so methods with the same target must emit the same tokens, and it is an error if they do not. By rejection, which
-keeps the distribution and not the text, every method emits its own.
+One engine keeps every view of the cache, so all methods decode at a depth from the same prefilled text. A repetition runs
+each method once, one after another, and measures the read bandwidth between them. A speed-up uses only runs of one
+repetition at one bandwidth. Decoding is the loop of `quantspec run`, sampled at temperature 1 with replay, as greedy text
+of a small model repeats itself and would inflate acceptance. Within a repetition all methods share the seed, so methods
+with the same target must emit the same tokens; otherwise it is an error. With rejection, which keeps the distribution and
+not the text, every method emits its own.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ if TYPE_CHECKING:
     from . import _native
     from .options import EngineOptions
 
-# The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, so that every depth has text.
+# The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, enough for every depth.
 BOOK = Path(__file__).with_name("book.txt.gz")
-# Depths of `bench kernels` where none are given, and the most rows of a step that it takes.
+# Default depths of `bench kernels`, and the most rows of a step it accepts.
 KERNEL_DEPTHS = [4096, 32_768, 131_072]
 ROWS_MAX = 64
-# Far beyond what steadies a mean.
+# More than a mean needs.
 REPETITIONS_MAX = 10_000
-# Measurements of one option: more are a typing error (0-100000) rather than a wish.
+# Most measurements of one option; more are a typing error (0-100000).
 LIST_MAX = 256
-# Tokens decoded before measuring, per method and depth: page faults, and the clock of the processor.
+# Warm-up tokens per method and depth: page faults, and the processor's clock.
 WARM_UP = 8
-# Tokens of a prompt before measuring prompts, for the same reason.
+# Warm-up tokens of a prompt, for the same reason.
 WARM_UP_PROMPT = 64
-# More sequences than any memory holds; the number reaches the engine as it is.
+# More sequences than any memory holds, and small enough for the engine's integers.
 BATCH_MAX = 4096
-# Two bandwidths are the same if they differ by less: repeated readings of quiet memory do by 3 %, its two speeds by 70 %.
+# Two bandwidths count as equal if they differ by less: repeated readings of quiet memory differ by 3 %, its two speeds by 70
+# %.
 STEADY = 0.1
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -71,7 +72,7 @@ Pages = int | Literal["all", "auto"]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A decoding method with its settings.
 
     Attributes:
         name: a name of `options.METHODS`.
@@ -100,7 +101,7 @@ BASELINE = Method("ar", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec bench` was asked for; the lists as they were typed."""
+    """Arguments of one `quantspec bench`; lists as typed."""
 
     model: str | None
     revision: str | None
@@ -134,7 +135,7 @@ class Grid:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence: a decoded one holds at least one token of text before it."""
+        """Tokens of the longest sequence: a decoded one has at least one token of text before it."""
         decoded = max(max(depth, 1) + tokens + 1 for depth in self.n_depth for tokens in self.n_gen or [0])
         # A prefill yields a token, too.
         return max(decoded, max(self.n_depth) + max(self.n_prompt, default=0) + 1)
@@ -150,11 +151,11 @@ class Sample:
     """One run of one method.
 
     Attributes:
-        seconds: wall time of the decoding, the loop included.
-        read_bytes: what its steps had to read.
+        seconds: wall time of the decoding, including the loop.
+        read_bytes: bytes its steps had to read.
         bandwidths: GB/s read before and after.
         stats: the engine's counters of this run.
-        tokens: what each sequence emitted.
+        tokens: emitted tokens of each sequence.
     """
 
     seconds: float
@@ -170,7 +171,7 @@ class Sample:
 
     @property
     def steady(self) -> bool:
-        """The memory had one speed before and after."""
+        """True if the memory had the same speed before and after."""
         return _same(*self.bandwidths)
 
 
@@ -191,7 +192,7 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
         ]
         tokens = [_tokens(model, name, text, grid) for model in opened]
         if len(opened) > 1:
-            # A model alone is refused before its rows in any case.
+            # A single model is refused before its rows in any case.
             for model in opened:
                 _check_fits(model, grid, request, options)
         memory: dict[str, dict[str, Any]] = {}
@@ -207,18 +208,18 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
 
 
 def sink_of(file: output.AtomicFile | None, *, as_json: bool) -> output.Sink:
-    """Where the table goes, which the document of `--json` replaces on standard output."""
+    """Destination of the table; the document of `--json` replaces it on standard output."""
     if file is not None and not as_json:
         return file
-    stdout = output.Stdout()  # an error now if it is closed
+    stdout = output.Stdout()  # raises now if it is closed
     return file or (output.Nowhere() if as_json else stdout)
 
 
 def _write(
     measured: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines
 ) -> tuple[list[Mapping[str, Any]], BaseException | None]:
-    """Writes measurements as they come. Returns those that are done, and what ended them early; where none is done, that is
-    raised.
+    """Writes measurements as they arrive. Returns the finished ones and the exception that ended them early; raises it if
+    none is finished.
     """
     failures: list[QuantspecError] = []
     ended: BaseException | None = None
@@ -238,7 +239,7 @@ def _write(
 
 
 def _done(request: Request, rows: list[Mapping[str, Any]], ended: BaseException | None) -> output.Done:
-    """The document of `--json`, if asked for; raises what ended the measurements early, with those that are done."""
+    """The document of `--json`, if requested; raises the exception that ended the measurements, with the finished ones."""
     if ended is None:
         return output.Done(document=rows if request.as_json else None)
     if isinstance(ended, KeyboardInterrupt):
@@ -249,8 +250,8 @@ def _done(request: Request, rows: list[Mapping[str, Any]], ended: BaseException 
 
 
 def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> output.Done:
-    """Times the kernels of a GPU at the shapes of each model. Where nobody asks for `depths`, they are those of
-    `KERNEL_DEPTHS` that the model has.
+    """Times the kernels of a GPU at the shapes of each model. Default `depths` are those of `KERNEL_DEPTHS` within the
+    model's context.
     """
     counts = [n for n in numbers("--rows", rows) if n > 0]
     asked = None if depths is None else numbers("-d", depths)
@@ -306,7 +307,7 @@ def _kernels(
 
 
 def read_grid(request: Request) -> Grid:
-    """The lists of a request, or the item that is wrong."""
+    """The lists of a request, or an error about the wrong item."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     # Every repetition has the next seed.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
@@ -327,9 +328,9 @@ def read_grid(request: Request) -> Grid:
     chooses = any(METHODS[method.name].chooses for method in grid.methods)
     if (drafting and request.draft_model is None) or (request.draft_model is not None and not drafting and not chooses):
         raise UsageError(
-            f"--methods has {drafting[0]}, and there is no draft model"
+            f"--methods has {drafting[0]}, but there is no draft model"
             if drafting
-            else f"--draft-model is {request.draft_model}, and no method of --methods reads it",
+            else f"--draft-model is {request.draft_model}, but no method of --methods uses it",
             "give both --draft-model and --methods ...,draft-model or auto, or neither",
             option="draft_model",
         )
@@ -360,7 +361,7 @@ def numbers(flag: str, given: str) -> list[int]:
 
 
 def numbers_or(flag: str, given: str, words: Sequence[str], least: int, most: int) -> list[Any]:
-    """The same of numbers within bounds, and of words: `1-4,auto`."""
+    """As `numbers`, with limits and additional words: `1-4,auto`."""
     return _each_once(flag, given, lambda item: _number_or(flag, item, words, least, most))
 
 
@@ -371,7 +372,7 @@ def _each_once(flag: str, given: str, values: Callable[[str], Iterable[Any]]) ->
             found[value] = None
             if len(found) > LIST_MAX:
                 raise UsageError(
-                    f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
+                    f"{flag} {item} is more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
                 )
     return list(found)
 
@@ -413,7 +414,7 @@ def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int
                 raise UsageError(f"{flag} has {item!r}", hint(too_large=number > most), option=flag)
             yield number
         return
-    # Python does not read numbers of thousands of digits.
+    # Python does not parse numbers with thousands of digits.
     digits = (item.lstrip("0") or "0") if item.isascii() and item.isdigit() else ""
     too_large = len(digits) > 12 or (digits != "" and int(digits) > most)
     if not digits or too_large or int(digits) < least:
@@ -422,7 +423,7 @@ def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int
 
 
 def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:
-    """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
+    """The methods of a list of `METHOD` or `METHOD-KV`, combined with every γ and page count if they draft."""
     found: dict[Method, None] = {}
     for item in items("--methods", given):
         name, target = item, KV_TARGETS[0]
@@ -462,7 +463,7 @@ def _text(request: Request) -> tuple[str, str]:
 
 
 def _tokens(model: Model, name: str, text: str, grid: Grid) -> list[int]:
-    """The tokens that are read, or why the model or the text is too short for them."""
+    """The tokens of the text to use; an error if model or text is too short."""
     if grid.capacity > model.context:
         raise DoesNotFitError(
             f"depth {max(grid.n_depth)} with its tests takes {grid.capacity} tokens, the context of {model.name} is "
@@ -479,12 +480,12 @@ def _tokens(model: Model, name: str, text: str, grid: Grid) -> list[int]:
 
 
 def _room(grid: Grid, context: int) -> str:
-    """What to lower, and to how much, so that a grid fits a context."""
+    """A hint: what to lower, and to which value, so that a grid fits a context."""
     deepest = max(grid.n_depth)
     possible = max(context - grid.capacity + deepest, 0)
     if deepest > 0 and replace(grid, n_depth=[possible]).capacity <= context:
         return f"lower -d to at most {possible}"
-    # The tests alone are too long: what there is room for behind that depth, or behind none where nothing fits behind it.
+    # If the tests alone are too long: the room after that depth, or without any depth.
     depth = deepest if deepest < context - 1 else 0
     room = {"-p": (grid.n_prompt, context - depth - 1), "-n": (grid.n_gen, context - max(depth, 1) - 1)}
     lower = [f"{flag} to at most {most}" for flag, (counts, most) in room.items() if max(counts, default=0) > most]
@@ -495,7 +496,7 @@ def _room(grid: Grid, context: int) -> str:
 
 
 def _check_fits(model: Model, grid: Grid, request: Request, options: EngineOptions) -> None:
-    """Refuses what the device or its memory refuses, before anything is read."""
+    """Refuses a model or sizes that the device or its memory refuses, before anything is read."""
     from . import _native
 
     try:
@@ -509,7 +510,7 @@ def _check_fits(model: Model, grid: Grid, request: Request, options: EngineOptio
 
 
 def _engine_options(options: EngineOptions) -> dict[str, Any]:
-    """Those of an engine's options that hold for every method."""
+    """The engine options that apply to every method."""
     native = options.native()
     return {
         name: native[name]
@@ -530,7 +531,7 @@ class Bench:
         *,
         memory: dict[str, dict[str, Any]],
     ) -> None:
-        """Loads the model, with every plane of the cache and the draft weights; what it takes is noted in `memory`."""
+        """Loads the model, with every plane of the cache and the draft weights; records its memory in `memory`."""
         from . import _native
 
         self._native = _native
@@ -559,7 +560,7 @@ class Bench:
         self._widened = files.is_file(config) and "widened" in json.loads(files.read(config))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All measurements, as soon as each depth is done."""
+        """Yields all measurements, as each depth completes."""
         for depth in self._grid.n_depth:
             for tokens in self._grid.n_prompt:
                 yield self._prefill(depth, tokens)
@@ -571,7 +572,7 @@ class Bench:
         return self._engine.read_gb_per_s()
 
     def _prefill(self, depth: int, tokens: int) -> dict[str, Any]:
-        """What `tokens` more of a prompt cost behind `depth` of it: their share of the prefill of both."""
+        """Cost of `tokens` more of a prompt after `depth`: their share of the prefill of both."""
         samples = []
         read = self._prefill_bytes(depth, tokens)
         with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
@@ -587,11 +588,11 @@ class Bench:
         matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
         row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
         row["flops_per_token"] = matrix + attention
-        # Prefill is exact: it is the same whatever decodes afterwards.
+        # Prefill is in full precision, so it does not depend on the decoding method.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
     def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
-        """Decodes sequences together; each has its own part of the text before it, and emits as many tokens."""
+        """Decodes sequences together; each follows its own part of the text and emits the same number of tokens."""
         repetitions, grid = self._request.repetitions, self._grid
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
@@ -605,7 +606,7 @@ class Bench:
                 answers.run(self._request.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
                 self._bandwidth_now = self._bandwidth()
-                # Forth and back, so that a drift of the machine favours nobody.
+                # In alternating direction, so that a drift of the machine affects all methods alike.
                 for method in grid.methods[:: -1 if repetition % 2 else 1]:
                     samples[method].append(self._sample(method, answers, seen, repetition))
                     if tick:
@@ -628,10 +629,10 @@ class Bench:
         self._configure(method)
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
-        # The draft of one sequence may end early; those of a batch are as long as its longest.
+        # The draft of one sequence may end early; a batch's drafts are as long as its longest.
         steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
-        # What is read after a run is read before the next.
+        # The bandwidth after a run is the bandwidth before the next.
         after = self._bandwidth_now = self._bandwidth()
         return Sample(seconds, self._decode_bytes(method, seen, stats), (before, after), stats, tokens)
 
@@ -641,7 +642,7 @@ class Bench:
         )
 
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
-        """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
+        """Bytes that steps at these positions read. Opens the checkpoint, so it must not be called between measurements."""
         with native_errors():
             return self._native.traffic(
                 model or str(self._model.directory),
@@ -653,7 +654,8 @@ class Bench:
             )
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
-        """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
+        """Fewest bytes read by a prefill of `tokens` after `depth`: a layer's weights and the past once per block, the head
+        once."""
         seen = self._traffic(depth, tokens)
         blocks = range(depth, depth + tokens, self._info["block_rows"])
         layers = seen["weights_bytes"] - seen["head_bytes"]
@@ -661,8 +663,8 @@ class Bench:
         return read
 
     def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
-        """What a run's verifications and drafts had to read: weights once for all sequences of a pass, and of each sequence
-        the visible pages of the view and the recent tokens.
+        """Bytes a run's verifications and drafts had to read: weights once for all sequences of a pass; per sequence the
+        visible pages of the view and the recent tokens.
         """
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         cache = seen["pages"] * page[method.kv_target] + recent
@@ -670,7 +672,7 @@ class Bench:
         drafted = stats["drafted_tokens"] - stats["copied_tokens"]
         pages = stats.get("draft_pages_mean") if method.draft_pages == "auto" else method.draft_pages
         shares = {method.name: {"rounds": stats["rounds"], "drafted_tokens": drafted, "draft_pages_mean": pages}}
-        # Of several methods each reads what it reads.
+        # With several methods, each has its own bytes.
         for name, share in stats.get("by_method", shares).items():
             if METHODS[name].draft_view is not None and share["drafted_tokens"]:
                 steps = stats["draft_steps"] * share["drafted_tokens"] / drafted
@@ -680,7 +682,7 @@ class Bench:
     def _drafted_bytes(
         self, drafts: Drafting, target: str, seen: Mapping[str, Any], share: Mapping[str, Any], steps: float
     ) -> float:
-        """What the drafts of one method read, in so many steps."""
+        """Bytes that the drafts of one method read in `steps` steps."""
         if drafts.draft_model:
             seen = seen["draft_model"]
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
@@ -694,9 +696,7 @@ class Bench:
         return read
 
     def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Floating-point operations of a run, on average: of every row that was verified, and of those of the
-        model itself that drafted.
-        """
+        """Mean floating-point operations of a run: of all verified rows, and of rows with which the model itself drafted."""
         visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
         matrix, attention = predict.row_flops(self._model.info, visible)
         drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
@@ -707,7 +707,7 @@ class Bench:
 
     @staticmethod
     def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Of the visible tokens, those that a draft with selected pages reads."""
+        """Share of the visible tokens that a draft with selected pages reads."""
         mean = statistics.fmean(run.stats.get("draft_pages_mean") or 0.0 for run in runs)
         recent = seen["buffer_tokens"]
         read = min(mean, seen["pages"]) * predict.PAGE_TOKENS + recent
@@ -715,7 +715,7 @@ class Bench:
         return share
 
     def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
-        """What every test reports."""
+        """Fields of every test."""
         times = [sample.seconds / tokens * 1e3 for sample in samples]
         bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
         bandwidths = [sample.bandwidth for sample in samples]
@@ -754,12 +754,12 @@ class Bench:
 
 
 class Answers:
-    """Decodes again and again behind the same texts: their prefill is kept as long as the buffer allows.
+    """Decodes repeatedly after the same texts, whose prefill is kept as long as the buffer allows.
 
     Attributes:
         depth: tokens of text before each answer.
         tokens: of each answer.
-        passes: verifications of the last run, of all its sequences at once.
+        passes: verifications of the last run, over all its sequences together.
         draft_steps: draft steps of the last run, likewise.
     """
 
@@ -774,7 +774,7 @@ class Answers:
         batch: int,
         on_prefill: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Prefills. At depth 0 there is one token of text: something must be before the first decoded one."""
+        """Prefills. At depth 0 there is one token of text, as the first decoded token needs a predecessor."""
         self.depth, self.tokens = max(depth, 1), tokens
         self.passes = self.draft_steps = 0
         self._engine, self._model = engine, model
@@ -788,7 +788,8 @@ class Answers:
             self._texts[self._prefilled(text)] = text
 
     def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
-        """Decodes with the loop of `quantspec run`: seconds, and what was emitted. The text's own next token is first."""
+        """Decodes with the loop of `quantspec run`; returns seconds and emitted tokens. The text's own next token comes
+        first."""
         self._seed = seed
         self.passes = self.draft_steps = 0
         # The given token counts as an answer's first.
@@ -807,10 +808,10 @@ class Answers:
         for slot in self._texts:
             self._engine.finish(slot)
 
-    # What the loop asks of an engine.
+    # The interface that the loop uses.
 
     def prefill(self, slot: int, _on_progress: object = None) -> int:
-        """Goes back to the end of the text, by prefilling again where too much was decoded since."""
+        """Returns to the end of the text, with a new prefill if too much was decoded."""
         text = self._texts[slot]
         if not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
             self._engine.finish(slot)
@@ -852,7 +853,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def _check_equal(runs: Mapping[Method, Sample]) -> None:
-    """Methods with the same target and seed emit the same tokens: what is compared is the same work."""
+    """Checks that methods with the same target and seed emit the same tokens, so that the compared work is equal."""
     for method, run in runs.items():
         other = next(known for known in runs if known.kv_target == method.kv_target)
         if list(run.tokens) != list(runs[other].tokens):
@@ -863,13 +864,14 @@ def _check_equal(runs: Mapping[Method, Sample]) -> None:
 
 
 def _share(steady: Sequence[Sample]) -> float | None:
-    """Of what could have been read in that time: a slow repetition counts by its length, as it does in bytes a second."""
+    """Share of the bytes that could have been read in that time; a slow repetition counts by its length, as in bytes per
+    second."""
     readable = sum(sample.seconds * 1e9 * sample.bandwidth for sample in steady)
     return sum(sample.read_bytes for sample in steady) / readable if steady else None
 
 
 def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
-    """What drafting did, over all repetitions; times are means of a round, which is one of all sequences of a batch."""
+    """Statistics of drafting over all repetitions; times are means per round, which covers all sequences of a batch."""
     names = ("rounds", "drafted_tokens", "accepted_tokens", "passes", "draft_steps")
     total = {name: sum(run.stats[name] for run in runs) for name in names}
     spent = {name: sum(run.stats[name] for run in runs) for name in ("draft_s", "verify_s")}
@@ -891,7 +893,7 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _by_method(runs: Sequence[Sample]) -> dict[str, Any]:
-    """Rounds by what drafted, of a method that changes between others."""
+    """Rounds by drafting method, for a method that chooses among others."""
     rounds: Counter[str] = Counter()
     for run in runs:
         rounds.update({name: share["rounds"] for name, share in run.stats.get("by_method", {}).items()})
@@ -899,7 +901,7 @@ def _by_method(runs: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _per_position(runs: Sequence[Sample]) -> list[float] | None:
-    """Share of all rounds whose token at each position was kept, over all repetitions."""
+    """Share of all rounds whose token at each position was accepted, over all repetitions."""
     rates = [(run.stats["rounds"], run.stats.get("acceptance_rate_per_position") or []) for run in runs]
     rounds = sum(count for count, _ in rates)
     longest = max(len(of_run) for _, of_run in rates)
@@ -908,7 +910,7 @@ def _per_position(runs: Sequence[Sample]) -> list[float] | None:
 
 
 def _speedup(runs: Sequence[Sample], baseline: Sequence[Sample] | None) -> dict[str, Any]:
-    """Times against plain decoding with an FP16 cache, repetition by repetition, where the memory had one speed."""
+    """Speed-ups over plain decoding with an FP16 cache, per repetition, if the memory had one speed."""
     ratios = [
         base.seconds / run.seconds
         for run, base in zip(runs, baseline or [], strict=False)
@@ -955,14 +957,14 @@ class Json:
 
 
 class Csv:
-    """A header and one line per measurement; lists stay out, what does not apply is empty."""
+    """A header and one line per measurement; lists are omitted, inapplicable fields are empty."""
 
     def __init__(self, sink: output.Sink) -> None:
         self._sink = sink
         self._rows: list[Mapping[str, Any]] = []
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Keeps a measurement: the header names the columns of all."""
+        """Collects a measurement; the header has the columns of all."""
         self._rows.append({name: value for name, value in row.items() if not isinstance(value, list)})
 
     def close(self) -> None:
@@ -979,7 +981,7 @@ class Markdown:
     """A table, row by row."""
 
     HEAD: tuple[tuple[str, int], ...]
-    # Columns that are text, aligned to the left: the first ones.
+    # Number of text columns at the left, which are left-aligned.
     TEXTS: int
 
     def __init__(self, sink: output.Sink) -> None:
@@ -1014,12 +1016,12 @@ class Markdown:
 
 
 def _cell(text: str) -> str:
-    """Text that stays in its cell, whatever a model is called."""
+    """Escapes text so that it stays in its cell, for any model name."""
     return one_line(text).replace("|", "\\|")
 
 
 class Decoding(Markdown):
-    """llama-bench's table, with what bounds each row."""
+    """llama-bench's table, with each row's bandwidth."""
 
     HEAD = (
         ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
@@ -1053,7 +1055,7 @@ class Decoding(Markdown):
 
 
 class Kernels(Markdown):
-    """One kernel a row, beside the bytes it must move and what the memory gives."""
+    """One kernel per row, with the bytes it must move and the memory bandwidth."""
 
     HEAD = (
         ("kernel", 15), ("form", 8), ("rows", 5), ("shape", 14), ("us", 9), ("MB", 8), ("GB/s", 6), ("of read", 7),
@@ -1078,6 +1080,6 @@ class Kernels(Markdown):
 
 
 def writer(form: str, table: type[Markdown], sink: output.Sink) -> Markdown | Csv | Json | JsonLines:
-    """What writes measurements in a form of `--output-format`."""
+    """The writer for a form of `--output-format`."""
     forms: dict[str, type[Markdown | Csv | Json | JsonLines]] = {"csv": Csv, "json": Json, "jsonl": JsonLines}
     return forms.get(form, table)(sink)

@@ -81,7 +81,7 @@ _stop_flag = click.option(
     multiple=True,
     type=Verbatim(),
     metavar="TEXT",
-    help="End before this text, also inside of a token. Repeatable.",
+    help="End before this text, also inside a token. Repeatable.",
 )
 
 
@@ -219,21 +219,21 @@ def run(
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @chat_flags
 @_choice_flag("--long", ("refuse", "map-reduce"), text="Treatment of a document beyond the context.")
-@click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Of an answer's name.")
+@click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Suffix of the answer files.")
 @click.option(
     *("--parallel", "-np", "parallel"),
     type=NumberOr("auto"),
     metavar="N|auto",
     default="auto",
     show_default=True,
-    help="Documents that decode together, at most.",
+    help="Maximum number of documents that decode together.",
 )
 @click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
 @click.option(
     "--resume/--no-resume", default=True, show_default=True, help="Skip documents that are done and unchanged."
 )
-@click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
-@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print what would be done, without doing it.")
+@click.option("--retry-failed", is_flag=True, help="Retry failed documents even if unchanged.")
+@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print the work to do, and stop.")
 @_report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -316,7 +316,7 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are made again when needed."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are recreated when needed."
 )
 @click.option("--prompt-cache", metavar="DIR", help="Also the prompts in this folder.")
 @json_flag
@@ -334,7 +334,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:
-    """Prove on this machine that speculation changes no token. Exit code 1 at the first difference."""
+    """Verify on this machine that speculation changes no token. Exit code 1 at the first difference."""
     from .selftest import selftest as execute
 
     options = EngineOptions(device=device, threads=threads, weights=weights)
@@ -360,12 +360,12 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     "--acceptance",
     type=float,
     metavar="SHARE",
-    help="Share of drafted tokens that is kept.  [default: of the demo model's, by method]",
+    help="Share of drafted tokens that are accepted.  [default: the demo model's, by method]",
 )
 @device_flags
 @json_flag
 def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
-    """Show, before a download, if a model fits on this machine, with which context and batch, and how fast it is.
+    """Show, before a download, whether a model fits on this machine, with which context and batch, and how fast it is.
 
     Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
     memory bandwidth and compute rate, which take some seconds to measure.
@@ -429,10 +429,16 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
-@_file_flag("--prompt", text="Text that is read, - for standard input.  [default: a shipped novel]")
-@_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none. A file is --prompt.")
-@_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
-@_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
+@_file_flag("--prompt", text="Text for the tests, - for standard input.  [default: a shipped novel]")
+@_list_flag(
+    "-p",
+    "--n-prompt",
+    "n_prompt",
+    default="512",
+    text="Prompt tokens to time; 0: none. For a file use --prompt.",
+)
+@_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0: none.")
+@_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before the timed ones.")
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
@@ -447,7 +453,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
-@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
+@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of the first repetition.")
 @device_flags
 @click.option(
     *("-o", "--output-format", "output_format"),
@@ -526,13 +532,13 @@ def bench(
     type=int,
     default=0,
     metavar="N",
-    help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
+    help="The first N of these are a prompt, and the next one is only fed: N + 1 tokens are not scored.",
 )
 @click.option(
     "--draft-pages",
     cls=Lists,
     metavar="LIST",
-    help="Compare ways to choose so many pages for a draft: best, snap, window, and as many of the best single tokens.",
+    help="Compare choices of this many pages for a draft: best, snap, window, and as many single best tokens.",
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")

@@ -42,7 +42,7 @@ CHEAP_CHARACTERS = 100_000
 
 
 class MethodStatistics(TypedDict):
-    """What one method did where several are chosen from; rates None where it drafted nothing."""
+    """Counters of one method, if several are chosen from; rates None if it drafted nothing."""
 
     rounds: int
     drafted_tokens: int
@@ -248,10 +248,10 @@ class Model:
         return schema.Vocabulary(self)
 
     def grammar(self, json_schema: Mapping[str, Any] | str) -> schema.Grammar:
-        """What answers of this model may be that follow a JSON schema.
+        """The grammar of a JSON schema for answers of this model.
 
         Raises:
-            UsageError: the schema, or the model's tokenizer, cannot be used so.
+            UsageError: the schema, or the model's tokenizer, is not supported.
         """
         text = schema_text(json_schema)
         if text not in self._grammars:
@@ -663,7 +663,7 @@ class Engine:
             batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
+            method: the drafter: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
                 earlier in the text), or "ar" (nothing). Settings that a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the

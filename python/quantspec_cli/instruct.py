@@ -131,7 +131,7 @@ def _needs_penalties(model: Model, options: GenerateOptions, unset: Container[st
 
 
 def _weights(info: Mapping[str, Any]) -> int:
-    """Weights of a model, without norms and biases; a head of its own is not counted."""
+    """Number of weights of a model, without norms, biases and a separate head."""
     width = (2 * info["heads"] + 2 * info["kv_heads"]) * info["head_dim"] + 3 * info["intermediate"]
     return int(info["hidden"] * (info["vocab"] + info["layers"] * width))
 

@@ -1,4 +1,4 @@
-"""What decoding can be asked for: checked values, and the flags that set them. Imports nothing heavy."""
+"""Options of decoding: checked values, and the flags that set them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class Method(NamedTuple):
-    """What drafts, and so which settings a method knows.
+    """A decoding method and the settings it supports.
 
     Attributes:
-        about: what drafts, in a few words.
-        drafts: whether anything does.
+        about: a short description of the drafter.
+        drafts: whether it drafts at all.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
-        pages: pages that it reads unless told otherwise, if it chooses them in a way of its own.
-        page_choice: this way, as reports name it: "window" (the first and the recent ones) or "snap" (those that the
+        pages: default number of pages, if the method chooses them in its own way.
+        page_choice: this way, as named in reports: "window" (the first and the newest pages) or "snap" (those that the
             prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
-        chooses: whether it changes between several of the others while it decodes, and may use a draft model.
+        chooses: whether it chooses among several other methods while decoding, and may use a draft model.
     """
 
     about: str
@@ -61,7 +61,7 @@ METHODS = {
     "ar": Method("nothing", drafts=False),
 }
 WEIGHTS = ("checkpoint", "int8", "int4", "auto")
-# They copy earlier text in place of a draft by the model.
+# They copy earlier text instead of drafting by the model.
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()
@@ -76,27 +76,27 @@ SENSITIVE = ("qkv", "o", "gate-up", "down")
 PAGE_CHOICES = ("best", "window")
 ACCEPTANCE = ("replay", "rejection")
 
-# Largest γ, far above what pays (GAMMA_MAX in quantspec-core).
+# Largest γ, far above the values that pay (GAMMA_MAX in quantspec-core).
 GAMMA_MAX = 16
 # Fewest selected pages: the first and the newest one are always read.
 PAGES_MIN = 2
-# More than any cache has; the number reaches the engine as it is.
+# More than any cache has, and small enough for the engine's integers.
 PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
-# More than any machine has; the number reaches the system as it is.
+# More than any machine has, and small enough for the system's integers.
 THREADS_MAX = 4096
-# Longest n-grams that may be forbidden (NGRAM_MAX in quantspec-core), and likeliest tokens of a place that are told.
+# Longest n-grams that can be forbidden (NGRAM_MAX in quantspec-core), and most tokens of a position with log-probabilities.
 NGRAM_MAX = 100
 LOGPROBS_MAX = 20
 MAX_NEW_TOKENS = 256
-# Of `run` through a chat template: a summary of two pages, and one that is thought over first.
+# Defaults of `run` with a chat template: a summary of two pages, and one with thinking first.
 MAX_REPLY_TOKENS = 1024
 MAX_THOUGHTFUL_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine decodes, whatever the text. See `quantspec run --help` for each value."""
+    """Engine options, independent of the text. `quantspec run --help` describes each value."""
 
     device: str = "auto"
     threads: int | None = None
@@ -184,18 +184,18 @@ class EngineOptions:
 
     @property
     def weights_of_draft(self) -> str:
-        """The draft weights, as reports name them: "none" for a method that reads none."""
+        """The draft weights as named in reports: "none" for a method that reads none."""
         return self.draft_weights if METHODS[self.method].draft_weights else "none"
 
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
-        """How many pages a draft reads, as reports say it."""
+        """The number of pages a draft reads, as named in reports."""
         default: Literal["all", "auto"] = "auto" if METHODS[self.method].chooses else "all"
         return self.draft_pages or METHODS[self.method].pages or default
 
     @property
     def choice_of_pages(self) -> str:
-        """Which pages a draft reads where it does not read all, as reports say it."""
+        """The choice of pages, if a draft does not read all, as named in reports."""
         return METHODS[self.method].page_choice or self.page_choice or PAGE_CHOICES[0]
 
     def native(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How one text is chosen and where it ends. Temperature 0 is greedy."""
+    """How tokens of a text are chosen and where it ends. Temperature 0 is greedy."""
 
     max_new_tokens: int = MAX_NEW_TOKENS
     temperature: float = 0.0
@@ -265,7 +265,7 @@ class GenerateOptions:
                 raise UsageError(
                     "ignore_eos has no end, and a JSON schema has one", "leave one of them out", option="ignore_eos"
                 )
-        # Read once: a generator yields its strings to nobody else.
+        # Read once: a generator yields its strings only once.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
@@ -313,7 +313,7 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
-    """Refuses what is no whole number from `least` to `most`. NumPy's whole numbers are some."""
+    """Refuses anything but an integer from `least` to `most`; NumPy integers are accepted."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -325,7 +325,7 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> float:
-    """The number, or 0 where it is so small that the engine's 32 bits hold it as 0; refuses what is not valid as either."""
+    """The number, or 0 if it is so small that it is 0 in the engine's 32 bits; refuses values that are invalid as either."""
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
@@ -338,13 +338,13 @@ def _number(name: str, value: object, valid: Callable[[float], bool], hint: str)
 
 
 def _single(number: float) -> float:
-    """A number of moderate size in 32 bits."""
+    """A number of moderate size, rounded to 32 bits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: Python refuses to print whole numbers of thousands of digits."""
+    """A value for a message: Python refuses to print integers with thousands of digits."""
     if isinstance(value, int) and _is_unprintable(value):
         return f"a number of {value.bit_length()} bits"
     try:
@@ -362,7 +362,7 @@ def _is_index(text: str) -> bool:
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.4
-    """A whole number or one of some words."""
+    """An integer or one of some words."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
@@ -379,22 +379,22 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gen
 
 
 class Verbatim(click.types.StringParamType):
-    """Text of a flag that may be repeated; its variable holds one such text, white space and all."""
+    """Text of a repeatable flag; its variable holds one text, including white space."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
-        """The variable's one text; click would split it at spaces."""
+        """The variable's single text; click would split it at spaces."""
         return [rv]
 
 
 class Lists(click.Option):
-    """A comma list. Of several click would take the last and say nothing of the others; here one continues another."""
+    """A comma-separated list. click uses the last of several silently; here they are joined."""
 
     def add_to_parser(self, parser: Any, _ctx: click.Context) -> None:
         """Has the parser keep each."""
         parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=1)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """All of them as one; a variable or a setting is one list as it is."""
+        """All lists joined; a variable or a setting is one list."""
         value, source = super().consume_value(ctx, opts)
         return (",".join(value) if source is ParameterSource.COMMANDLINE else value), source
 
@@ -483,7 +483,7 @@ def engine_flags(command: Command) -> Command:
             metavar="METHOD",
             default="quantspec",
             show_default=True,
-            help=f"What drafts: {about}. NAME+ngram copies earlier text where that has proved reliable.",
+            help=f"The drafter: {about}. NAME+ngram copies earlier text where that has proved reliable.",
         ),
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
@@ -497,7 +497,7 @@ def engine_flags(command: Command) -> Command:
             "--weights",
             WEIGHTS,
             "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
-            "nibbles draft; int4, those alone; auto takes int8 where the checkpoint's do not fit.",
+            "nibbles draft; int4, the upper nibbles alone; auto, int8 if the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
@@ -508,7 +508,7 @@ def engine_flags(command: Command) -> Command:
             type=NumberOr("all", "auto"),
             metavar="N|all|auto",
             default=None,
-            help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
+            help="Pages of 128 tokens that a draft reads per KV head; auto chooses them together with gamma.  "
             f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
         ),
         page_choice_flag,
@@ -526,15 +526,15 @@ def engine_flags(command: Command) -> Command:
 
 
 def sampling_flags(command: Command) -> Command:
-    """Everything of `GenerateOptions` but the stop strings."""
+    """All flags of `GenerateOptions` except the stop strings."""
     return _flags(
         click.option(
             *("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "max_tokens"),
             type=int,
             metavar="N",
             default=MAX_NEW_TOKENS,
-            help=f"New tokens at most.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
-            f"{MAX_THOUGHTFUL_TOKENS} where the model may think first; less where the context ends]",
+            help=f"Maximum number of new tokens.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
+            f"{MAX_THOUGHTFUL_TOKENS} if the model may think first; less near the end of the context]",
         ),
         click.option(
             *("--temperature", "--temp", "temperature"),
@@ -542,23 +542,25 @@ def sampling_flags(command: Command) -> Command:
             default=0.0,
             help="0 is greedy.  [default: 0; through a chat template generation_config.json's, as are the next three]",
         ),
-        click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 is off.  [default: 0]"),
+        click.option("--top-k", type=int, default=0, help="Keep the K most likely tokens; 0 is off.  [default: 0]"),
         click.option(
-            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens of mass P; 1 is off.  [default: 1]"
+            "--top-p", type=float, default=1.0, help="Keep the most likely tokens of mass P; 1 is off.  [default: 1]"
         ),
-        click.option("--min-p", type=float, default=0.0, help="Drop tokens below P times the likeliest.  [default: 0]"),
+        click.option(
+            "--min-p", type=float, default=0.0, help="Drop tokens below P times the most likely one.  [default: 0]"
+        ),
         click.option(
             *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
             type=float,
             default=1.0,
-            help="Divide positive logits of tokens that prompt or answer have, multiply negative ones; 1 is off.  "
+            help="Divide positive logits of tokens in prompt or answer by this, multiply negative ones; 1 is off.  "
             "[default: 1; through a chat template generation_config.json's]",
         ),
         click.option(
             "--frequency-penalty",
             type=float,
             default=0.0,
-            help="Subtract this from a token's logit for every time the answer has it.  [default: 0]",
+            help="Subtract this from a token's logit per occurrence in the answer.  [default: 0]",
         ),
         click.option(
             "--presence-penalty",
@@ -571,11 +573,11 @@ def sampling_flags(command: Command) -> Command:
             type=int,
             metavar="N",
             default=0,
-            help="No N tokens in a row come twice in prompt and answer; 0 is off.  "
+            help="Forbid tokens that would repeat N tokens of prompt or answer; 0 is off.  "
             "[default: 0; through a chat template generation_config.json's]",
         ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
-        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
+        click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token."),
         click.option(
             "--json-schema",
             metavar="FILE",
@@ -590,14 +592,14 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before it answers; the answer comes without it.  [default: off]",
+            help="If the model can think before it answers; the answer excludes the thinking.  [default: off]",
         ),
         click.option(
             "--template-arg",
             multiple=True,
             type=Verbatim(),
             metavar="KEY=VALUE",
-            help="What the chat template is told besides: VALUE is JSON, or else text. Repeatable.",
+            help="A variable of the chat template: VALUE is JSON if valid, else text. Repeatable.",
         ),
     )(command)
 

@@ -1,7 +1,7 @@
-"""JSON schemas that answers follow: which tokens may come next, by the package llguidance.
+"""JSON schemas for answers: the package llguidance computes which tokens may come next.
 
-The engine masks the logits of every row by what `Answer.mask` returns, those of drafted rows too. So masks are part of the
-target's distribution, and speculation changes no token.
+The engine masks the logits of every row, including drafted rows, by the result of `Answer.mask`. So masks are part
+of the target's distribution, and speculation changes no token.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from .engine import Model, Prompt
 
-# Between JSON's tokens: a space, or a line break and its indentation. JSON allows any white space, which a greedy model may
-# write without end.
+# White space between JSON's tokens: a space, or a line break with indentation. JSON allows any amount, which a greedy
+# model may write without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
-# Bytes that every JSON may need as tokens of their own.
+# Bytes that any JSON may need as single tokens.
 _PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
 
 
@@ -43,7 +43,7 @@ def read(path: str) -> str:
 
 
 def check(model: Model, prompts: Sequence[Prompt], schema: str | None) -> None:
-    """Refuses what the engine would refuse when an answer begins, before weights are loaded."""
+    """Refuses a schema or prompt that the engine would refuse later, before weights are loaded."""
     if schema is not None:
         model.grammar(schema)
         for prompt in prompts:
@@ -61,7 +61,7 @@ def check_prompt(prompt: Prompt) -> None:
 
 
 class Vocabulary:
-    """A model's tokens as llguidance looks at them."""
+    """A model's tokens in llguidance's form."""
 
     def __init__(self, model: Model) -> None:
         if find_spec("llguidance") is None:
@@ -75,7 +75,7 @@ class Vocabulary:
         self.ends = model.eos
         if not self.ends:
             raise UsageError(
-                f"{model.name} names no token that ends a text, so no answer could end where the schema says",
+                f"{model.name} names no token that ends a text, so no answer could end",
                 "use a model whose config.json or tokenizer names an EOS",
                 option=_OPTION,
             )
@@ -108,30 +108,30 @@ class Vocabulary:
         except ValueError as error:
             raise _unusable(str(error)) from error
         beginning = matcher(self._inner, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False))
-        # The first mask shows what the constructor does not look at.
+        # The first mask reveals errors that the constructor does not.
         if beginning.is_error() or not any(beginning.compute_bitmask()) or beginning.is_error():
             raise _unusable(beginning.get_error() or "no text satisfies it")
         return Grammar(beginning, self.ends)
 
     def words_of(self, text: str) -> list[int]:
-        """Tokens of a text by their bytes alone, the longest first."""
+        """Tokenizes a text by bytes alone, longest token first."""
         return self._inner.greedy_tokenize(text)
 
 
 def _unusable(why: str) -> UsageError:
-    # What follows the first line are states of the library.
+    # Lines after the first are internal states of the library.
     why = one_line(why.strip().partition("\n<")[0])
     if why.startswith("NoExtension"):
         why = "no text satisfies it"
     return UsageError(
         f"the JSON schema cannot be used: {why:.300}",
-        "docs/cli.md says which keywords are supported; leave the others out",
+        "docs/cli.md lists the supported keywords; omit the others",
         option=_OPTION,
     )
 
 
 class _Words:
-    """What llguidance asks of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     def __init__(self, vocabulary: Vocabulary, model: Model, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         self.eos_token_id = min(model.eos)
@@ -141,7 +141,8 @@ class _Words:
         self._vocabulary, self._tokenizer = vocabulary, model.tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of text that a schema prescribes, as the model knows them. llguidance asks once whether bytes are taken."""
+        """Tokens of text that a schema prescribes, by the model's tokenizer. llguidance tests once whether bytes are
+        accepted."""
         if isinstance(text, bytes):
             raise TypeError
         ids = self._tokenizer.encode_plain(text)
@@ -163,7 +164,7 @@ class Grammar:
 
 
 class Answer:
-    """A place in a grammar: the end of the committed answer. The engine calls it (`_native.Grammar`)."""
+    """A position in a grammar, at the end of the committed answer. The engine calls it (`_native.Grammar`)."""
 
     def __init__(self, beginning: llguidance.LLMatcher, ends: Container[int]) -> None:
         self._beginning, self._ends = beginning, ends
@@ -172,10 +173,11 @@ class Answer:
         self._ended = False
 
     def mask(self, drafted: Sequence[int]) -> bytes | None:
-        """Tokens that may follow the committed answer and drafted tokens, a bit each; None where these are not allowed.
+        """Tokens that may follow the committed answer and the drafted tokens, one bit each; None if the drafted tokens
+        are not allowed.
 
         Raises:
-            InputError: that takes more work than llguidance is given.
+            InputError: the work exceeds llguidance's limits.
         """
         if self._ended or any(token in self._ends for token in drafted):
             return None
@@ -185,7 +187,7 @@ class Answer:
             self._matcher.rollback(taken)
         if self._matcher.is_error():
             why = one_line(self._matcher.get_error().strip().partition("\n<")[0])
-            # It never leaves that state; drafted tokens must not end the answer.
+            # This state is final, and drafted tokens must not end the answer.
             self._matcher = self._beginning.deep_copy()
             self._matcher.try_consume_tokens(self._tokens)
             raise InputError(
@@ -195,7 +197,7 @@ class Answer:
         return mask
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The answer grows; tokens after its end are no part of it."""
+        """Appends committed tokens to the answer; tokens after its end are ignored."""
         for token in tokens:
             if self._ended or token in self._ends:
                 self._ended = True

@@ -25,7 +25,7 @@ SHAPES = {
 }
 CONTEXT = 131_072
 
-# `--weights` by what a row calls them.
+# The value of `--weights` for each name in a row.
 WEIGHTS = {"bf16": "checkpoint", "int8": "int8", "int4": "int4"}
 
 

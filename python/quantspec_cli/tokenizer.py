@@ -150,8 +150,8 @@ class Tokenizer:
         return known
 
     def vocabulary(self) -> tuple[list[bytes], set[int]]:
-        """Bytes of every token of the model's vocabulary, by id; empty where there is none. Of special ones, whose ids come
-        second, the names.
+        """Bytes of every token of the model's vocabulary by id (empty for unused ids; names for special tokens), and the ids
+        of special tokens.
         """
         tokens = [b""] * self._vocab
         for name, id in self._inner.get_vocab(with_added_tokens=True).items():

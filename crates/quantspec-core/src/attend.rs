@@ -191,7 +191,7 @@ pub fn page_masses(queries: &[(usize, &[f32])], keys: &[f16], pages: usize) -> V
     masses
 }
 
-/// What the pages of [`Pages::Snap`] are chosen by, of one KV head of a sequence.
+/// Scores by which pages of [`Pages::Snap`] are chosen, of one KV head of a sequence.
 #[derive(Clone, Debug, Default)]
 pub struct SnapScores {
     /// Masses ([`page_masses`]) of the pages that the prompt's end sees.
@@ -215,8 +215,8 @@ impl SnapScores {
     }
 }
 
-/// Indices of the pages that a draft reads where `masses` are those of the pages that the prompt's end sees: [`select_pages`] of these,
-/// and all `visible` ones that follow, ascending.
+/// Indices of the pages that a draft reads, ascending: [`select_pages`] of the pages scored by `masses`, which the prompt's
+/// end sees, and all pages after them up to `visible`.
 pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
     let chosen = select_pages(masses, n).into_iter().filter(|page| *page < visible);
     chosen.chain(masses.len()..visible).collect()

@@ -190,7 +190,7 @@ pub enum Pages {
 }
 
 impl Pages {
-    /// The number of pages; `None` where all are read.
+    /// The number of pages; `None` for all.
     pub const fn count(self) -> Option<usize> {
         match self {
             Pages::All | Pages::Tokens(_) => None,
@@ -211,7 +211,7 @@ impl Pages {
         }
     }
 
-    /// Whether a choice among `chosen_of` pages is to be made again where `visible` are.
+    /// True if a choice among `chosen_of` pages must be repeated at `visible` pages.
     pub const fn is_stale(self, chosen_of: usize, visible: usize) -> bool {
         matches!(self, Pages::Snap { refresh, .. } if refresh > 0 && visible >= chosen_of + refresh)
     }

@@ -100,7 +100,7 @@ impl Error {
         )
     }
 
-    /// An [`ErrorKind::Input`] error of a place where every token is forbidden.
+    /// An [`ErrorKind::Input`] error: every token is forbidden at a position.
     pub fn no_token_left() -> Error {
         Error::new(
             ErrorKind::Input,

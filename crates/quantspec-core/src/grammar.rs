@@ -1,7 +1,8 @@
-//! Grammars: after every prefix of an answer, the tokens that may follow. The others are masked before a token is chosen.
+//! Grammars: the tokens that may follow each prefix of an answer. All others are masked before a token is chosen.
 //!
-//! The mask of a row depends on the committed answer and on the drafted tokens before the row, in draft and target alike. So it is part of
-//! the target's distribution, as penalties are ([`crate::penalty`]), and speculation stays lossless. Masks are applied after penalties.
+//! The mask of a row depends on the committed answer and on the drafted tokens before the row, in draft and target alike. So
+//! it is part of the target's distribution, as penalties are ([`crate::penalty`]), and speculation stays lossless. Masks are
+//! applied after penalties.
 
 use crate::error::Result;
 use std::fmt::Debug;
@@ -15,22 +16,22 @@ pub const fn words(vocab: usize) -> usize {
     vocab.div_ceil(32)
 }
 
-/// A grammar and a place in it: the end of the committed answer.
+/// A position in a grammar: the end of the committed answer.
 pub trait Grammar: Debug + Send + Sync {
-    /// The tokens that may follow `drafted`; `None` allows all, where the grammar does not allow `drafted` itself or the answer has ended.
+    /// The tokens that may follow `drafted`. `None` allows all: if `drafted` is not allowed, or the answer has ended.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Input`] where that takes more work than a grammar is given.
+    /// [`crate::ErrorKind::Input`] if the work exceeds the grammar's limits.
     fn mask(&self, drafted: &[u32]) -> Result<Option<Mask>>;
 
-    /// The answer grows by `tokens`. What follows its end token is no part of it.
+    /// Appends `tokens` to the answer; those after its end token are ignored.
     fn advance(&self, tokens: &[u32]);
 }
 
-/// A drafted prefix and what may follow it.
+/// Drafted prefixes with their masks.
 type Known = Vec<(Vec<u32>, Option<Mask>)>;
 
-/// A grammar that computes no mask twice: a verified row needs the mask by which its token was drafted.
+/// A grammar with a cache of the round's masks: a verified row needs the mask with which its token was drafted.
 #[derive(Debug)]
 pub struct Constraint {
     grammar: Box<dyn Grammar>,
@@ -38,7 +39,7 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// Constrains an answer that has no token yet.
+    /// Constrains an answer without tokens.
     pub fn new(grammar: Box<dyn Grammar>) -> Constraint {
         Constraint { grammar, known: Mutex::new(Vec::new()) }
     }

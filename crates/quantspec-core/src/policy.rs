@@ -1,46 +1,54 @@
-//! How many tokens to draft, and with which candidate, from measured seconds and acceptance (docs/design/policy.md).
+//! Chooses γ, the number of tokens to draft, and the candidate that drafts them, from measured seconds and acceptance
+//! (docs/design/policy.md).
 //!
-//! A candidate is a way to draft: a choice of pages, a drafter. [`Policy`] knows it by index, with the seconds of its draft step and its acceptance α; all
-//! share one table of verification seconds by rows. Each round takes the candidate and the γ with the most tokens per second, or γ = 0, plain decoding.
-//! Two accounts, in plain steps, bound what that costs. The ledger holds what drafting won or lost against plain decoding; below 0, rounds are plain. The
-//! probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the same observations give the same choices.
+//! A candidate is a way to draft: a choice of pages, or a drafter. [`Policy`] identifies it by an index, and keeps the
+//! seconds of its draft step and its acceptance α. All candidates share one table of verification seconds by rows. Each round
+//! uses the candidate and the γ with the most tokens per second, or γ = 0, plain decoding.
+//!
+//! Two accounts, in plain steps, bound the cost. The ledger holds the gain of drafting over plain decoding; below 0, rounds
+//! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
+//! same observations give the same choices.
 
 use crate::promise::expected_tokens;
 use crate::stop::Stop;
 use std::collections::BTreeMap;
 
-/// Share of the time that may be lost against plain decoding, and again by probes against the fastest choice.
+/// Share of the time that may be lost against plain decoding; probes may lose as much against the fastest choice.
 const SHARE: f64 = 0.005;
-/// Plain steps that the ledger lends at first. Its bounds: a text that turns bad falls back soon, and one wild measurement does not end drafting for good.
+/// Initial credit of the ledger in plain steps, and its bounds: a text that turns bad falls back soon, and a single wild
+/// measurement does not end drafting.
 const CREDIT: f64 = 2.5;
 const LEDGER: (f64, f64) = (-6.0, 12.0);
-/// Rounds of each candidate at first, and rows of its first verification: about as expensive as one where memory is the bound.
+/// Rounds in which a new candidate is explored, and rows of its first verification: about as expensive as one row if
+/// memory-bound.
 const EXPLORED: usize = 3;
 const FIRST_ROWS: usize = 8;
-/// Plain steps of budget with which a probe begins, and drafted tokens of its rounds at most.
+/// Budget, in plain steps, at which a probe begins, and most drafted tokens of its rounds.
 const PROBE: f64 = 1.0;
 const PROBE_GAMMA: usize = 4;
-/// Timings kept of one thing; timings that are believed whatever other row counts say; rounds after which an unused row count is forgotten.
+/// Timings kept per entry; timings after which an entry counts regardless of the others; rounds after which an unused row
+/// count is dropped.
 const KEPT: usize = 7;
 const BELIEVED: usize = 2;
 const STALE_ROUNDS: usize = 256;
-/// Cost of one more row, relative to the only row count that was timed. Optimistic, so that drafting is tried.
+/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
 const SLOPE: f64 = 0.02;
-/// A plain step that takes less than this share of the one before it shows a CPU cache that still fills with weights.
+/// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
-/// A plain step is timed again, up to so many times, if more rows took less than this share of it.
+/// A plain step is timed again, up to this many times, if more rows took less than this share of it.
 const DEAR: (usize, f64) = (3, 0.9);
 /// Drafted tokens over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
-/// Margin scale at first (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
+/// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
-/// Likelier drafts go on, however expensive a step is.
+/// Drafts with a higher probability always continue, however expensive a step is.
 const MIN_ACCEPTANCE_MAX: f64 = 0.9;
 
-/// Chooses γ and the candidate of each round. The engine reports a round in this order: [`Policy::observe_draft`]; for each sequence that drafted
-/// [`Policy::observe_margins`] if margins are known, and [`Policy::observe_round`]; [`Policy::observe_verify`].
+/// Chooses γ and the candidate of each round. The engine reports a round in this order: [`Policy::observe_draft`]; for each
+/// sequence that drafted, [`Policy::observe_margins`] if margins are known, and [`Policy::observe_round`];
+/// [`Policy::observe_verify`].
 #[derive(Clone, Debug, Default)]
 pub struct Policy {
     /// Largest γ; the only one if `fixed`.
@@ -56,7 +64,7 @@ pub struct Policy {
     round: usize,
     /// Sequences of the last round.
     batch: usize,
-    /// The round under way: draft steps, and tokens over all sequences.
+    /// The current round: draft steps, and tokens over all sequences.
     steps: usize,
     drafted: usize,
     accepted: usize,
@@ -65,7 +73,7 @@ pub struct Policy {
     cold: bool,
 }
 
-/// What a round does, and whether it is a probe.
+/// The choice for a round, and whether it is a probe.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Choice {
     gamma: usize,
@@ -73,10 +81,10 @@ struct Choice {
     probe: bool,
 }
 
-/// A way to draft: what it costs and yields.
+/// A way to draft: its cost and yield.
 #[derive(Clone, Debug)]
 struct Candidate {
-    /// Tokens in the time of a plain step that it can be hoped to emit; 0 where it cannot draft.
+    /// Expected tokens in the time of a plain step; 0 if it cannot draft.
     promise: f64,
     /// Seconds of one step.
     step: Timings,
@@ -84,7 +92,7 @@ struct Candidate {
     acceptance: Ratio,
     /// Rejections per rejection that margins predict at a scale of one logit.
     margins: Ratio,
-    /// Rounds it was chosen for, and the last of them.
+    /// Rounds in which it was chosen, and the last of them.
     rounds: usize,
     last: usize,
 }
@@ -96,7 +104,7 @@ impl Candidate {
         Candidate { promise: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
-    /// Short of 1, where the geometric sum has no closed form.
+    /// Below 1, where the geometric sum has a closed form.
     fn alpha(&self) -> f64 {
         (self.acceptance.0 / self.acceptance.1).min(0.999)
     }
@@ -117,7 +125,7 @@ impl Ratio {
     }
 }
 
-/// The last timings of one thing, and the round of the last. A clock may give anything: only positive numbers count.
+/// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
 #[derive(Clone, Debug, Default)]
 struct Timings {
     recent: Vec<f64>,
@@ -143,8 +151,8 @@ impl Timings {
 struct Costs(BTreeMap<usize, Timings>);
 
 impl Costs {
-    /// Measured seconds, or those on the line through the neighbours. One timing alone may have been a first, slow call: it
-    /// counts for no more than the line through what was timed more often.
+    /// Measured seconds, or those interpolated between the neighbours. A single timing may be a slow first call: it is
+    /// limited to the line through row counts that were timed more often.
     fn seconds(&self, rows: usize) -> Option<f64> {
         match self.0.get(&rows) {
             None => self.line(rows, 1),
@@ -153,7 +161,8 @@ impl Costs {
         }
     }
 
-    /// The line through the nearest row counts that were timed this often, two on one side if there are none on the other; never below half the lower one.
+    /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
+    /// half the lower timing.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);
@@ -174,17 +183,17 @@ impl Policy {
         Policy { fixed: true, next: Choice { gamma, ..Choice::default() }, ..Policy::auto(gamma) }
     }
 
-    /// The fastest γ of 0..=`max` by measurement.
+    /// Chooses the fastest γ of 0..=`max`, by measurement.
     pub fn auto(max: usize) -> Policy {
         Policy { max, candidates: vec![Candidate::new()], rate: 1.0, ledger: CREDIT, batch: 1, ..Policy::default() }
     }
 
-    /// Chooses among `count` candidates (at least one), too.
+    /// Also chooses among `count` candidates (at least one).
     pub fn with_candidates(self, count: usize) -> Policy {
         Policy { candidates: vec![Candidate::new(); count.max(1)], ..self }
     }
 
-    /// γ of the next round. A caller may draft fewer, at the end of a text for example.
+    /// γ of the next round. The caller may draft fewer, for example at the end of a text.
     pub fn gamma(&self) -> usize {
         self.next.gamma
     }
@@ -199,14 +208,14 @@ impl Policy {
         self.max
     }
 
-    /// Tokens that a round of one sequence must emit, if it verifies `gamma` tokens that cost nothing to draft, to be as fast as the fastest choice:
-    /// infinite before a plain step was timed, `None` for a fixed γ.
+    /// Tokens that a round of one sequence must emit to be as fast as the fastest choice, if it verifies `gamma` tokens that
+    /// cost nothing to draft. Infinite before a plain step was timed; `None` for a fixed γ.
     pub fn par(&self, gamma: usize) -> Option<f64> {
         let (plain, verify) = (self.verify.seconds(self.batch), self.verify.seconds(self.batch * (gamma + 1)));
         (!self.fixed).then(|| plain.zip(verify).map_or(f64::INFINITY, |(plain, verify)| self.rate * verify / plain))
     }
 
-    /// When drafts of the next round end early, for a sequence with known margins that is alone in its round; `None` for a fixed γ.
+    /// Condition that ends drafts of the next round early, for a single sequence with known margins; `None` for a fixed γ.
     pub fn stop(&self) -> Option<Stop> {
         (!self.fixed).then(|| self.candidates[self.next.candidate].stop(self.min_acceptance()))
     }
@@ -216,22 +225,22 @@ impl Policy {
         self.next.candidate
     }
 
-    /// What is known of each candidate: seconds of its step by those of a plain one, and α. `None` before it drafted.
+    /// Measurements of each candidate: seconds of its step relative to a plain one, and α. `None` before it drafted.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
         let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|&step| own.rounds > 0 && step > 0.0);
         self.candidates.iter().map(|own| Some((known(own)?, own.alpha()))).collect()
     }
 
-    /// Says what candidates promise for the round under way: tokens in the time of a plain step, 0 where one cannot draft. Candidate 0 always can. The most
-    /// promising are tried first, and what promises less than the fastest choice emits is not tried.
+    /// Sets the expected tokens of each candidate in the time of a plain step, for the current round; 0 if it cannot draft.
+    /// Candidate 0 always can. The most promising are tried first; those below the fastest choice's rate are not tried.
     pub fn observe_promises(&mut self, promises: &[f64]) {
         self.candidates.iter_mut().zip(promises).for_each(|(own, &promise)| own.promise = promise);
         self.candidates[0].promise = self.candidates[0].promise.max(f64::MIN_POSITIVE);
         self.next.candidate *= usize::from(self.candidates[self.next.candidate].promise > 0.0);
     }
 
-    /// The draft of a round took `seconds` for `steps` sequential steps.
+    /// Records the draft of a round: `seconds` for `steps` sequential steps.
     pub fn observe_draft(&mut self, seconds: f64, steps: usize) {
         if steps > 0 {
             self.steps = steps;
@@ -239,26 +248,28 @@ impl Policy {
         }
     }
 
-    /// One sequence drafted `drafted` tokens in this round, and the first `accepted` of them were accepted.
+    /// Records that one sequence drafted `drafted` tokens in this round, of which the first `accepted` were accepted.
     pub fn observe_round(&mut self, drafted: usize, accepted: usize) {
         (self.drafted, self.accepted) = (self.drafted + drafted, self.accepted + accepted);
-        // A rejected token ends the trials of its round.
+        // The first rejected token ends a round's trials.
         let trials = (accepted + 1).min(drafted) as f64;
         let acceptance = &mut self.candidates[self.next.candidate].acceptance;
         acceptance.add(accepted as f64, trials, (-trials / ACCEPTANCE_WINDOW).exp());
     }
 
-    /// One sequence copied `drafted` tokens of its text in place of a draft, and the first `accepted` were accepted. It says nothing of candidates.
+    /// Records that one sequence copied `drafted` tokens of its text, of which the first `accepted` were accepted. This
+    /// affects no candidate.
     pub fn observe_copied(&mut self, drafted: usize, accepted: usize) {
         (self.drafted, self.accepted) = (self.drafted + drafted, self.accepted + accepted);
     }
 
-    /// One sequence's draft failed, and none of its tokens was verified. [`Policy::observe_draft`] holds the time of it all.
+    /// Records that one sequence's draft failed, and none of its tokens was verified. [`Policy::observe_draft`] has the whole
+    /// time.
     pub fn observe_failure(&mut self) {
         self.candidates[self.next.candidate].acceptance.add(0.0, 1.0, 1.0);
     }
 
-    /// The drafted tokens of a sequence had these logit margins, and the first `accepted` were accepted.
+    /// Records the logit margins of a sequence's drafted tokens, of which the first `accepted` were accepted.
     pub fn observe_margins(&mut self, margins: &[f32], accepted: usize) {
         let candidate = &mut self.candidates[self.next.candidate];
         let (stop, judged) = (candidate.stop(0.0), &margins[..margins.len().min(accepted + 1)]);
@@ -267,7 +278,8 @@ impl Policy {
         candidate.margins.add(rejected, predicted / stop.margin_scale, (-(judged.len() as f64) / MARGIN_WINDOW).exp());
     }
 
-    /// Verification of the round's `rows` rows (one more per sequence than it drafted) took `seconds`. Ends the round.
+    /// Records the verification of the round's `rows` rows (one more per sequence than it drafted) in `seconds`. Ends the
+    /// round.
     pub fn observe_verify(&mut self, rows: usize, seconds: f64) {
         self.round += 1;
         self.batch = rows.saturating_sub(self.drafted).max(1);
@@ -284,8 +296,9 @@ impl Policy {
         self.next = self.choose();
     }
 
-    /// Times the verification. Plain steps right after a prompt or a draft are slow if the model fits into a CPU's caches,
-    /// which other work has filled: one counts after another of the same rows that was not clearly slower, and as hardly slower than that.
+    /// Records the time of a verification. If the model fits in a CPU's caches, plain steps right after a prompt or a draft
+    /// are slow. So a plain step counts only after another of the same rows that was not clearly slower, and at most slightly
+    /// slower than that.
     fn time(&mut self, rows: usize, seconds: f64) {
         let before = self.plain.take().filter(|before| before.0 == rows && self.steps == 0);
         let (usable, plain) = (seconds.is_finite() && seconds > 0.0, self.drafted == 0);
@@ -298,26 +311,27 @@ impl Policy {
         }
     }
 
-    /// Nothing was drafted in this round, and something copied.
+    /// True if nothing was drafted in this round, and something copied.
     fn only_copied(&self) -> bool {
         self.steps == 0 && self.drafted > 0
     }
 
-    /// Books the round in plain steps. Costs are the believed ones, so that one interruption is not held against drafting.
+    /// Books the round in plain steps. Costs are those of the table, so that a single interruption does not count against
+    /// drafting.
     fn book(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
         let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
-        // First timings may be slow by chance: together they overdraw nothing.
+        // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
         let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
-        // A plain step that is slow because of the draft before it is lost by drafting.
+        // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
         let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
-        // Where drafts pay, more candidates are worth more probes.
+        // If drafts pay, more candidates are worth more probes.
         let share = SHARE * if self.rate > 1.0 { (self.candidates.len() as f64).sqrt() } else { 1.0 };
         self.probing = (self.probing + share * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }
@@ -330,7 +344,8 @@ impl Policy {
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
-        // What is new is explored in turn, while the ledger allows it (a fixed γ has none), and longer if it proposed nothing and nothing else pays.
+        // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and longer if they proposed
+        // nothing and nothing else pays.
         let (drafts, last) = (work.is_some(), |&index: &usize| self.candidates[index].last);
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
@@ -350,7 +365,7 @@ impl Policy {
         let own = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
         let dear = own.is_some_and(|own| own.recent.len() < DEAR.0 && more().any(|more| more < DEAR.1 * own.seconds));
-        // A probe goes on while there is budget, a plain one until it has a timing.
+        // A probe continues while there is budget, a plain one until it has a timing.
         let (goes_on, was_plain) = (self.next.probe && (self.probing > 0.0 || self.cold), self.next.gamma == 0);
         if plain_idle && (dear || goes_on && was_plain) {
             return probe_plain;
@@ -358,7 +373,7 @@ impl Policy {
         if goes_on && !was_plain && others().any(|index| index == self.next.candidate) {
             return Choice { gamma, ..self.next };
         }
-        // What was measured longest ago: a candidate that is not in use, or plain decoding.
+        // The oldest measurement: of a candidate that is not in use, or of plain decoding.
         let refreshed = own.filter(|_| plain_idle).map_or(usize::MAX, |own| own.round);
         match others().min_by_key(last).filter(|index| last(index) < refreshed) {
             _ if self.probing < PROBE => fastest,
@@ -367,8 +382,8 @@ impl Policy {
         }
     }
 
-    /// A candidate's best γ ≥ 1 and tokens per second of one sequence; `None` before it was timed. γ leads to at most twice the
-    /// rows that were verified: a line through two noisy timings should not be followed far.
+    /// A candidate's best γ ≥ 1 and tokens per second of one sequence; `None` before it was timed. γ leads to at most twice
+    /// the verified rows, as a line through two noisy timings does not extrapolate far.
     fn best(&self, candidate: usize) -> Option<(Choice, f64)> {
         let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
@@ -384,10 +399,11 @@ impl Policy {
         Some(gamma as f64 * step.seconds + verify)
     }
 
-    /// Below this probability one more draft step and row yield fewer tokens than rounds do in the same time; 0 if γ tokens are drafted in any case.
+    /// Probability below which one more draft step and row yield fewer tokens than rounds do in the same time; 0 if all γ
+    /// tokens are drafted in any case.
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
-        // Steps of a batch are shared, and a row count that was timed once is timed again as it is.
+        // Steps of a batch are shared. A row count timed only once is timed again unchanged.
         let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < BELIEVED);
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;

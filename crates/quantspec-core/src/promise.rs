@@ -1,11 +1,12 @@
-//! What ways to draft promise before they are tried, so that hopeless ones never are.
+//! Expected speed of ways to draft before they are tried, so that hopeless ones never are.
 //!
-//! A promise is hopeful: a draft step takes the time of the bytes that it reads, and acceptance is that of a good model. What was measured of ways with the
-//! same weights corrects both.
+//! An expectation is optimistic: a draft step takes the time of the bytes it reads, and acceptance is that of a good model.
+//! Measurements of other ways with the same weights correct both.
 
 use crate::cache::GAMMA_MAX;
 
-/// Share of the measured rejections, and of the time beyond that of the bytes, that ways with the same weights are expected to have at least.
+/// Least share of the measured rejections, and of the measured time beyond that of the bytes, expected of other ways with the
+/// same weights.
 const REJECTIONS: f64 = 0.33;
 const EXCESS: f64 = 0.8;
 /// Cost of one more row of verification, in plain steps.
@@ -22,14 +23,14 @@ pub fn expected_tokens(alpha: f64, gamma: usize) -> f64 {
 pub struct Way {
     /// Bytes that a draft step reads, relative to those of a plain step.
     pub bytes: f64,
-    /// Probability with which a drafted token is accepted, at best.
+    /// Highest plausible probability that a drafted token is accepted.
     pub alpha: f64,
-    /// Number of its weights: what is measured of one way says something of the others with the same weights.
+    /// Identifies its weights: measurements of one way apply in part to others with the same weights.
     pub weights: usize,
 }
 
-/// Tokens in the time of a plain step that each of `ways` promises. `measured` has the seconds of each way's step, relative to those of a plain one, and its α
-/// ([`crate::policy::Policy::measured`]).
+/// Expected tokens of each of `ways` in the time of a plain step. `measured` has the seconds of each way's step, relative to
+/// a plain one, and its α ([`crate::policy::Policy::measured`]).
 pub fn promises(ways: &[Way], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
     ways.iter().map(|way| promise(way, ways, measured)).collect()
 }
@@ -71,7 +72,7 @@ mod tests {
             assert!(found[0] < bound * hoped[0] && found[1] < bound * hoped[1], "{found:?} {hoped:?}");
             assert_eq!(found[2], hoped[2]);
         }
-        // Better than hoped for is not more than hoped for.
+        // A measurement better than expected does not raise the expectation.
         assert_eq!(promises(&ways, &[Some((0.2, 1.0)), None, None])[1], hoped[1]);
     }
 }

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-/// What one of several methods did.
+/// Counters of one of several methods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Share {
     /// Verification steps, counted per sequence.
     pub rounds: usize,
-    /// Drafted tokens, or copied ones.
+    /// Drafted or copied tokens.
     pub drafted_tokens: usize,
     /// Of these, accepted ones.
     pub accepted_tokens: usize,
@@ -65,7 +65,7 @@ impl Stats {
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
     }
 
-    /// Says which of several methods a sequence's round was.
+    /// Records the method of a sequence's round, one of several.
     pub fn method(&mut self, name: &'static str, round: Share) {
         let sum = self.by_method.entry(name).or_default();
         sum.rounds += round.rounds;
@@ -160,7 +160,7 @@ impl Stats {
         self.accepted_tokens
     }
 
-    /// What each of several methods did; empty where there is one.
+    /// Counters of each of several methods; empty with a single one.
     pub fn by_method(&self) -> &BTreeMap<&'static str, Share> {
         &self.by_method
     }

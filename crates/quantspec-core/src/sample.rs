@@ -1,12 +1,12 @@
 //! Choosing tokens: counter-based noise, warpers, and the choice itself.
 //!
-//! Noise is a pure function of (seed, sequence, position, purpose, index), so a token does not depend on what was drafted,
-//! batched or rolled back before it (ARCHITECTURE.md). Sampling is the Gumbel race: the token with the largest
-//! `logit/T + gumbel` wins, which draws exactly from `softmax(logit/T)`. Draft and target that share the noise therefore
-//! agree whenever their distributions nearly do.
+//! Noise is a pure function of (seed, sequence, position, purpose, index). So a token does not depend on earlier drafts,
+//! batching or rejections (ARCHITECTURE.md). Sampling is the Gumbel race: the token with the largest `logit/T + gumbel` wins,
+//! which is an exact sample of `softmax(logit/T)`. Draft and target with the same noise agree if their distributions are
+//! nearly equal.
 //!
-//! Warpers follow Hugging Face's order: temperature, top-k, top-p, min-p, after the penalties of [`crate::penalty`]. Logits are taken relative to their maximum before
-//! the division, so that no temperature overflows.
+//! Warpers follow Hugging Face's order: temperature, top-k, top-p, min-p, after the penalties of [`crate::penalty`]. The
+//! maximum is subtracted from the logits before the division, so that no temperature overflows.
 
 use crate::error::{Error, Result};
 use crate::penalty::Penalties;
@@ -14,33 +14,33 @@ use crate::penalty::Penalties;
 /// How drafted tokens are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accept {
-    /// Equality with the target's argmax; exactly when the temperature is 0.
+    /// Accept a token that equals the target's argmax; exactly if the temperature is 0.
     Greedy,
-    /// Draft and target sample with the same noise; equality is accepted.
+    /// Draft and target sample with the same noise; accept a token if both agree.
     Replay,
-    /// Leviathan/Chen: accept with probability min(1, p/q), correct from (p − q)+. Equal to plain decoding in distribution;
-    /// which tokens a seed gives depends on γ.
+    /// Leviathan/Chen: accept with probability min(1, p/q), correct from (p − q)+. The distribution equals plain decoding's;
+    /// a seed's tokens depend on γ.
     Rejection,
 }
 
-/// How tokens are chosen. Built by [`Sampler::new`], which checks the ranges.
+/// Sampling settings. Built by [`Sampler::new`], which checks the ranges.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampler {
     /// Divides the logits; 0 is greedy.
     pub temperature: f32,
     /// Keeps the k largest logits and those equal to the k-th; 0 is off.
     pub top_k: usize,
-    /// Keeps the fewest most probable tokens that reach this mass; 1 is off.
+    /// Keeps the smallest set of most probable tokens with this total probability; 1 is off.
     pub top_p: f32,
     /// Keeps tokens at least this fraction as probable as the most probable one; 0 is off.
     pub min_p: f32,
     /// Key of the noise.
     pub seed: u64,
-    /// Tells sequences of one seed apart. The noise uses the low 62 bits.
+    /// Distinguishes sequences of one seed. The noise uses the low 62 bits.
     pub sequence: u64,
     /// How drafted tokens are accepted.
     pub accept: Accept,
-    /// Applied to logits before all of these.
+    /// Penalties, applied to logits before the warpers.
     pub penalties: Penalties,
 }
 
@@ -48,8 +48,8 @@ impl Sampler {
     /// A checked sampler without penalties.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Usage`] where a value is outside its range, or where `accept` is [`Accept::Greedy`] and the
-    /// temperature is not 0, or the reverse.
+    /// [`crate::ErrorKind::Usage`] if a value is outside its range, or if [`Accept::Greedy`] and temperature 0 do not occur
+    /// together.
     pub fn new(
         temperature: f32,
         top_k: usize,
@@ -99,7 +99,7 @@ impl Sampler {
         Sampler { penalties, ..self }
     }
 
-    /// The noise a draft chooses with: the target's own for replay, its own for rejection.
+    /// The noise of a draft: the target's for replay, a separate stream for rejection.
     pub fn draft_stream(&self) -> Stream {
         match self.accept {
             Accept::Greedy | Accept::Replay => Stream::Sample,
@@ -108,7 +108,7 @@ impl Sampler {
     }
 }
 
-/// Purposes of the noise. Two purposes never share a number.
+/// Purposes of the noise. Two purposes never share a random number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Stream {
@@ -133,7 +133,7 @@ pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Noise of four consecutive indices, `4·block ..= 4·block + 3`, of one place.
+/// Noise of four consecutive indices, `4·block ..= 4·block + 3`, at one position.
 fn block(seed: u64, sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
     let purpose = ((sequence >> 32) as u32) << 2 | stream as u32;
     philox([position as u32, sequence as u32, purpose, block as u32], [seed as u32, (seed >> 32) as u32])
@@ -146,8 +146,8 @@ fn unit(word: u32) -> f32 {
 
 /// Uniform noise in (0, 1), at least 2⁻²⁴ from both ends.
 ///
-/// Philox counter: `[position, sequence low, sequence high << 2 | stream, index / 4]`, key: seed low and high; `index mod 4`
-/// picks the word; its upper 23 bits pick a cell. No state, the same on every platform.
+/// Philox counter: `[position, sequence low, sequence high << 2 | stream, index / 4]`, key: seed low and high. `index mod 4`
+/// selects the word; its upper 23 bits select a cell. Stateless, and the same on every platform.
 pub fn uniform(seed: u64, sequence: u64, position: usize, stream: Stream, index: u64) -> f32 {
     unit(block(seed, sequence, position, stream, index / 4)[(index % 4) as usize])
 }
@@ -157,15 +157,15 @@ pub fn gumbel(seed: u64, sequence: u64, position: usize, stream: Stream, index: 
     gumbel_of(uniform(seed, sequence, position, stream, index))
 }
 
-/// In f64, so that the rounding of a platform's logarithm almost never reaches the f32 result.
+/// In f64, so that a platform's rounding of the logarithm almost never affects the f32 result.
 fn gumbel_of(u: f32) -> f32 {
     -(-f64::from(u).ln()).ln() as f32
 }
 
-/// Above every [`gumbel`]: −ln(−ln(1 − 2⁻²⁴)) = 16.6355.
+/// Upper bound of [`gumbel`]: −ln(−ln(1 − 2⁻²⁴)) = 16.6355.
 const GUMBEL_MAX: f32 = 16.64;
 
-/// The largest value, or −∞ for none; NaN is passed over. Sixteen lanes, so that it runs at the speed of a vector maximum.
+/// The largest value, or −∞ for none; NaN is ignored. Sixteen lanes, which compile to vector maxima.
 fn maximum(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     let chunks = values.chunks_exact(16);
@@ -178,17 +178,16 @@ fn maximum(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &value| if value > most { value } else { most })
 }
 
-/// Token of the largest logit, the lowest id among equals. Not-a-number is passed over; refuse it first with
-/// [`check_finite`].
+/// Token of the largest logit; the lowest id wins ties. NaN is ignored; call [`check_finite`] first.
 pub fn argmax(logits: &[f32]) -> u32 {
     let most = maximum(logits);
     logits.iter().position(|&logit| logit == most).unwrap_or(0) as u32
 }
 
-/// Refuses logits no token can be chosen from.
+/// Refuses logits from which no token can be chosen.
 ///
 /// # Errors
-/// [`crate::ErrorKind::NotFinite`] where a logit is NaN or +∞, or none is finite. −∞ masks a token and is allowed.
+/// [`crate::ErrorKind::NotFinite`] if a logit is NaN or +∞, or none is finite. −∞ masks a token and is allowed.
 pub fn check_finite(logits: &[f32]) -> Result<()> {
     let bad = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
     match bad {
@@ -198,10 +197,10 @@ pub fn check_finite(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// Refuses logits of which penalties and masks left none: the network's own were checked by [`check_finite`].
+/// Refuses logits after penalties and masks; the network's own passed [`check_finite`].
 ///
 /// # Errors
-/// [`Error::no_token_left`], and those of [`check_finite`].
+/// [`Error::no_token_left`] if all tokens are masked, and those of [`check_finite`].
 pub fn check_left(logits: &[f32]) -> Result<()> {
     match check_finite(logits) {
         Err(_) if logits.iter().all(|&logit| logit == f32::NEG_INFINITY) => Err(Error::no_token_left()),
@@ -209,12 +208,12 @@ pub fn check_left(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// `(logit − maximum) / temperature`: at most 0, and 0 for the most probable token whatever the temperature.
+/// `(logit − maximum) / temperature`: at most 0, and 0 for the most probable token at any temperature.
 fn scaled(logit: f32, most: f32, temperature: f32) -> f32 {
     if logit == most { 0.0 } else { (logit - most) / temperature }
 }
 
-/// The k-th largest value, without sorting: at most 2k candidates are held, halved by selection when full.
+/// The k-th largest value, without sorting: keeps at most 2k candidates, halved by selection when full.
 fn kth_largest(values: &[f32], k: usize) -> f32 {
     if k >= values.len() {
         return f32::NEG_INFINITY;
@@ -232,7 +231,7 @@ fn kth_largest(values: &[f32], k: usize) -> f32 {
     if best.len() < k { bar } else { keep_largest(&mut best, k) }
 }
 
-/// Shortens `values` to its k largest and returns the least of them.
+/// Truncates `values` to its k largest and returns the smallest of them.
 fn keep_largest(values: &mut Vec<f32>, k: usize) -> f32 {
     let (_, least, _) = values.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a));
     let least = *least;
@@ -248,9 +247,9 @@ fn by_probability(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
-/// Keeps the fewest most probable candidates that hold `top_p` of the mass, in their order.
+/// Keeps the smallest set of most probable candidates with at least `top_p` of the mass, in their order.
 ///
-/// Buckets of an eighth of a nat find the edge in one pass; only the bucket at the edge is sorted.
+/// Buckets of an eighth of a nat find the limit in one pass; only the bucket at the limit is sorted.
 fn nucleus(candidates: &mut Vec<Candidate>, top_p: f32) {
     const BUCKETS: usize = 256;
     let bucket = |z: f32| ((-8.0 * z) as usize).min(BUCKETS - 1);
@@ -270,7 +269,7 @@ fn nucleus(candidates: &mut Vec<Candidate>, top_p: f32) {
         mass += f64::from(candidate.1.exp());
         mass >= goal
     };
-    // Where rounding keeps the sum just short of the goal, the whole bucket stays.
+    // If rounding leaves the sum just below the goal, the whole bucket is kept.
     let last = around.iter().position(reaches).unwrap_or(around.len().saturating_sub(1));
     if let Some(last) = around.get(last) {
         candidates.retain(|candidate| by_probability(candidate, last).is_le());
@@ -297,8 +296,8 @@ fn kept(logits: &[f32], sampler: &Sampler) -> Vec<Candidate> {
     candidates
 }
 
-/// Probabilities `[vocab]` after temperature, top-k, top-p and min-p; they sum to 1 within rounding. Temperature 0 puts all
-/// mass on the argmax.
+/// Probabilities `[vocab]` after temperature, top-k, top-p and min-p; they sum to 1 within rounding. At temperature 0 the
+/// argmax has probability 1.
 pub fn warp(logits: &[f32], sampler: &Sampler) -> Vec<f32> {
     let mut probabilities = vec![0.0; logits.len()];
     if sampler.temperature == 0.0 {
@@ -322,7 +321,7 @@ pub fn warp(logits: &[f32], sampler: &Sampler) -> Vec<f32> {
 }
 
 /// The token at `position`, from the logits of the row before it: the argmax at temperature 0, else the winner of the Gumbel
-/// race among the tokens the warpers keep.
+/// race among the kept tokens.
 pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
     let most_likely = argmax(logits);
     if sampler.temperature == 0.0 {
@@ -331,8 +330,8 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
     race::<false>(logits, most_likely, sampler, position, stream).0
 }
 
-/// [`choose`], and the token's margin to the second-best one, as a difference of logits with their noise. Where the warpers keep one token only, its margin
-/// without noise; infinite in a vocabulary of one.
+/// [`choose`], and the token's margin to the second-best one, as a difference of logits with their noise. If the warpers keep
+/// one token only, its margin is without noise; it is infinite in a vocabulary of one.
 pub fn choose_with_margin(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> (u32, f32) {
     let most_likely = argmax(logits);
     if sampler.temperature > 0.0 {
@@ -346,7 +345,7 @@ pub fn choose_with_margin(logits: &[f32], sampler: &Sampler, position: usize, st
     (most_likely, first - maximum(before).max(maximum(after)))
 }
 
-/// The winner of the Gumbel race and, where `MARGIN`, its margin to the second.
+/// The winner of the Gumbel race and, with `MARGIN`, its margin to the second.
 fn race<const MARGIN: bool>(
     logits: &[f32],
     most_likely: u32,
@@ -355,14 +354,14 @@ fn race<const MARGIN: bool>(
     stream: Stream,
 ) -> (u32, f32) {
     let mut noise = Noise::new(sampler, position, stream);
-    // The most probable token first: its score lets nearly every other token be passed over without its noise.
+    // Starts with the most probable token: its score excludes nearly all other tokens without computing their noise.
     let mut winner = (most_likely, gumbel_of(noise.uniform(most_likely)));
     let mut second = f32::NEG_INFINITY;
     let mut race = |id: u32, z: f32| {
         let bar = if MARGIN { second } else { winner.1 };
         if z + GUMBEL_MAX >= bar && !(MARGIN && id == most_likely) {
             let u = noise.uniform(id);
-            // −ln(−ln u) ≤ −ln(1 − u): one exponential, with room for rounding, refuses what cannot win.
+            // −ln(−ln u) ≤ −ln(1 − u): one exponential, with a margin for rounding, excludes tokens that cannot win.
             if 1.0 - u <= (z - bar).exp() * 1.000_1 {
                 let score = z + gumbel_of(u);
                 if score > winner.1 || (score == winner.1 && id < winner.0) {
@@ -387,8 +386,8 @@ fn race<const MARGIN: bool>(
     (winner.0, winner.1 - second)
 }
 
-/// A token drawn in proportion to `weights` (not negative, any sum), by the same race: the largest weight over −ln u wins.
-/// With no positive weight it is token 0.
+/// A token drawn in proportion to `weights` (non-negative, any sum), by the same race: the largest weight over −ln u wins.
+/// Token 0 if no weight is positive.
 pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
     let mut noise = Noise::new(sampler, position, stream);
     let mut winner = (0, 0.0_f64);
@@ -397,7 +396,7 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
             return;
         }
         let (weight, u) = (f64::from(weight), f64::from(noise.uniform(id)));
-        // −ln u ≥ 1 − u, with room for rounding.
+        // −ln u ≥ 1 − u, with a margin for rounding.
         if weight >= winner.1 * (1.0 - u) * 0.999_999 {
             let score = weight / -u.ln();
             if score > winner.1 || (score == winner.1 && id < winner.0) {
@@ -405,7 +404,7 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
             }
         }
     };
-    // The heaviest first, so that few others need a logarithm.
+    // Starts with the heaviest, so that few others need a logarithm.
     let heaviest = argmax(weights);
     if let Some(&weight) = weights.get(heaviest as usize) {
         race(heaviest, weight);
@@ -416,7 +415,7 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
     winner.0
 }
 
-/// [`uniform`] of one place for many indices, four of which share a block.
+/// [`uniform`] at one position for many indices, four of which share a block.
 struct Noise<'a> {
     sampler: &'a Sampler,
     position: usize,
@@ -527,7 +526,8 @@ mod tests {
             uniform(1, 2, 3, Stream::Sample, 5),
         ];
         assert!(others.iter().all(|other| *other != base));
-        // Sixteen cells of 100,000 numbers: chi-square with 15 degrees of freedom, 45 is beyond 1 in 10,000.
+        // 100,000 numbers in sixteen cells: chi-square with 15 degrees of freedom exceeds 45 with probability below 1 in
+        // 10,000.
         let mut cells = [0.0; 16];
         (0..100_000).for_each(|i| cells[(uniform(9, 0, 7, Stream::Sample, i) * 16.0) as usize] += 1.0);
         let chi: f64 = cells.iter().map(|n: &f64| (n - 6_250.0).powi(2) / 6_250.0).sum();
@@ -546,7 +546,7 @@ mod tests {
         for bad in [-0.1, f32::NAN, f32::INFINITY] {
             assert!(new(bad, 1.0, 0.0, Accept::Replay).is_err());
         }
-        // Under replay the draft shares the target's noise; under rejection it must not be the target's later draw.
+        // Under replay the draft shares the target's noise; under rejection it must not be the noise of the target's draw.
         let stream = |accept| new(1.0, 1.0, 0.0, accept).unwrap().draft_stream();
         assert_eq!((stream(Accept::Replay), stream(Accept::Rejection)), (Stream::Sample, Stream::Draft));
         for (p, m) in [(0.0, 0.0), (1.1, 0.0), (f32::NAN, 0.0), (0.9, -0.1), (0.9, 1.1), (0.9, f32::NAN)] {
@@ -574,7 +574,7 @@ mod tests {
         for bad in [&[f32::NAN, 1.0][..], &[f32::INFINITY, 1.0], &[f32::NEG_INFINITY; 2], &[]] {
             assert_eq!(check_finite(bad).unwrap_err().kind, crate::ErrorKind::NotFinite);
         }
-        // What bans leave empty is no fault of the checkpoint.
+        // If bans leave no token, the checkpoint is not at fault.
         assert_eq!(check_left(&[f32::NEG_INFINITY; 2]).unwrap_err(), Error::no_token_left());
         assert_eq!(check_left(&[f32::NAN, 1.0]), check_finite(&[f32::NAN, 1.0]));
         assert!(check_left(&[1.0, f32::NEG_INFINITY]).is_ok());
@@ -612,24 +612,24 @@ mod tests {
         };
         let logits = ln(&[0.1, 0.4, 0.2, 0.3]);
         close(warp(&logits, &sampler(1.0, 2, 1.0, 0.0, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
-        // 0.4 + 0.3 reach 0.65; the token that reaches it stays.
+        // 0.4 + 0.3 reach 0.65, and the token that reaches it is kept.
         close(warp(&logits, &sampler(1.0, 0, 0.65, 0.0, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         close(warp(&logits, &sampler(1.0, 0, 0.75, 0.0, 0)), &[0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0]);
         close(warp(&logits, &sampler(1.0, 0, 1e-6, 0.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
         close(warp(&logits, &sampler(1.0, 0, 1.0, 0.6, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
         close(warp(&logits, &sampler(1.0, 0, 1.0, 1.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
-        // Temperature comes first: at 1/2 the probabilities are squared (1, 16, 4, 9 of 30), and 16 + 9 reach 0.8 of them.
+        // Temperature applies first: at 1/2 the probabilities are squared (1, 16, 4, 9 of 30), and 16 + 9 reach 0.8.
         close(warp(&logits, &sampler(0.5, 0, 0.8, 0.0, 0)), &[0.0, 16.0 / 25.0, 0.0, 9.0 / 25.0]);
-        // Top-k comes before top-p: of the two kept, the first alone has 4/7.
+        // Top-k applies before top-p: of the two kept tokens, the first alone has 4/7.
         close(warp(&logits, &sampler(1.0, 2, 0.57, 0.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
-        // Ties at the k-th logit all stay, as in Hugging Face.
+        // All ties at the k-th logit are kept, as in Hugging Face.
         close(warp(&[1.0, 0.0, 0.0, 0.0, -9.0], &sampler(1.0, 2, 1.0, 0.0, 0))[1..].to_vec(), &{
             let rest = 1.0 / (3.0 + 1f32.exp());
             [rest, rest, rest, 0.0]
         });
         // Ties inside top-p go to the lower ids.
         close(warp(&[0.0; 4], &sampler(1.0, 0, 0.5, 0.0, 0)), &[0.5, 0.5, 0.0, 0.0]);
-        // Reaching the mass exactly is enough, also where the next token is far less likely.
+        // Reaching the mass exactly suffices, even if the next token is far less likely.
         close(warp(&[0.0, -LN_2, -LN_2], &sampler(1.0, 0, 0.5, 0.0, 0)), &[1.0, 0.0, 0.0]);
     }
 
@@ -639,7 +639,7 @@ mod tests {
         let mut ties = 0;
         for position in 0..2_000 {
             let noise = |id| gumbel(3, 0, position, Stream::Sample, id);
-            // Token 1 is likelier, token 0 has the luck that makes up for it exactly.
+            // Token 1 has the larger logit, and token 0 noise that compensates exactly.
             let logit = noise(1) - noise(0);
             if logit < 0.0 && logit + noise(0) == noise(1) {
                 assert_eq!(choose(&[logit, 0.0], &sampler, position, Stream::Sample), 0);
@@ -649,7 +649,7 @@ mod tests {
         assert!(ties > 100, "{ties}");
     }
 
-    /// Warpers by their definitions: sort everything, f64.
+    /// The warpers by definition: full sort, f64.
     fn warp_by_definition(logits: &[f32], sampler: &Sampler) -> Vec<f64> {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let weight = |id: usize| f64::from(scaled(logits[id], most, sampler.temperature).exp());
@@ -702,7 +702,7 @@ mod tests {
             let (got, want) = (warp(&logits, &sampler), warp_by_definition(&logits, &sampler));
             let sum: f64 = got.iter().map(|p| f64::from(*p)).sum();
             prop_assert!((sum - 1.0).abs() < 1e-5, "{sum}");
-            // The cumulative sums of both may differ in the last bit, so that one token at the edge of top-p differs.
+            // The cumulative sums may differ in the last bit, so one token at the limit of top-p may differ.
             let edge = want.iter().copied().filter(|p| *p > 0.0).fold(1.0, f64::min);
             let off: f64 = got.iter().zip(&want).map(|(a, b)| (f64::from(*a) - b).abs()).sum();
             prop_assert!(off < 1e-5 || (sampler.top_p < 1.0 && off < 2.5 * edge), "{off} {edge}");

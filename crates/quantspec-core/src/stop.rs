@@ -1,9 +1,9 @@
-//! When a draft ends early: logit margins say how likely its tokens are accepted (docs/design/policy.md).
+//! Early end of drafts: logit margins predict the acceptance of their tokens (docs/design/policy.md).
 
-/// The margin that larger ones count as, in logits.
+/// Largest margin that counts, in logits.
 const MARGIN_MAX: f64 = 30.0;
 
-/// When a draft ends before γ tokens.
+/// Condition that ends a draft before γ tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Stop {
     /// The draft ends if the estimated probability that all its tokens are accepted is below this; 0 never ends it.

@@ -1,4 +1,4 @@
-//! Acceptance: how many drafted tokens stand, and which token of the target follows them.
+//! Acceptance rules: how many drafted tokens are accepted, and which token of the target follows them.
 
 use crate::error::{Error, Result};
 use crate::sample::{Accept, Sampler, Stream, argmax, check_left, choose, choose_with_margin, draw, uniform, warp};
@@ -9,17 +9,17 @@ use std::borrow::Cow;
 pub struct Verdict {
     /// Accepted drafted tokens, 0..=γ.
     pub accepted: usize,
-    /// The target's token after them: the correction where a drafted token was refused, else the bonus.
+    /// The target's token after them: the correction if a drafted token was rejected, else the bonus.
     pub token: u32,
 }
 
-/// The distribution q that drafted tokens were drawn from, which rejection compares with the target's.
+/// The distribution q of drafted tokens, which rejection compares with the target's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DraftDistribution {
-    /// What was kept of each token when it was proposed ([`Judge::propose`], or a backend's kernel).
+    /// The distribution kept when each token was proposed ([`Judge::propose`], or a backend's kernel).
     #[default]
     Kept,
-    /// One at the drafted token: the drafter draws nothing.
+    /// One at the drafted token: the drafter has no distribution.
     OneHot,
 }
 
@@ -42,12 +42,12 @@ impl Q<'_> {
     }
 }
 
-/// Leviathan/Chen rejection (arXiv 2211.17192, algorithm 1): drafted token x stands with probability min(1, p(x)/q(x)); the
-/// first refused one is replaced by a draw from (p − q)+, and the bonus, a choice from p, follows when all stand. The emitted
-/// tokens are distributed as p. Where q is one-hot, x stands with probability p(x), and its correction is drawn from p
+/// Leviathan/Chen rejection (arXiv 2211.17192, algorithm 1). Drafted token x is accepted with probability min(1, p(x)/q(x)).
+/// The first rejected one is replaced by a draw from (p − q)+; if all are accepted, the bonus is chosen from p. The emitted
+/// tokens are distributed as p. If q is one-hot, x is accepted with probability p(x), and its correction is drawn from p
 /// without x.
 ///
-/// `p(i)` is the target's warped distribution, asked for only up to the first refusal. `position` is that of the first
+/// `p(i)` is the target's warped distribution, evaluated only up to the first rejection. `position` is that of the first
 /// drafted token.
 fn rejection<'a>(
     drafted: &[u32],
@@ -66,21 +66,21 @@ fn rejection<'a>(
     Verdict { accepted: drafted.len(), token: bonus() }
 }
 
-/// `u < p/q`, as a product: no division by q = 0, and p = 0 never stands.
+/// `u < p/q` as a multiplication, which avoids division by q = 0. p = 0 is never accepted.
 fn accepts(token: u32, q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> bool {
     let u = uniform(sampler.seed, sampler.sequence, position, Stream::Accept, 0);
     let at = token as usize;
     u * q(at) < p[at]
 }
 
-/// A draw from (p − q)+ in proportion. Where rounding leaves nothing of it, p and q are equal, and p is drawn from.
+/// A draw from (p − q)+, normalised. If rounding leaves no mass, p and q are equal, and the draw is from p.
 fn correct(q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> u32 {
     let left: Vec<f32> = p.iter().enumerate().map(|(id, p)| (p - q(id)).max(0.0)).collect();
     let weights = if left.iter().any(|w| *w > 0.0) { &left } else { p };
     draw(weights, sampler, position, Stream::Correct)
 }
 
-/// Proposes and judges on the host for backends whose logits are there; keeps q of the round where rejection needs it.
+/// Proposes and judges on the host, for backends with logits there; keeps the round's q if rejection needs it.
 #[derive(Clone, Debug, Default)]
 pub struct Judge {
     /// `[slot][offset]` warped draft distributions, empty unless the slot's rule is rejection.
@@ -95,7 +95,7 @@ impl Judge {
         Judge::default()
     }
 
-    /// The drafted token at `position`, from the draft's logits of the row before it, which sits at `offset` of the window.
+    /// The drafted token at `position`, from the draft's logits `[vocab]` of the row before it, at `offset` of the window.
     pub fn propose(&mut self, slot: usize, offset: usize, position: usize, logits: &[f32], sampler: &Sampler) -> u32 {
         if self.margins.len() <= slot {
             self.margins.resize(slot + 1, f32::INFINITY);
@@ -105,45 +105,45 @@ impl Judge {
             self.margins[slot] = margin;
             return token;
         }
-        // Its noise is not the target's, so a margin would say nothing about its acceptance.
+        // Its noise is not the target's, so a margin does not predict acceptance.
         self.margins[slot] = f32::INFINITY;
         self.keep(slot, offset, warp(logits, sampler));
         choose(logits, sampler, position, sampler.draft_stream())
     }
 
-    /// The logit margin of a slot's last proposed token; infinite where there is none.
+    /// The logit margin of a slot's last proposed token; infinite if there is none.
     pub fn margin(&self, slot: usize) -> f32 {
         self.margins.get(slot).copied().unwrap_or(f32::INFINITY)
     }
 
-    /// The warped distribution that is kept of a slot's drafted token at `offset`, `[vocab]`.
+    /// The kept warped distribution of a slot's drafted token at `offset`, `[vocab]`.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Internal`] where there is none.
+    /// [`crate::ErrorKind::Internal`] if there is none.
     pub fn distribution(&self, slot: usize, offset: usize) -> Result<&[f32]> {
         let q = self.q.get(slot).and_then(|rows| rows.get(offset)).filter(|row| !row.is_empty());
         q.map(Vec::as_slice).ok_or_else(|| Error::internal(format!("no draft distribution {offset} of slot {slot}")))
     }
 
-    /// Keeps the warped distribution of a slot's drafted token at `offset`, `[vocab]`, and forgets those after it. [`Judge::judge`] refuses one of
-    /// another length.
+    /// Keeps the warped distribution of a slot's drafted token at `offset`, `[vocab]`, and drops those after it.
+    /// [`Judge::judge`] refuses another length.
     pub fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
         if self.q.len() <= slot {
             self.q.resize_with(slot + 1, Vec::new);
         }
         let rows = &mut self.q[slot];
-        // Longer or shorter, to the rows before this one: what an earlier round left behind goes.
+        // Truncates or extends to the rows before this one, which drops an earlier round's rows.
         rows.resize_with(offset, Vec::new);
         rows.push(q);
     }
 
-    /// Judges the drafted tokens of a slot, which were drawn from `q`.
+    /// Judges a slot's drafted tokens, which were drawn from `q`.
     ///
     /// `logits` are the target's, one row per window token (γ + 1); `first_position` is that of the first drafted token.
     ///
     /// # Errors
-    /// Those of [`check_left`] where logits cannot be chosen from, [`crate::ErrorKind::Internal`] where rows, tokens and kept
-    /// distributions do not match.
+    /// Those of [`check_left`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if rows, tokens and
+    /// kept distributions do not match.
     pub fn judge(
         &mut self,
         slot: usize,
@@ -170,7 +170,7 @@ impl Judge {
                     DraftDistribution::Kept => Q::Kept(self.kept(slot, drafted.len(), logits[0].len())?),
                     DraftDistribution::OneHot => Q::OneHot(drafted),
                 };
-                // The bonus is chosen as plain decoding chooses, so that γ = 0 is plain decoding under every rule.
+                // The bonus is chosen as in plain decoding, so γ = 0 is plain decoding under every rule.
                 let last = drafted.len();
                 let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
                 let p = |i: usize| Cow::Owned(warp(logits[i], sampler));
@@ -179,7 +179,7 @@ impl Judge {
         }
     }
 
-    /// The distributions that were kept of a slot's last `drafted` tokens.
+    /// The kept distributions of a slot's last `drafted` tokens.
     fn kept(&self, slot: usize, drafted: usize, vocab: usize) -> Result<&[Vec<f32>]> {
         let q = self.q.get(slot).map_or(&[][..], Vec::as_slice);
         if !(0..drafted).all(|i| q.get(i).is_some_and(|row| row.len() == vocab)) {
@@ -189,7 +189,8 @@ impl Judge {
     }
 }
 
-/// Greedy and replay: a drafted token stands while it equals the target's choice, which is asked for only up to the first refusal.
+/// Greedy and replay: accepts drafted tokens that equal the target's choice, which is evaluated only up to the first
+/// rejection.
 fn equal(drafted: &[u32], target: impl Fn(usize) -> u32) -> Verdict {
     for (i, &token) in drafted.iter().enumerate() {
         let token_of_target = target(i);
@@ -217,8 +218,8 @@ mod tests {
             .prop_filter("one token must be possible", |logits| logits.iter().any(|l| *l > MASKED))
     }
 
-    /// Pearson's statistic of counts against probabilities, over the degrees of freedom's 1 in 10⁵ quantile (Wilson and
-    /// Hilferty): above 1 the counts are not of that distribution.
+    /// Pearson's statistic divided by the 1 − 10⁻⁵ quantile of its χ² distribution (Wilson and Hilferty). Above 1 the counts
+    /// do not follow `p`.
     fn misfit(counts: &[f64], p: &[f32]) -> f64 {
         let total: f64 = counts.iter().sum();
         let possible: Vec<(f64, f64)> =
@@ -235,7 +236,7 @@ mod tests {
         chi / (freedom * (1.0 - spread + 4.265 * spread.sqrt()).powi(3))
     }
 
-    /// The emitted tokens of many rounds over the same rows of logits, by place in the round.
+    /// Counts of emitted tokens over many rounds with the same logits, by position in the round.
     fn emitted(q: &[Vec<f32>], p: &[Vec<f32>], sampler: &Sampler, rounds: usize) -> Vec<Vec<f64>> {
         let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
         let mut counts = vec![vec![0.0; p[0].len()]; p.len()];
@@ -253,7 +254,7 @@ mod tests {
 
     #[test]
     fn rejection_emits_the_target_distribution_under_every_warper() {
-        // Row 0: token 2 impossible for the draft, token 4 for the target. Row 1: nearly disjoint. Row 2: the bonus.
+        // Row 0: token 2 is impossible for the draft, token 4 for the target. Row 1: nearly disjoint. Row 2: the bonus.
         let p = vec![
             vec![1.0, 0.5, 0.8, -1.0, MASKED, 0.2],
             vec![3.0, -2.0, 0.0, -2.0, 1.0, 1.5],
@@ -275,11 +276,11 @@ mod tests {
                 let sampler = sampler(t, k, top_p, min_p, accept);
                 let counts = emitted(&q, &p, &sampler, 30_000);
                 let reached = |place: usize| counts[place].iter().sum::<f64>();
-                // Only a hard cut keeps the draft from ever agreeing here.
+                // Only a hard cut prevents every agreement here.
                 assert!(reached(0) == 30_000.0 && (reached(1) > 5_000.0 || k > 0 || top_p < 1.0));
                 for (place, counts) in counts.iter().enumerate().filter(|(place, _)| reached(*place) > 300.0) {
-                    // Under replay a later place is reached by agreement, which selects its noise; compared with plain
-                    // decoding below.
+                    // Under replay a later position is reached by agreement, which selects its noise; it is compared with
+                    // plain decoding below.
                     if accept == Accept::Rejection || place == 0 {
                         let want = warp(&p[place], &sampler);
                         let misfit = misfit(counts, &want);
@@ -325,7 +326,7 @@ mod tests {
         let (warped_p, warped_q) = (warp(&p, &sampler), warp(&q, &sampler));
         let mut counts = [vec![0.0; 4], vec![0.0; 4]];
         for round in 0..30_000 {
-            // Accepting everything emits q; correcting from p instead of (p − q)+ favours what both like.
+            // Accepting everything emits q; correcting from p instead of (p − q)+ favours tokens that both prefer.
             let token = choose(&q, &sampler, round, Stream::Draft);
             counts[0][token as usize] += 1.0;
             let stands = accepts(token, |id| warped_q[id], &warped_p, &sampler, round);
@@ -347,7 +348,7 @@ mod tests {
         };
         // Four standard deviations of 40,000 trials.
         assert!((rate(&rejection) - overlap).abs() < 0.01, "{} {overlap}", rate(&rejection));
-        // Shared noise couples the two a little less well, and better than independent draws would.
+        // Shared noise accepts slightly less than rejection, and more than independent draws.
         let shared = rate(&sampler(1.0, 0, 0.95, 0.0, Accept::Replay));
         let independent: f64 =
             warp(&p, &rejection).iter().zip(warp(&q, &rejection)).map(|(p, q)| f64::from(p * q)).sum();
@@ -361,9 +362,10 @@ mod tests {
             super::rejection(&[drafted], Q::Kept(&[q.to_vec()]), |_| Cow::Borrowed(p), || 2, &rejection, position)
         };
         for position in 0..64 {
-            // u·q underflows to 0, which is not less than p = 0: what the target excludes never stands.
+            // u·q underflows to 0, which is not less than p = 0: a token that the target excludes is never accepted.
             assert_eq!(verdict(0, &[1e-45, 0.5, 0.5], &[0.0, 0.0, 1.0], position), Verdict { accepted: 0, token: 2 });
-            // u·q rounds to q = p, so an equal distribution is refused at times: p is drawn from, never its impossible token 0.
+            // u·q may round to q = p, so equal distributions are sometimes rejected. The draw is then from p, never its
+            // impossible token 0.
             let equal = [0.0, 1e-45, 1.0];
             let verdict = verdict(1, &equal, &equal, position);
             assert_eq!(verdict.token, 2);
@@ -425,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_match_is_an_error() {
+    fn mismatched_shapes_are_an_error() {
         let (mut judge, row) = (Judge::new(), vec![0.0, 1.0, 2.0]);
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let kind = |judge: &mut Judge, drafted: &[u32], rows: &[&[f32]], sampler: &Sampler| {
@@ -440,7 +442,7 @@ mod tests {
             assert_eq!(kind(&mut judge, &[token], &[&row, &[0.0, f32::NAN, 1.0]], sampler), ErrorKind::NotFinite);
             assert!(judge.judge(0, &[token], DraftDistribution::Kept, &[&row, &row], sampler, 5).is_ok());
         }
-        // A shorter second draft leaves no distribution of the first behind.
+        // A shorter second draft removes all distributions of the first.
         for offset in 0..3 {
             judge.propose(0, offset, 6 + offset, &row, &rejection);
         }

@@ -1,45 +1,46 @@
 //! The weight hierarchy: one copy of a matrix, two views of it.
 //!
-//! A row is cut into groups along k, of [`SMALL_GROUP`] weights on a CPU and of [`GROUP`] on a GPU. A weight has an upper nibble U in 0..=15
-//! and a lower nibble L in −8..=7; its group has a scale s and a zero z in f16:
+//! A row is divided along k into groups: of [`SMALL_GROUP`] weights on a CPU, of [`GROUP`] on a GPU. A weight has an upper
+//! nibble U in 0..=15 and a lower nibble L in −8..=7; its group has a scale s and a zero z in f16:
 //!
 //! * view Both, the target's: `w = (U + L/16)·s + z`
 //! * view Upper, the draft's: `w ≈ U·s + z`
 //!
-//! In memory a weight is one byte, `code = 16·U + L + 8`, so U is its high nibble and L + 8 its low one. The code is one
-//! rounding of `16·(w − z)/s` to −8..=247, and not of U first and of the remainder then: so U is the nearest step of the draft
-//! but for a tie, and no remainder is clipped.
+//! In memory a weight is one byte, `code = 16·U + L + 8`, so U is its high nibble and L + 8 its low one. The code is a single
+//! rounding of `16·(w − z)/s` to −8..=247, instead of rounding U first and then the remainder. So U is the draft's nearest
+//! step except at ties, and no remainder is clipped.
 //!
-//! s = range/15, so the range takes 240 of the 255 fine steps that the codes have. Where in them it begins is free:
-//! [`FIRST_CODES`] lists what is tried, and the zero whose upper codes have the least squared error is kept. A smaller s would
-//! clip the ends of a group in view Both, which costs the target more than the draft gains.
+//! s = range/15, so the range covers 240 of the 255 fine steps of the codes. Its start among them is free: [`FIRST_CODES`]
+//! lists the candidates, and the zero whose upper codes have the least squared error is kept. A smaller s would clip the ends
+//! of a group in view Both, which costs the target more than the draft gains.
 //!
-//! With 4 bits alone (`--weights int4`) the target reads view Upper too. L is 0, so both views are the same, and the range is
-//! searched freely: clipped ends cost the target nothing that 4 bits do not cost it anyway.
+//! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
+//! searched freely.
 //!
-//! Groups of 32 that are codes times one f16 scale d keep their codes: GGUF's Q4_0 ([`stored_4_bits`]) and Q8_0 ([`stored_8_bits`]). Of 8
-//! bits, `w = c·d` with c in −127..=127, the scale is ±16·d and the zero ∓128·d, both f16 values. The sign is the one under which
-//! codes fit a byte: plus where no c exceeds 119, minus where none is below −119. Where neither holds, the zero is −120·d in f16, which
-//! is off by up to .06·d.
+//! Groups of 32 weights that are codes times one f16 scale d keep their codes: GGUF's Q4_0 ([`stored_4_bits`]) and Q8_0
+//! ([`stored_8_bits`]). With 8 bits, `w = c·d` for c in −127..=127; the scale is ±16·d and the zero ∓128·d, both exact in
+//! f16. The sign makes codes fit in a byte: plus if no c exceeds 119, minus if none is below −119. Otherwise the zero is
+//! −120·d rounded to f16, an error of up to 0.06·d.
 
 use crate::error::{Error, Result};
 use crate::quantize::{self, Params};
 use half::f16;
 
-/// Names the equations below, for what is kept on disk of a model in nibbles. Codes that change need another name.
+/// Identifies these equations in files of a model in nibbles on disk. A change of codes needs a new name.
 pub const RECIPE: &str = "nibbles 2";
 
-/// Weights along k that share a scale and a zero, on a GPU; the last group of a row may be shorter.
+/// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
 
-/// The same on a CPU: the groups of most GGUF files. They take half a bit a weight more, and a quarter off the target's divergence.
+/// As [`GROUP`], on a CPU: the group of most GGUF files. It takes half a bit per weight more, and reduces the target's
+/// divergence by a quarter.
 pub const SMALL_GROUP: usize = 32;
 
-/// Codes of a group's least weight that are tried. They take 17 % off the squared error that code 8, the plain `z = minimum`, has
-/// in the draft's view of trained weights; free scales too take 18 %.
+/// Candidate codes of a group's smallest weight. They reduce the squared error of the draft's view of trained weights by 17 %
+/// compared with code 8, the plain `z = minimum`; free scales reduce it by 18 %.
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
-/// The code whose nibbles are both 0.
+/// The code with both nibbles 0.
 pub const ZERO: u8 = 8;
 
 /// Upper nibble of a code, 0..=15.
@@ -59,17 +60,17 @@ pub struct Row {
     pub codes: Vec<u8>,
     /// Scale and zero of each group.
     pub params: Vec<Params>,
-    /// Weights of a group.
+    /// Weights per group.
     pub group: usize,
 }
 
 impl Row {
-    /// What the target reads: `(U + L/16)·s + z`, f32.
+    /// The target's view `(U + L/16)·s + z`, f32.
     pub fn both(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)) + f32::from(lower(code)) / 16.0)
     }
 
-    /// What the draft reads: `U·s + z`, f32.
+    /// The draft's view `U·s + z`, f32.
     pub fn upper(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)))
     }
@@ -116,7 +117,8 @@ pub fn quantize_row_upper(w: &[f32], group: usize) -> Result<Row> {
     quantize_groups(w, group, search, code)
 }
 
-/// Groups of a row: `search` finds the parameters from weights, minimum and maximum, `code` rounds against what is stored.
+/// Quantises the groups of a row: `search` finds parameters from weights, minimum and maximum; `code` rounds against the
+/// stored ones.
 fn quantize_groups(
     w: &[f32],
     group: usize,
@@ -132,7 +134,7 @@ fn quantize_groups(
     Ok(row)
 }
 
-/// Appends the codes of one group, which is not empty.
+/// Appends the codes of one non-empty group.
 fn quantize_group(
     w: &[f32],
     search: impl Fn(&[f32], f32, f32) -> Result<Params>,
@@ -141,7 +143,7 @@ fn quantize_group(
 ) -> Result<Params> {
     let (low, high) = quantize::range(w)?;
     if low == high {
-        // Nibbles of 0, so that both views are the zero itself.
+        // Both nibbles 0, so that both views equal the zero point.
         codes.resize(codes.len() + w.len(), ZERO);
         return Params::constant(low);
     }
@@ -151,7 +153,7 @@ fn quantize_group(
     Ok(params)
 }
 
-/// Of the zeros that [`FIRST_CODES`] gives, the one whose upper codes have the least squared error; the first of equals.
+/// The zero of [`FIRST_CODES`] whose upper codes have the least squared error; the first wins ties.
 fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
     let step = (high - low) / 240.0;
     let params = |first: u8| Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step);
@@ -160,8 +162,8 @@ fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
     Ok(FIRST_CODES[1..].iter().fold(start, |best, &first| quantize::better(w, best, params(first))).1)
 }
 
-/// Parameters under which weights `d·(code − 8)`, codes 0..=15, are the codes they were. The extreme has code 0 in GGUF's Q4_0, with
-/// d of either sign.
+/// Parameters that reproduce the codes of weights `d·(code − 8)`, codes 0..=15. In GGUF's Q4_0 the extreme has code 0, with d
+/// of either sign.
 fn stored_4_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
     let zero = if high > -low { high } else { low };
     let scale = f16::from_f32(zero / -8.0);
@@ -173,7 +175,7 @@ fn stored_4_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
     (usable(d) && w.iter().all(|&w| lies_on(w))).then_some(Params { scale, zero })
 }
 
-/// Parameters under which weights `d·c`, c in −127..=127 with an extreme of 127, are the codes they were.
+/// Parameters that reproduce the codes of weights `d·c`, c in −127..=127 with an extreme of 127.
 fn stored_8_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
     let d = f16::from_f32(high.max(-low) / 127.0).to_f32();
     let lies_on = |w: f32| quantize::nearest((w / d).clamp(-127.0, 127.0)) * d == w;
@@ -188,7 +190,7 @@ fn stored_8_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
     Params { scale: f16::from_f32(scale), zero: f16::from_f32(zero) }.finite().ok()
 }
 
-/// A step of the codes of a file.
+/// True if `d` can be the step of a file's codes.
 fn usable(d: f32) -> bool {
     d != 0.0 && d.is_finite()
 }
@@ -202,14 +204,14 @@ mod tests {
 
     #[test]
     fn codes_of_known_weights() {
-        // The plain grid hits all sixteen values, and the first of equals is kept.
+        // The plain grid hits all sixteen values, and the first candidate wins ties.
         let ramp: Vec<f32> = (0..=15).map(|i| 1.0 + i as f32).collect();
         let row = quantize_row(&ramp, GROUP).unwrap();
         assert_eq!((row.params[0].scale.to_f32(), row.params[0].zero.to_f32()), (1.0, 1.0));
         assert!(row.codes.iter().enumerate().all(|(i, &code)| upper(code) == i as u8 && lower(code) == 0));
         assert_eq!((row.both(), row.upper()), (ramp.clone(), ramp));
         assert_eq!(quantize_row(&[-1.0, 14.0], GROUP).unwrap().codes, [8, 248]);
-        // A short last group has parameters of its own; a constant one is exact in both views.
+        // A short last group has its own parameters; a constant one is exact in both views.
         let row = quantize_row(&[vec![0.25; GROUP], vec![-3.0, 12.0]].concat(), GROUP).unwrap();
         assert_eq!((row.codes.len(), row.params.len()), (GROUP + 2, 2));
         assert_eq!((row.params[0].scale, row.params[0].zero), (f16::ZERO, f16::from_f32(0.25)));
@@ -233,7 +235,7 @@ mod tests {
         assert!(quantize_row(&[], GROUP).unwrap().codes.is_empty());
     }
 
-    /// Weights of any size and centre, at times with an outlier.
+    /// Weights of any size and centre, some with an outlier.
     fn weights() -> impl Strategy<Value = Vec<f32>> {
         (prop::collection::vec(-1.0f32..1.0, 1..200), -12i32..10, -4.0f32..4.0, prop::option::of(0usize..200)).prop_map(
             |(x, exponent, centre, outlier)| {

@@ -769,7 +769,7 @@ fn copies_have_a_par_and_count_in_the_ledger() {
     assert_eq!(policy.gamma(), 0);
 }
 
-/// A way to draft: time of its step relative to a plain one, acceptance, and what is known of it before it is tried.
+/// A way to draft: time of its step relative to a plain one, acceptance, and the properties known in advance.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     step: f64,
@@ -777,14 +777,14 @@ struct Way {
     known: promise::Way,
 }
 
-/// A model, a context of 1,024 pages and a machine that `--method auto` meets. Costs are in plain steps.
+/// A scenario of `--method auto`: a model, a context of 1,024 pages and a machine. Costs are in plain steps.
 #[derive(Clone, Copy, Debug)]
 struct Scene {
     /// Bytes of the weights, relative to those of weights and cache.
     weights: f64,
-    /// A step over 4-bit weights takes so many times what their bytes take.
+    /// Time of a step over 4-bit weights, relative to the time of their bytes.
     slow: f64,
-    /// Acceptance by 4-bit weights and by the upper nibbles, and what is lost of it by reading 16 pages.
+    /// Acceptance with 4-bit weights and with the upper nibbles, and the loss by reading 16 pages.
     w4: f64,
     kv4: f64,
     loss: f64,
@@ -802,7 +802,7 @@ impl Scene {
         Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
     }
 
-    /// What a user can ask for by name: each method with each choice of pages, and with that by measurement.
+    /// Choices of a user: each method with each choice of pages, and with pages by measurement.
     fn methods(&self) -> [Vec<Way>; 3] {
         // Without a cache there are no pages to choose.
         let reads = if self.weights < 1.0 { &READ[..] } else { &READ[..1] };
@@ -810,7 +810,7 @@ impl Scene {
         [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
     }
 
-    /// Tokens and time of the first `first` tokens, and of those from there to `tokens`. `auto`: promises are known.
+    /// Tokens and time of the first `first` tokens, and of the rest up to `tokens`. `auto`: promises are given.
     fn run(
         &self,
         ways: &[Way],
@@ -851,7 +851,8 @@ impl Scene {
         sums.map(|sum| sum / seeds as f64)
     }
 
-    /// Time per token of `auto` relative to the fastest way alone, or plain decoding, of the first 256 tokens and of the next 2,048.
+    /// Time per token of `auto` relative to the fastest single way or plain decoding, for the first 256 tokens and the next
+    /// 2,048.
     fn shares(&self, seeds: u64) -> [f64; 2] {
         let methods = self.methods();
         let rate = |way: &Way| {
@@ -864,8 +865,8 @@ impl Scene {
     }
 }
 
-/// Models from hard to easy ones in 4 bits, contexts from none to those that outweigh the weights, and machines on which 4-bit weights take what their bytes take,
-/// a little more, and more than the target's.
+/// Models of low to high acceptance in 4 bits; contexts from none to larger than the weights; machines on which 4-bit weights
+/// take the time of their bytes, a little more, or more than the target's.
 fn scenes() -> Vec<Scene> {
     let mut all = vec![];
     for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
@@ -905,7 +906,7 @@ fn several_methods_lose_little_where_none_pays() {
 
 #[test]
 fn what_promises_nothing_is_not_tried() {
-    // No cache to save: the target's weights take as long as the target.
+    // Without a cache to save, the target's weights take as long as the target.
     let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0 };
     let ways = scene.methods().concat();
     let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();

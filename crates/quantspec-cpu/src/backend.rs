@@ -38,7 +38,7 @@ pub struct CpuBackend {
     windows: Vec<Vec<u32>>,
     /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
-    /// What pages are chosen by where that is the attention of a prompt's end, likewise.
+    /// Scores of pages chosen by the attention of a prompt's end, likewise.
     snapped: Vec<SnapScores>,
     prompt: Prompt,
     rows: Rows,

@@ -1,17 +1,17 @@
-//! Linear layers of weights in two planes of nibbles (`quantspec_core::weights`): the target reads both, the draft the upper one.
-//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0, or one for its last panels.
+//! Linear layers with weights in two nibble planes (`quantspec_core::weights`): the target reads both, the draft the upper
+//! one. A 4-bit matrix has no lower plane, or one for its last panels only; missing lower nibbles count as 0.
 //!
-//! A tile is 16 outputs × one group of 32 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 4 vectors }`, 320 bytes; lower tiles are
-//! 4 vectors, 256 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
-//! arrays are `[n/16][group]`. Vector v of 64 bytes holds 4 bytes per output: byte b has k = 8v + b in its low nibble and
-//! k = 8v + 4 + b in its high one. Lower nibbles are stored as L + 8, so the two nibbles of a weight make core's code.
+//! A tile is 16 outputs × one group of 32 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 4 vectors }`, 320 bytes; lower
+//! tiles are 4 vectors, 256 bytes, in a separate array. So the draft reads one stream in address order and the target two.
+//! Both arrays are `[n/16][group]`. Vector v of 64 bytes holds 4 bytes per output: byte b has k = 8v + b in its low nibble
+//! and k = 8v + 4 + b in its high one. Lower nibbles are stored as L + 8, so the two nibbles of a weight form core's code.
 //!
-//! * AVX-512: activations are integers q of 15 bits, `x ≈ q · scale` with a scale per row and group, in two limbs of int8:
-//!   `q = 128·high + low`. The draft takes the high limb alone. Sums over a group are exact integers.
+//! * AVX-512: activations are 15-bit integers q, `x ≈ q · scale` with a scale per row and group, in two int8 limbs: `q =
+//!   128·high + low`. The draft uses the high limb alone. Sums over a group are exact integers.
 //! * Elsewhere the target multiplies codes by f32 activations, and the draft by the high limb.
 //!
 //! **Row invariance:** a row's sums over a group are integers, or f32 with k upwards; groups are added upwards in one f32
-//! accumulator per (row, output). How many rows share a pass changes no operand and no order.
+//! accumulator per (row, output). The number of rows in a pass changes neither operands nor order.
 
 use crate::dispatch::{Simd, portable};
 #[cfg(any(target_arch = "x86_64", test))]
@@ -45,10 +45,10 @@ const ROWS: usize = 6;
 /// Tiles of a panel, one above the other.
 const HALVES: usize = PANEL / TILE_ROWS;
 
-/// What a pass reads of a weight.
+/// Planes and activations that a pass reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// All planes there are, activations as exact as the path has them.
+    /// All existing planes, with activations as precise as the path allows.
     Target,
     /// Both planes, int8 activations: the draft's head.
     Both,
@@ -65,7 +65,7 @@ impl Read {
     }
 }
 
-/// A lower tile whose nibbles are all 0: that of a matrix without a lower plane.
+/// A lower tile with all nibbles 0, for a matrix without a lower plane.
 static NO_LOWER: [u8; LOWER] = [ZERO << 4 | ZERO; LOWER];
 
 /// A matrix in two planes, in the upper one alone, or with a lower one for its last panels.
@@ -141,7 +141,7 @@ impl Planes {
         }
     }
 
-    /// One panel for m rows of f32 activations, `stride` apart and zero behind k: `out[m][32]`.
+    /// Multiplies one panel by m rows of f32 activations, `stride` apart and zero after k: `out[m][32]`.
     pub(crate) fn panel_f32(&self, simd: Simd, index: usize, x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
         let k = self.k;
         for half in 0..HALVES {
@@ -153,8 +153,8 @@ impl Planes {
         }
     }
 
-    /// Values of inputs `first .. first + kc` of a panel, `[kc][32]` f32: what core calls view Both. `first` begins a group; inputs
-    /// behind k have values of no meaning.
+    /// View Both of inputs `first .. first + kc` of a panel, `[kc][32]` f32. `first` begins a group; values after k are
+    /// meaningless.
     pub(crate) fn values(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [f32]) {
         let count = kc.div_ceil(GROUP);
         for half in 0..HALVES {
@@ -179,7 +179,7 @@ impl Planes {
         }
     }
 
-    /// Row `row` in view Both, [k]: the embedding of a tied model is read out of its head.
+    /// Row `row` in view Both, [k]. A tied model's embedding is read from its head.
     pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
         let (panel, lane) = (row / PANEL, row % PANEL);
         let (upper, lower) = self.column(panel, lane / TILE_ROWS);
@@ -196,7 +196,7 @@ impl Planes {
     }
 }
 
-/// Lower tile g of a column, which may have none.
+/// Lower tile g of a column, if it has one.
 #[inline(always)]
 fn lower_tile(lower: &[u8], g: usize) -> &[u8] {
     if lower.is_empty() { &NO_LOWER } else { &lower[g * LOWER..][..LOWER] }
@@ -208,11 +208,11 @@ fn param(tile: &[u8], i: usize) -> f32 {
     f16_value(u16::from_le_bytes([tile[2 * i], tile[2 * i + 1]]))
 }
 
-/// Codes a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `lower` is empty without a lower plane. The numbers
-/// are those of [`quantspec_core::weights::quantize_row`], or of [`quantspec_core::weights::quantize_row_upper`].
+/// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `lower` is empty without a lower
+/// plane. The result equals [`quantspec_core::weights::quantize_row`] or [`quantspec_core::weights::quantize_row_upper`].
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
+/// [`quantspec_core::ErrorKind::NotFinite`] if the range of a group exceeds f16.
 pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower: &mut [u8]) -> Result<()> {
     let (groups, both) = (k.div_ceil(GROUP), !lower.is_empty());
     let mut codes = [0u8; GROUP];
@@ -242,7 +242,8 @@ pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower
     Ok(())
 }
 
-/// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
+/// Scale, zero (bits of f16) and codes of one group, with zero codes after it. The same IEEE operations as core's,
+/// vectorised.
 #[inline(always)]
 fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let mut padded = [x[0]; GROUP];
@@ -280,7 +281,7 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     found
 }
 
-/// Core's parameters of weights that were codes of 4 bits.
+/// Core's parameters of weights that were 4-bit codes.
 #[inline(always)]
 fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     let extreme = if high > -low { high } else { low };
@@ -294,7 +295,7 @@ fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then_some((scale, zero))
 }
 
-/// Core's parameters of weights that were codes of 8 bits.
+/// Core's parameters of weights that were 8-bit codes.
 #[inline(always)]
 fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     let d = f16_value(f16_bits(high.max(-low) / 127.0));
@@ -311,7 +312,7 @@ fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     (f16_is_finite(params.0) && f16_is_finite(params.1)).then_some(params)
 }
 
-/// Whether a step can be that of a file's codes.
+/// True if `d` can be the step of a file's codes.
 #[inline(always)]
 fn usable(d: f32) -> bool {
     d != 0.0 && d.is_finite()
@@ -434,16 +435,16 @@ fn singles_body<const FMA: bool>(
     }
 }
 
-/// Activations in limbs, for up to a fixed number of rows.
+/// Activations in limbs, with a maximum number of rows.
 pub(crate) struct Acts {
     /// `[m][groups · 32]`
     high: Array<i8>,
     low: Array<i8>,
-    /// Value of one step of the integers, `[m][groups]`.
+    /// Step of the integers, `[m][groups]`.
     scale: Array<f32>,
-    /// Sum of the group's activations, which the weight's zero multiplies, `[m][groups]`.
+    /// Sum of the group's activations, which multiplies the weight's zero point, `[m][groups]`.
     sum: Array<f32>,
-    /// Sum of the group's integers, `[m][groups]`: codes of both planes are 8 too large, their products 8 such sums.
+    /// Sum of the group's integers, `[m][groups]`. Codes of both planes are 8 too large, so 8 times this is subtracted.
     total: Array<i32>,
     groups: usize,
 }
@@ -480,7 +481,7 @@ impl Acts {
         self.groups == planes.k.div_ceil(GROUP) && self.high.len() >= m * self.width()
     }
 
-    /// Quantises m rows of k, `stride` apart, for what a pass reads; `k` decides the layout until the next call.
+    /// Quantises m rows of k, `stride` apart, for the planes in `read`; `k` determines the layout until the next call.
     pub(crate) fn quantize(&mut self, simd: Simd, read: Read, x: &[f32], stride: usize, m: usize, k: usize) {
         self.groups = k.div_ceil(GROUP);
         let (groups, width) = (self.groups, self.width());
@@ -510,7 +511,7 @@ fn quantize_body<const FMA: bool>(
         let mut v = [0f32; GROUP];
         let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
         v[..x.len()].copy_from_slice(x);
-        // As bits: magnitudes have the order of their numbers, and NaN is above them all, so that the scale tells of one.
+        // Bits of magnitudes are ordered like the numbers, and NaN is above all, so the scale reveals NaN.
         let mut most = [0u32; 16];
         for v in v.chunks_exact(16) {
             for l in 0..16 {
@@ -520,11 +521,11 @@ fn quantize_body<const FMA: bool>(
         let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
         let top = if read == Read::Upper4 { TOP_4 } else { TOP };
         let inverse = if most > 0.0 { top / most } else { 0.0 };
-        // An overflowing inverse (a group of subnormals) would give codes beyond their limbs.
+        // The inverse of a group of subnormals overflows, which would give codes beyond their limbs.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let (mut codes, mut highs) = (0i32, 0i32);
         for i in 0..GROUP {
-            // Wraps only among codes of no number, which their scale tells of.
+            // Wraps only for codes of NaN, which the scale reveals.
             let code = rint_i32(v[i] * inverse);
             let limb = code.wrapping_add(64) >> 7;
             (high[i], low[i]) = (limb as i8, code.wrapping_sub(limb.wrapping_mul(128)) as i8);
@@ -554,7 +555,7 @@ impl Operands<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
         let (groups, width) = (self.groups, self.groups * GROUP);
-        // A draft's head has both planes, and the upper one is there always.
+        // A draft's head has both planes; the upper one always exists.
         let both = !self.lower.is_empty();
         assert!(self.upper.len() == groups * UPPER && (self.lower.len() == groups * LOWER || !both));
         assert!(both || read != Read::Both);
@@ -563,7 +564,7 @@ impl Operands<'_> {
         assert!(out.len() >= (m - 1) * PANEL + TILE_ROWS);
         #[cfg(target_arch = "x86_64")]
         match simd {
-            // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+            // SAFETY: the CPU has these features, as the path was chosen; the lengths were checked above.
             Simd::Avx512 | Simd::Amx => unsafe {
                 let out = out.as_mut_ptr();
                 return match read {
@@ -619,7 +620,7 @@ fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut
                 }
             }
         }
-        // Of both planes codes are sixteenths of a step, and 8 too large.
+        // Codes of both planes are sixteenths of a step, and 8 too large.
         let (step, offset) = if upper_alone { (1.0, 0) } else { (1.0 / 16.0, part.total[at].wrapping_mul(8)) };
         for l in 0..TILE_ROWS {
             let (scale, zero) = (param(tile, l) * step, param(tile, TILE_ROWS + l));
@@ -639,7 +640,7 @@ mod avx512 {
     /// M rows of a column, of both planes or of the upper one, with LIMBS limbs of activations.
     ///
     /// # Safety
-    /// The lengths `Operands::rows` checks for m rows; `out`: m rows of 16, 32 apart.
+    /// The lengths that `Operands::rows` checks for m rows; `out`: m rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operands, m: usize, out: *mut f32) {
         // SAFETY: passed on.
@@ -655,12 +656,13 @@ mod avx512 {
         }
     }
 
-    /// `vpdpbusd` on codes. Codes of high nibbles have sums of their own where registers allow it, which hides the latency of one
-    /// row: sums are exact integers, so that changes no bit. High nibbles of the upper plane alone are used in place, 16 times too large.
+    /// `vpdpbusd` on codes. High nibbles are summed separately if registers allow it, which hides the latency of one row;
+    /// sums are exact integers, so no bit changes. High nibbles of the upper plane alone are used in place, 16 times too
+    /// large.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
-        // SAFETY: offsets stay inside the lengths promised by the caller.
+        // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
             let second = if !BOTH || M <= 2 { 1 } else { 0 };
@@ -682,7 +684,8 @@ mod avx512 {
                     let c = _mm512_loadu_si512(c.cast());
                     let (c0, c1) = if BOTH {
                         let d = _mm512_loadu_si512(lower.add(v * 64).cast());
-                        // 0xe2: bits of the third where the second, the mask, has none, and of the first where it has.
+                        // 0xe2: selects bits of the third operand where the mask (the second) is 0, and of the first where it
+                        // is 1.
                         let pick = |high: __m512i, low_nibbles: __m512i| {
                             _mm512_ternarylogic_epi32::<0xe2>(low_nibbles, low, high)
                         };
@@ -737,8 +740,8 @@ mod avx2 {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Integer sums of a tile's nibbles and 32 int8 activations, for outputs 0..8 and 8..16. Eight products of at most 2·15·127 fit
-    /// an i16 lane before it must be widened.
+    /// Integer sums of a tile's nibbles and 32 int8 activations, for outputs 0..8 and 8..16. Eight products of at most
+    /// 2·15·127 fit in an i16 lane before it must be widened.
     ///
     /// # Safety
     /// AVX2; 256 bytes at `codes` and 32 at `q`.
@@ -773,13 +776,13 @@ mod avx2 {
         }
     }
 
-    /// The draft's products of row j.
+    /// The draft's dot products of row j.
     ///
     /// # Safety
-    /// The lengths `Operands::rows` checks, for row j; `out`: 16 floats.
+    /// The lengths that `Operands::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) unsafe fn column<const BOTH: bool>(part: &Operands, j: usize, out: *mut f32) {
-        // SAFETY: offsets stay inside the lengths promised by the caller.
+        // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
             let prefetch = Prefetch::here(false);
             let mut acc = [_mm256_setzero_ps(); 2];
@@ -817,7 +820,7 @@ mod tests {
     use crate::testing::{Noise, bits, distance, paths};
     use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
-    /// A matrix of `n` rows, 33 to 64, of normal weights with a constant group and rows of other sizes.
+    /// A matrix of `n` rows, 33 to 64, of normally distributed weights with a constant group and rows of other magnitudes.
     fn weights(noise: &mut Noise, n: usize, k: usize) -> Vec<f32> {
         let mut w = noise.normals(n * k);
         w[..k].fill(0.5);
@@ -828,7 +831,7 @@ mod tests {
         w
     }
 
-    /// Makes four rows multiples of an f16 step, as files of 4-bit and of 8-bit codes have them: codes of the first reach −8, those of
+    /// Makes four rows multiples of an f16 step, like files of 4-bit and 8-bit codes: codes of the first reach −8, those of
     /// the others 127, −127 and both.
     fn on_grids(w: &mut [f32], k: usize) {
         for (row, (least, most)) in w.chunks_exact_mut(k).zip([(-8, 7), (-119, 127), (-127, 119), (-127, 127)]) {
@@ -841,7 +844,7 @@ mod tests {
         }
     }
 
-    /// What core makes of a row.
+    /// Core's result for a row.
     fn quantized(row: &[f32], both: bool) -> Row {
         if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap()
     }
@@ -892,7 +895,7 @@ mod tests {
                     planes.row(n, &mut back);
                     assert_eq!(bits(&back), bits(&want.both()));
                 }
-                // Blocks of a panel, as a prompt's matrices read them.
+                // Blocks of a panel, as read by a prompt's GEMMs.
                 let even = 2 * k.div_ceil(2);
                 let (mut values, mut pairs) = (vec![f32::NAN; even * PANEL], vec![0; even * PANEL]);
                 planes.values(simd, 0, 0, even, &mut values);
@@ -912,7 +915,7 @@ mod tests {
         }
     }
 
-    /// Products of m rows with panel 0.
+    /// GEMM of m rows with panel 0.
     fn gemms(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
         let (k, mut y) = (planes.k, vec![f32::NAN; m * PANEL]);
         if read.takes_f32(simd) {
@@ -927,9 +930,9 @@ mod tests {
     }
 
     #[test]
-    fn gemms_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
+    fn gemms_are_those_of_core_s_values_and_rows_do_not_affect_each_other() {
         let mut noise = Noise::new(32);
-        // What is read, of which planes, and how far the activations' rounding may move a product.
+        // Planes to read, and the largest effect of the activations' rounding.
         let reads = [
             (Read::Target, true, 1e-4),
             (Read::Target, false, 1e-4),
@@ -963,7 +966,7 @@ mod tests {
 
     #[test]
     fn integer_sums_do_not_overflow_and_the_draft_reads_no_lower_nibble() {
-        // The largest codes with the largest activations, and of every sign.
+        // The largest codes with the largest activations, of every sign.
         let k = 2 * GROUP;
         let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 0.3 }).collect();
         let mut planes = planes(Simd::Scalar, &w, k, true);
@@ -1016,7 +1019,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_that_are_no_numbers_are_seen_in_the_gemms() {
+    fn nan_activations_reach_the_result_of_a_gemm() {
         let k = 3 * GROUP;
         let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {
@@ -1025,7 +1028,7 @@ mod tests {
                 x[GROUP + 5] = bad;
                 for read in [Read::Target, Read::Both, Read::Upper] {
                     let y = gemms(simd, &planes, read, &x, 1);
-                    // The constant row's scale is 0, and 0 times infinity is NaN too.
+                    // The constant row's scale is 0, and 0 times infinity is also NaN.
                     assert!(y.iter().all(|y| !y.is_finite()), "{bad} {read:?} {simd:?}");
                 }
             }

@@ -1,4 +1,4 @@
-//! The last queries of the prompt under way, and the attention that they pay to its pages: what drafts of `Pages::Snap` choose by.
+//! The last queries of the current prompt, and the attention they pay to its pages, by which `Pages::Snap` chooses.
 
 use crate::dispatch::portable;
 use crate::lanes::{exp2, madd, widen};
@@ -12,7 +12,7 @@ use quantspec_core::config::ModelConfig;
 use quantspec_model::backend::{Block, Options};
 use std::ops::Range;
 
-/// Queries of the layer under way, and room for what is made of them. Everything is empty where page masses are not kept.
+/// Queries of the current layer, and memory for the sums over them. Everything is empty if page masses are not kept.
 pub(crate) struct LastQueries {
     heads: usize,
     d: usize,
@@ -24,32 +24,32 @@ pub(crate) struct LastQueries {
     sums: Array<f32>,
 }
 
-/// Where the queries of a block go.
+/// Destination of the queries of a block.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
     q: DisjointSlice<'a, f32>,
     heads: usize,
     d: usize,
-    /// First position that is kept.
+    /// First kept position.
     first: usize,
 }
 
 impl<'a> Rows<'a> {
-    /// Place of a head of a row; empty where the row is not kept.
+    /// Slice for a head of a row; empty if the row is not kept.
     ///
     /// # Safety
-    /// No two threads ask for the same place in one dispatch.
+    /// At most one thread calls it for a slice in one dispatch.
     pub(crate) unsafe fn row(&self, position: usize, head: usize) -> &'a mut [f32] {
         if position < self.first {
             return &mut [];
         }
-        // SAFETY: places do not overlap; each is one thread's by the caller's promise.
+        // SAFETY: slices do not overlap; the caller guarantees one thread for each.
         unsafe { self.q.slice((position % SNAP_QUERIES * self.heads + head) * self.d, self.d) }
     }
 }
 
 impl LastQueries {
-    /// Lengths of `q` and `sums` for heads of `d` channels and prompts of so many tokens, where masses are kept.
+    /// Lengths of `q` and `sums` for heads of `d` channels and prompts of this many tokens, if masses are kept.
     fn lengths(heads: usize, d: usize, tokens: Option<usize>) -> [usize; 2] {
         let rows = if tokens.is_some() { SNAP_QUERIES * heads } else { 0 };
         [rows * d, rows * tokens.unwrap_or(0).max(1).div_ceil(G)]
@@ -74,12 +74,12 @@ impl LastQueries {
         4 * LastQueries::lengths(config.heads, config.head_dim, tokens(options)).iter().sum::<usize>()
     }
 
-    /// Forgets the queries: a prompt begins.
+    /// Clears the queries at the beginning of a prompt.
     pub(crate) fn clear(&mut self) {
         self.rows = 0..0;
     }
 
-    /// Where the queries of a block go; those kept are the prompt's last ones.
+    /// Destination of the queries of a block; those of the prompt's end are kept.
     pub(crate) fn take_in(&mut self, block: &Block) -> Rows<'_> {
         let end = block.start + block.rows;
         let first = if self.q.is_empty() {
@@ -144,12 +144,12 @@ impl LastQueries {
     }
 }
 
-/// Tokens of the longest prompt, where masses are kept.
+/// Tokens of the longest prompt, if masses are kept.
 fn tokens(options: &Options) -> Option<usize> {
     options.page_masses.then_some(options.prompt_capacity)
 }
 
-/// Base-2 logarithm of the sum of 2^(q·k) over keys `[_][D]`; −∞ of none. `scores`: room for as many numbers.
+/// Base-2 logarithm of the sum of 2^(q·k) over keys `[_][D]`; −∞ without keys. `scores`: scratch of that many numbers.
 #[inline(always)]
 fn log_sum<const FMA: bool>(q: &[f32], keys: &[f32], scores: &mut [f32]) -> f32 {
     let mut most = f32::NEG_INFINITY;
@@ -170,7 +170,7 @@ fn log_sum<const FMA: bool>(q: &[f32], keys: &[f32], scores: &mut [f32]) -> f32 
     most + scores.iter().map(|score| exp2::<FMA>(score - most)).sum::<f32>().log2()
 }
 
-/// Adds to every page of `out` its share of what `sums` has of all pages.
+/// Adds to every page of `out` its share of the sum over all pages of `sums`.
 #[inline(always)]
 fn add_shares<const FMA: bool>(sums: &[f32], out: &mut [f32]) {
     let most = sums.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -196,7 +196,7 @@ mod tests {
         let mut poll = || Ok(());
         for simd in paths() {
             let machine = Machine { simd, pool: &pool, poll: &mut poll };
-            // The window within a block, over three blocks, and cut off by a known beginning; a prompt that sees no page.
+            // The window within one block, over three blocks, and cut by a cached prefix; a prompt without visible pages.
             for (tokens, blocks) in [
                 (2 * G, vec![0, 2 * G]),
                 (700, vec![650, 680, 690, 700]),
@@ -211,7 +211,7 @@ mod tests {
                 let q: Vec<f32> = (0..tokens * heads * d).map(|_| 1.5 * noise.normal()).collect();
                 let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
                 let prompt = vec![0; tokens];
-                // A layer leaves nothing to the next one.
+                // The state of a layer does not affect the next one.
                 for _ in 0..2 {
                     for range in blocks.windows(2) {
                         let rows = last.take_in(&Block {

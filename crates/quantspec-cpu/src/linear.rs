@@ -813,7 +813,7 @@ mod tests {
     }
 
     #[test]
-    fn gemms_match_f64_and_rows_do_not_see_each_other() {
+    fn gemms_match_f64_and_rows_do_not_affect_each_other() {
         let mut noise = Noise::new(7);
         let pools = [Pool::new(1).unwrap(), Pool::new(3).unwrap()];
         for (n, k) in [(96, 256), (40, 172), (33, 7), (64, 1376)] {

@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn gemms_match_f64_and_panels_do_not_see_each_other() {
+    fn gemms_match_f64_and_panels_do_not_affect_each_other() {
         let mut noise = Noise::new(41);
         let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());
         // Less than a tile, parts of tiles, and more than one block of k.

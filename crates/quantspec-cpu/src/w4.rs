@@ -663,7 +663,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_keep_tiles_know_their_bytes() {
+    fn the_bytes_of_a_draft_file_are_fixed() {
         let rows: Vec<f32> = (0..17 * 200).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
         for (bits, bytes) in [
             (Bits::Four, 0x0fa6_1116_dddd_5ebc_8b86_d9cb_698a_1e16),

@@ -1,5 +1,5 @@
-//! Weights as this backend keeps them, and how they get there: row panels are read, checked, repacked and, for the draft,
-//! quantised in one pass over the checkpoint, so that no weight is ever held twice.
+//! Weights of this backend and their loading: row panels are read, checked, repacked and, for the draft, quantised in one
+//! pass over the checkpoint, so that no weight is held twice.
 
 use crate::dispatch::Simd;
 use crate::hierarchy::{self, Planes, Read};
@@ -15,7 +15,7 @@ use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::draft_cache::{self, DraftBlocks};
 use std::sync::Mutex;
 
-/// Bytes of a checkpoint one thread reads between two calls of the hooks: a quarter of a second of a slow disk.
+/// Bytes of a checkpoint that one thread reads between two calls of the hooks: a quarter of a second on a slow disk.
 const SLICE_BYTES: usize = 8 << 20;
 
 /// Panels of a matrix of `n` outputs.
@@ -23,16 +23,16 @@ pub(crate) const fn panels(n: usize) -> usize {
     n.div_ceil(PANEL)
 }
 
-/// A linear layer: the target's weights, what drafts read where that is something else, and biases in the order of its outputs.
+/// A linear layer: the target's weights, the draft's if they differ, and biases in the order of its outputs.
 pub(crate) struct Linear {
     pub(crate) full: Matrix,
     pub(crate) draft: Option<DraftMatrix>,
-    /// Empty where the model has none.
+    /// Empty if the model has none.
     pub(crate) bias: Vec<f32>,
 }
 
 impl Linear {
-    /// What a pass multiplies by.
+    /// The operand of a pass.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
             (Weights::Draft | Weights::Draft4, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
@@ -47,7 +47,7 @@ impl Linear {
         }
     }
 
-    /// Draft weights of its own.
+    /// Separate draft weights.
     fn tiles(&self) -> Option<&Tiles> {
         match &self.draft {
             Some(DraftMatrix::Tiles(tiles)) => Some(tiles),
@@ -56,9 +56,9 @@ impl Linear {
     }
 }
 
-/// What drafts read of a linear layer.
+/// The draft's weights of a linear layer.
 pub(crate) enum DraftMatrix {
-    /// Weights of their own.
+    /// Separate weights.
     Tiles(Tiles),
     /// The target's planes.
     Planes(Read),
@@ -70,7 +70,7 @@ pub(crate) struct Layer {
     pub(crate) mlp_norm: Vec<f32>,
     /// Norms of every query and key head.
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    /// Query, key and value outputs, each from a panel border on.
+    /// Query, key and value outputs, each starting at a panel border.
     pub(crate) qkv: Linear,
     pub(crate) output: Linear,
     /// Panels of gate and up alternate.
@@ -78,7 +78,7 @@ pub(crate) struct Layer {
     pub(crate) down: Linear,
 }
 
-/// The embedding of a model whose head is another matrix: rows as the checkpoint stores them.
+/// The embedding of an untied model: rows in the checkpoint's format.
 pub(crate) struct Embedding {
     dtype: Dtype,
     bytes: Array<u8>,
@@ -86,14 +86,14 @@ pub(crate) struct Embedding {
 
 /// Everything a checkpoint holds.
 pub(crate) struct Model {
-    /// None where the head is the embedding.
+    /// None if the head is the embedding.
     pub(crate) embedding: Option<Embedding>,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
     pub(crate) head: Linear,
 }
 
-/// Where the three parts of the fused QKV output start.
+/// Offsets of the three parts of the fused QKV output.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QkvOffsets {
     pub(crate) key: usize,
@@ -147,8 +147,8 @@ impl Sizes {
     }
 }
 
-/// The first panel with both planes of the matrix that begins with a part; None where it keeps the checkpoint's format. Of 4 bits the
-/// head and the values have both: they are few, and the most sensitive.
+/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format. With 4
+/// bits, the head and the values have both planes, as they are few and the most sensitive.
 fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
     match (weights, part) {
         (TargetWeights::Checkpoint, _) => None,
@@ -158,7 +158,7 @@ fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: u
     }
 }
 
-/// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
+/// The draft weights of a checkpoint on disk, if they are kept there. A block is a panel, in the order of [`Loader::linear`].
 fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<DraftBlocks> {
     if options.weights != TargetWeights::Checkpoint {
         return None;
@@ -203,7 +203,7 @@ pub(crate) fn plan(checkpoint: &Checkpoint, options: &Options) -> (usize, usize)
     (full + embedding + vectors(config), tiles)
 }
 
-/// Number format of the matrix that several tensors make: theirs, or f32, which holds all of them exactly, where they differ.
+/// Number format of a matrix made of several tensors: theirs, or f32, which holds all of them exactly, if they differ.
 fn dtype_of(checkpoint: &Checkpoint, mut parts: impl Iterator<Item = Part>) -> Dtype {
     let first = parts.next().map_or(Dtype::F32, |part| checkpoint.dtype(part));
     if parts.all(|part| checkpoint.dtype(part) == first) { first } else { Dtype::F32 }
@@ -221,11 +221,11 @@ fn vectors(config: &ModelConfig) -> usize {
 }
 
 impl Model {
-    /// Reads a checkpoint.
+    /// Loads a checkpoint.
     ///
     /// # Errors
-    /// Those of the checkpoint and of `hooks.poll`; [`quantspec_core::ErrorKind::NotFinite`] naming the tensor;
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// Those of the checkpoint and of `hooks.poll`; [`quantspec_core::ErrorKind::NotFinite`] with the tensor;
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
     pub(crate) fn load(
         checkpoint: &Checkpoint,
         options: &Options,
@@ -297,7 +297,7 @@ impl Embedding {
     }
 }
 
-/// All matrices a checkpoint is asked for.
+/// All matrices that are read from a checkpoint.
 fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
     let embedding = (!config.tied_embeddings).then_some(Part::Embedding);
     (0..config.layers)
@@ -306,9 +306,9 @@ fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
         .chain(embedding)
 }
 
-/// Numbers as they lie in memory.
+/// The bytes of f32 numbers.
 fn bytes_of_f32(values: &[f32]) -> &[u8] {
-    // SAFETY: f32 has no padding, and bytes no alignment.
+    // SAFETY: f32 has no padding, and bytes have no alignment.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
@@ -343,7 +343,7 @@ struct Loader<'a> {
     pool: &'a Pool,
     hooks: &'a mut Hooks,
     drafts: Option<&'a DraftBlocks>,
-    /// Blocks of `drafts` before the linear layer under way.
+    /// Blocks of `drafts` before the current linear layer.
     blocks: usize,
     done: usize,
     total: usize,
@@ -427,7 +427,7 @@ impl Loader<'_> {
         Ok(Linear { full, draft, bias })
     }
 
-    /// Reads one tensor into its panels; `dtype` holds all tensors of the matrix exactly.
+    /// Reads one tensor into its panels; `dtype` represents all tensors of the matrix exactly.
     fn fill(&mut self, full: &mut Matrix, dtype: Dtype, draft: Option<&mut Tiles>, source: &Source) -> Result<()> {
         let k = full.k;
         let (checkpoint, simd, drafts, first_block) = (self.checkpoint, self.simd, self.drafts, self.blocks);
@@ -537,7 +537,7 @@ impl Loader<'_> {
         Ok(Embedding { dtype, bytes })
     }
 
-    /// Runs `work` over units 0..count, `per_thread` units a thread between two calls of the hooks.
+    /// Runs `work` over units 0..count, `per_thread` units per thread between two calls of the hooks.
     fn slices(
         &mut self,
         count: usize,

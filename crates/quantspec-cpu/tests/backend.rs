@@ -455,7 +455,7 @@ fn a_repeated_round_changes_no_token_of_neighbours() {
 }
 
 #[test]
-fn slots_do_not_see_each_other() {
+fn slots_do_not_affect_each_other() {
     let checkpoint = LLAMA.checkpoint(6);
     let ids: Vec<Vec<u32>> = (0..3).map(|slot| random::tokens(300, 3 * G + 50 * slot, 10 + slot as u64)).collect();
     let load = |slots: usize| CpuBackend::load(&checkpoint, &options(slots, 4 * G), Hooks::default()).expect("load");

@@ -128,7 +128,7 @@ impl Run {
         Some(if in_turn { Box::new(InTurn { drafter, round: 0 }) } else { drafter })
     }
 
-    /// `auto` chooses among pages, too.
+    /// `auto` also chooses among pages.
     fn pages(&self) -> Vec<Pages> {
         std::iter::once(self.pages).chain((self.method == "auto").then_some(Pages::Best(2))).collect()
     }
@@ -223,7 +223,7 @@ impl Run {
     }
 }
 
-/// Drafts by another candidate each round, whatever they promise.
+/// Drafts with another candidate in each round, regardless of promises.
 #[derive(Debug)]
 struct InTurn {
     drafter: Box<dyn Drafter>,
@@ -338,8 +338,8 @@ fn law_of(
     last
 }
 
-/// The methods of the list whose drafts read any pages, with 8-bit activations, and copy nothing: [`selection`] combines these with everything
-/// else.
+/// Methods whose drafts read any pages, with 8-bit activations, and copy nothing; [`selection`] combines them with all other
+/// settings.
 fn methods() -> [&'static str; 3] {
     let any_pages = |entry: &&draft::Entry| {
         matches!(entry.source, draft::Source::Model { weights: Weights::Full | Weights::Draft, pages: None, .. })
@@ -620,7 +620,7 @@ fn masks_depend_on_the_text_alone() {
     let auto =
         ["quantspec", "draft-model"].map(|method| (Run { auto: true, ..Run::new(method, Pages::All, 12, 2) }, 1));
     let mut runs: Vec<(Run, usize)> = runs.into_iter().step_by(if full() { 1 } else { 5 }).chain(auto).collect();
-    // A text that may not repeat itself leaves prompt lookup little to propose: its first proposals are forbidden ones.
+    // A text that must not repeat itself leaves prompt lookup few proposals: its first ones are forbidden.
     runs.retain(|(run, _)| run.method != "ngram" || run.gamma > 1);
     for entry in &draft::METHODS {
         if !runs.iter().any(|(run, _)| run.method == entry.name) {
@@ -694,7 +694,8 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
     assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
 }
 
-/// What bans leave empty is told as such, on the first token and on later ones, and ends no text of which drafted tokens alone are to blame.
+/// Bans that leave no token are reported as such, on the first token and on later ones. They end no text if only drafted
+/// tokens are affected.
 #[test]
 fn an_answer_without_a_token_left_says_so() {
     use quantspec_core::Error;

@@ -165,7 +165,7 @@ struct Split {
     items: usize,
 }
 
-/// The number of a view in kernels.
+/// A view's number in kernels.
 const fn view_number(view: View) -> usize {
     match view {
         View::Upper => shapes::UPPER,
@@ -174,7 +174,7 @@ const fn view_number(view: View) -> usize {
     }
 }
 
-/// Kernels of a view by rows, ascending: with TMA or without, of whole SMs or of half ones.
+/// A view's kernels, ascending by rows: with or without TMA, for whole or half SMs.
 fn instances(view: View, d: usize, tma: bool, beside: bool) -> impl Iterator<Item = &'static shapes::Attend> {
     let is = (d, view_number(view), beside, tma);
     shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
@@ -669,7 +669,8 @@ mod tests {
     #[test]
     fn shared_memory_fits_a_block() {
         for of in shapes::ATTEND {
-            // What Hopper gives a block, and what two blocks of an SM's 228 KiB have, of which the driver keeps 1 KiB each.
+            // Shared memory of a block on Hopper, and of each of two blocks that share an SM's 228 KiB; the driver reserves 1
+            // KiB per block.
             let most = if of.beside { 113 * 1024 } else { 227 * 1024 };
             assert!(of.shared + of.stages * of.stage_bytes <= most, "{of:?}");
         }

@@ -107,18 +107,18 @@ pub fn measure(
     bench.prompt(contexts, report)
 }
 
-/// Median seconds of some replays of a graph, after others that do not count.
+/// Median seconds of some replays of a graph, after a warm-up.
 ///
 /// # Errors
 /// Device errors of the driver.
 ///
 /// # Safety
-/// As of [`Graph::launch`].
+/// As [`Graph::launch`].
 pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64> {
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
         let start = device.mark()?;
-        // SAFETY: the caller's.
+        // SAFETY: guaranteed by the caller.
         unsafe { graph.launch() }?;
         let took = start.seconds_to(&device.mark()?)?;
         if round >= WARM_UP {
@@ -129,10 +129,10 @@ pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64>
     Ok(times[times.len() / 2])
 }
 
-/// [`median_seconds`] of what `work` queues.
+/// [`median_seconds`] of the launches of `work`.
 fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
     let graph = device.record(work)?;
-    // SAFETY: callers keep what they recorded until this returns.
+    // SAFETY: callers keep all recorded buffers until this returns.
     unsafe { median_seconds(device, &graph) }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Rows of the largest step. Every block computes every row's input; from three rows on, separate kernels are faster.
 pub const ROWS_MAX: usize = DRAFT_ROWS;
-/// Threads of a block: warps that multiply, and four that copy.
+/// Threads of a block: computing warps, and four loading ones.
 const THREADS: u32 = 32 * (WARPS as u32 + 4);
 /// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead.
 const STAGES_MIN: usize = DRAFT_AHEAD;

@@ -9,7 +9,7 @@ const FLAG_LOGITS: u32 = shapes::FLAG_LOGITS as u32;
 pub(crate) const FLAG_WEIGHTS: u32 = shapes::FLAG_WEIGHTS as u32;
 const FLAG_NO_TOKEN: u32 = shapes::FLAG_NO_TOKEN as u32;
 
-/// [`check_flag`] of rows some of whose tokens may have been forbidden: where none was left, that is the reason.
+/// [`check_flag`] for rows with forbidden tokens: if no token is left, that is the error.
 pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {
     if forbids && flag == FLAG_NO_TOKEN { Err(Error::no_token_left()) } else { check_flag(flag) }
 }

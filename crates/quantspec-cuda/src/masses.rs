@@ -1,4 +1,5 @@
-//! How much attention the last queries of a prompt pay to its pages (kernels/masses.cu), and what drafts of `Pages::Snap` choose by.
+//! Attention that the last queries of a prompt pay to its pages (kernels/masses.cu), and the scores by which `Pages::Snap`
+//! chooses.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 /// Threads of a block of `page_masses`.
 const THREADS: u32 = 256;
 
-/// What is kept of every slot, and of the prompt under way.
+/// State of every slot, and of the current prompt.
 #[derive(Debug)]
 pub struct PageMasses {
     device: Arc<Device>,
@@ -22,18 +23,19 @@ pub struct PageMasses {
     masses: Kernel,
     config: ModelConfig,
     slots: usize,
-    /// Scores of a list: pages of a sequence.
+    /// Scores per list: the most pages of a sequence.
     pitch: usize,
-    /// f32 `[layer][2][slot][KV head][pitch]`: masses of the prompt's pages, then what [`crate::attend::Attend::choose`] scores at a refresh.
+    /// f32 `[layer][2][slot][KV head][pitch]`: masses of the prompt's pages, then the scores of
+    /// [`crate::attend::Attend::choose`] at a refresh.
     pub scores: Buffer,
-    /// f32 `[KV head][query][page]` of the layer under way.
+    /// f32 `[KV head][query][page]` of the current layer.
     of_pages: Buffer,
     /// Positions whose queries `of_pages` has.
     rows: Range<usize>,
 }
 
 impl PageMasses {
-    /// Bytes of scores and of the layer under way; none where masses are not kept.
+    /// Bytes of scores and of the current layer; 0 if masses are not kept.
     pub fn bytes(config: &ModelConfig, options: &Options) -> [usize; 2] {
         if !options.page_masses {
             return [0; 2];
@@ -44,7 +46,7 @@ impl PageMasses {
         ]
     }
 
-    /// Room for a model, where masses are kept.
+    /// Allocates for a model; `None` if masses are not kept.
     ///
     /// # Errors
     /// Those of the device.
@@ -76,19 +78,19 @@ impl PageMasses {
         self.scores.at(layer * 2 * self.slots * self.config.kv_heads * self.pitch * 4)
     }
 
-    /// Forgets the queries: a prompt begins.
+    /// Clears the queries at the beginning of a prompt.
     pub fn clear(&mut self) {
         self.rows = 0..0;
     }
 
-    /// Takes in a block's queries, if they are among the prompt's last. q f16 `[rows][heads · head_dim]` of the block; kv f16 `[token][2 · kv_heads ·
-    /// head_dim]` of the prompt up to the block's end.
+    /// Adds a block's queries, if they are among the prompt's last. q f16 `[rows][heads · head_dim]` of the block; kv f16
+    /// `[token][2 · kv_heads · head_dim]` of the prompt up to the block's end.
     ///
     /// # Errors
     /// Device errors of the launch.
     ///
     /// # Safety
-    /// q and kv must be good until the stream has passed this call.
+    /// q and kv must be valid until the stream has executed this call.
     pub unsafe fn take_in(&mut self, block: &Block, q: u64, kv: u64) -> Result<()> {
         let (tokens, end) = (block.prompt.len(), block.start + block.rows);
         let first = tokens.saturating_sub(SNAP_QUERIES).max(block.start);
@@ -112,21 +114,22 @@ impl PageMasses {
             scale
         ];
         let grid = [tokens.div_ceil(G) as u32, config.kv_heads as u32, 1];
-        // SAFETY: the argument list is the kernel's; prompts have at most the tokens that there is room for, and the caller vouches for the rest.
+        // SAFETY: the argument list is the kernel's; prompts have at most the planned number of tokens, and the caller
+        // guarantees the rest.
         unsafe {
             self.device.launch(self.sums, Launch { grid, block: G as u32, shared: 0, overlap: false }, &arguments)
         }
     }
 
-    /// Number of the first query of a position among those of a prompt.
+    /// Index of the first query of a position among those of a prompt.
     fn query(&self, tokens: usize, position: usize) -> usize {
         (position + SNAP_QUERIES - tokens) * self.config.group()
     }
 
-    /// Ends a layer: masses of the pages that a query after the prompt sees, of which it returns the number.
+    /// Ends a layer: computes masses of the pages visible after the prompt, and returns their number.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for a prompt whose last queries were not taken in. Device errors of the launch.
+    /// [`quantspec_core::ErrorKind::Internal`] if the last queries of the prompt were not added. Device errors of the launch.
     pub fn finish(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<usize> {
         let (visible, rows) = (visible_pages(tokens), std::mem::take(&mut self.rows));
         if visible == 0 {

@@ -100,7 +100,7 @@ pub const fn readable(rows: usize) -> usize {
     rows.next_multiple_of(WIDE.rows())
 }
 
-/// A tile by the name that kernels have.
+/// The tile with this name in kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tile {
     name: &'static str,

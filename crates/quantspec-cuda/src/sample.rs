@@ -352,7 +352,8 @@ impl Sampling {
         Ok(Manner { warm, rejects, ..Manner::default() })
     }
 
-    /// Tells the device what may follow each row of a step, where turns follow grammars. Waits for the drafted tokens before the rows.
+    /// Writes the masks of a step's rows to the device, for turns with grammars. Waits for the drafted tokens before the
+    /// rows.
     pub(crate) fn learn_masks(&mut self, rows: &[Row], turns: &[Turn]) -> Result<()> {
         if turns.iter().all(|turn| turn.constraint.is_none()) {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Shapes of the kernels that launchers need. build.rs reads the tables and numbers from the sources of the kernels, which assert what follows from a row.
+//! Kernel shapes for launchers. build.rs reads the tables and numbers from the kernel sources, which assert the values
+//! derived from a row.
 
 use quantspec_core::cache::G;
 
@@ -7,9 +8,9 @@ use quantspec_core::cache::G;
 pub(crate) struct Ring {
     /// Row tiles of 8.
     pub(crate) nt: usize,
-    /// Blocks that share what they copy of the inputs.
+    /// Blocks of a cluster, which share copies of the inputs.
     pub(crate) cluster: usize,
-    /// The warps that copy hand registers over to those that multiply.
+    /// Loading warps release registers to computing warps.
     pub(crate) hand_over: bool,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
@@ -41,7 +42,7 @@ pub(crate) struct Wide {
 /// A GEMM with planes on Hopper: `PLANE_RING` in kernels/hierarchy.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlaneRing {
-    /// Planes that are read.
+    /// Number of planes to read.
     pub(crate) planes: usize,
     /// As in [`Ring`].
     pub(crate) nt: usize,
@@ -57,15 +58,15 @@ pub(crate) struct Attend {
     pub(crate) d: usize,
     /// [`UPPER`], [`BOTH`] or [`FULL`].
     pub(crate) view: usize,
-    /// Query rows a KV head it takes.
+    /// Most query rows per KV head.
     pub(crate) rows: usize,
-    /// Pipeline stages of a ring that TMA fills; 0: threads copy, and the launch says how many.
+    /// Pipeline stages of a ring filled by TMA; 0 if threads copy, with stages chosen at launch.
     pub(crate) stages: usize,
-    /// A block has half an SM.
+    /// True for blocks of half an SM.
     pub(crate) beside: bool,
     /// Threads.
     pub(crate) block: usize,
-    /// Bytes of shared memory for each pipeline stage, and besides.
+    /// Bytes of shared memory per pipeline stage, and in addition.
     pub(crate) stage_bytes: usize,
     pub(crate) shared: usize,
 }
@@ -75,7 +76,7 @@ pub(crate) struct Attend {
 pub(crate) struct Tile {
     /// Columns.
     pub(crate) columns: usize,
-    /// Warpgroups of 64 rows that multiply.
+    /// Computing warpgroups of 64 rows.
     pub(crate) consumers: usize,
     /// CTAs that share a tile of W.
     pub(crate) cluster: usize,

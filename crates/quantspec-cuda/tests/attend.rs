@@ -503,7 +503,7 @@ fn pages_that_are_not_chosen_among_are_all_listed() {
     for (scored, pages) in [(3, 4), (5, 9), (40, 41), (64, 100), (1000, 1031), (2040, 2100)] {
         for n in [2, 3, 17, scored - 1].into_iter().filter(|&n| (2..scored).contains(&n)) {
             let (score_pitch, list_pitch) = (pages + 3, n + pages - scored + 2);
-            // Masses, in the scores of number 1. What lies beyond those chosen among says nothing.
+            // Masses are scores 1. Entries beyond the chosen-among pages have no effect.
             let scores: Vec<f32> = (0..2 * score_pitch).map(|_| random.normal().abs()).collect();
             let on_device = device.copied(&scores).unwrap();
             let choice = Choice { row: 0, slot: 0, pages: pages as i32, scored: scored as i32, scores: 1 };
@@ -547,7 +547,7 @@ fn masses_of_pages_equal_core() {
             let plan: usize = PageMasses::bytes(&config, &options).iter().sum();
             assert_eq!(masses.held_bytes(), plan);
             let prompt = vec![0; tokens];
-            // What was computed of a prompt whose beginning was known, and what an earlier prompt left.
+            // The computed rows of a prompt with a cached prefix, and remains of an earlier prompt.
             for known in [0, blocks[0]].into_iter().filter(|&known| known < tokens) {
                 masses.clear();
                 let mut start = 0;

@@ -45,7 +45,7 @@ fn graph_seconds(device: &Arc<Device>, mut work: impl FnMut()) -> f64 {
             Ok(())
         })
         .unwrap();
-    // SAFETY: what is recorded outlives this call.
+    // SAFETY: recorded buffers outlive this call.
     unsafe { median_seconds(device, &graph) }.unwrap()
 }
 

@@ -1,8 +1,8 @@
-//! Sequences and rounds: the part of the method that has state.
+//! Sequences and rounds: the stateful part of the method.
 //!
-//! A round is `draft` then `verify` (docs/algorithm.md). The engine keeps each sequence's extent, its last emitted token (whose
-//! keys and values are not cached yet), the γ policy and the statistics; the backend does the arithmetic. Rolling back is
-//! not an operation: what `verify` does not commit is overwritten by the next round.
+//! A round is `draft` then `verify` (docs/algorithm.md). The engine keeps each sequence's extent, its last emitted token
+//! (whose keys and values are not cached yet), the γ policy and the statistics; the backend computes. There is no rollback:
+//! tokens that `verify` does not commit are overwritten by the next round.
 
 use crate::backend::{Backend, Memory, Turn};
 use crate::draft::{Drafter, Outlook};
@@ -22,12 +22,12 @@ use quantspec_core::{Error, Result};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How an engine decodes, whatever the device.
+/// How an engine decodes, on any device.
 #[derive(Debug)]
 pub struct Method {
     /// View of the cache that defines the target distribution.
     pub target: View,
-    /// What drafts; `None` decodes autoregressively (γ = 0 through the same code).
+    /// The drafter; `None` decodes autoregressively (γ = 0 through the same code).
     pub drafter: Option<Box<dyn Drafter>>,
     /// Chooses γ.
     pub policy: Policy,
@@ -49,24 +49,24 @@ struct Sequence {
     text: Vec<u32>,
     prompt_tokens: usize,
     sampler: Sampler,
-    /// The text as penalties look at it, where there are any.
+    /// The text in the form penalties need; `None` without penalties.
     history: Option<Arc<History>>,
-    /// What its answer may be, where a grammar says so.
+    /// Grammar of the answer; `None` without one.
     constraint: Option<Arc<Constraint>>,
-    /// Answers over the prompt before this one.
+    /// Number of earlier answers to the prompt.
     answers: usize,
-    /// Likeliest tokens that come with the log-probability of every token; `None` where nobody wants these.
+    /// Number of most likely tokens to return with each token's log-probability; `None` without log-probabilities.
     logprobs: Option<usize>,
-    /// Log-probabilities that nobody has taken.
+    /// Log-probabilities not yet taken.
     told: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
     /// Tokens it may still emit.
     remaining: usize,
     extent: Extent,
-    /// End of the positions ever written to the buffer, drafted ones included.
+    /// End of the positions written to the buffer so far, including drafted ones.
     written: usize,
-    /// Prefill is done: the window holds the last emitted token.
+    /// Prefill is done, and the window holds the last emitted token.
     running: bool,
     /// None before its prompt is begun.
     cursor: Option<PrefillCursor>,
@@ -106,14 +106,14 @@ pub struct Engine<B: Backend> {
     capacity: usize,
     block_rows: usize,
     sequences: Vec<Option<Sequence>>,
-    /// The round under way: turns whose windows hold drafted tokens.
+    /// The current round: turns whose windows hold drafted tokens.
     turns: Vec<Turn>,
-    /// Steps of its draft, and seconds they took so far.
+    /// Steps of its draft, and their seconds so far.
     drafted: Option<(usize, f64)>,
-    /// Pages of the cache that each step read; `None` where it read none.
+    /// Pages of the cache that each step read; `None` if it read none.
     pages: Option<Pages>,
     stats: Stats,
-    /// Bytes that the backend held before any text.
+    /// Memory of the backend before any text.
     loaded: Memory,
     prompts: Option<PromptCache>,
     /// Pages, of each layer and KV head, that all sequences share.
@@ -139,13 +139,13 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Sequences share so many pages of each layer and KV head ([`crate::backend::Options::pages`]) instead of having the room of
-    /// the longest each.
+    /// Makes sequences share this number of pages per layer and KV head ([`crate::backend::Options::pages`]); by default each
+    /// has pages for the longest.
     pub fn share_pages(&mut self, pages: usize) {
         self.pool_pages = pages;
     }
 
-    /// Whether a sequence of `tokens`, prompt and answer together, can be taken now: there are a free slot and free pages.
+    /// True if a sequence of `tokens`, prompt and answer together, can be added now: a slot and enough pages are free.
     pub fn has_room(&self, tokens: usize) -> bool {
         self.sequences.iter().any(Option::is_none) && pages(tokens) <= self.free_pages()
     }
@@ -170,7 +170,7 @@ impl<B: Backend> Engine<B> {
         self.pool_pages.saturating_sub(self.sequences.iter().flatten().map(taken).sum())
     }
 
-    /// Keeps prompts from now on, and reuses what a prompt has in common with them.
+    /// Caches prompts from now on, and reuses their common prefixes.
     pub fn cache_prompts(&mut self, cache: PromptCache) {
         self.prompts = Some(cache);
     }
@@ -180,13 +180,12 @@ impl<B: Backend> Engine<B> {
         self.prompts.as_mut()
     }
 
-    /// Takes a prompt into a free slot. Fails when no slot or too few pages are free, when an id is outside the vocabulary, or when the prompt
-    /// and `max_new_tokens` exceed the capacity: nothing is ever cut.
+    /// Adds a prompt to a free slot and returns the slot.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot or too few pages are free,
-    /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
-    /// beyond the capacity, and those of [`crate::backend::KvCache::open`].
+    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and if no slot or too few pages are free,
+    /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`] if
+    /// prompt and `max_new_tokens` exceed the capacity, and those of [`crate::backend::KvCache::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
@@ -240,26 +239,26 @@ impl<B: Backend> Engine<B> {
         Ok(slot)
     }
 
-    /// Has the slot's answer follow a grammar, which is at its beginning; call it before the prompt is processed.
+    /// Makes the slot's answer follow a grammar, which is at its beginning. Call it before the prompt is processed.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
     pub fn constrain(&mut self, slot: usize, grammar: Box<dyn Grammar>) -> Result<()> {
         self.unbegun(slot)?.constraint = Some(Arc::new(Constraint::new(grammar)));
         Ok(())
     }
 
-    /// Has the slot's tokens come with log-probabilities and the `top` likeliest tokens of their places; call it before the prompt is
-    /// processed. [`Engine::take_logprobs`] has them.
+    /// Requests log-probabilities of the slot's tokens, each with the `top` most likely tokens at its position. Call it
+    /// before the prompt is processed; [`Engine::take_logprobs`] returns them.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
     pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
         self.unbegun(slot)?.logprobs = Some(top);
         Ok(())
     }
 
-    /// A sequence without any token of its answer.
+    /// A slot's sequence, which has emitted no token.
     fn unbegun(&mut self, slot: usize) -> Result<&mut Sequence> {
         let (_, _, sequence) = self.working(slot)?;
         if sequence.running {
@@ -271,16 +270,18 @@ impl<B: Backend> Engine<B> {
         Ok(sequence)
     }
 
-    /// Log-probabilities of the slot's tokens since the last call, under the target's distribution before penalties, masks and warpers.
+    /// Log-probabilities of the slot's tokens after the last call, under the target's distribution before penalties, masks
+    /// and warpers.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence.
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence.
     pub fn take_logprobs(&mut self, slot: usize) -> Result<Vec<Logprob>> {
         let (_, _, sequence) = self.working(slot)?;
         Ok(std::mem::take(&mut sequence.told))
     }
 
-    /// Processes the slot's prompt exactly and returns the first emitted token. `progress` is told rows done and rows in all.
+    /// Processes the slot's prompt and returns the first emitted token. `progress` is called with rows done and rows in
+    /// total.
     ///
     /// # Errors
     /// As [`Engine::prefill_timed`].
@@ -288,9 +289,9 @@ impl<B: Backend> Engine<B> {
         Ok(self.prefill_timed(slot, 0, progress)?.0)
     }
 
-    /// Goes on with the slot's prompt for about `most_rows` rows, counted over all layers, at least one block. Returns the first
-    /// emitted token at the prompt's end, `None` before it. Rounds of other slots may run in between; the tokens do not depend
-    /// on the chunks. Of one prompt after the other: the backend has room for one.
+    /// Continues the slot's prompt for about `most_rows` rows, counted over all layers, at least one block. Returns the first
+    /// emitted token at the prompt's end, `None` before it. Rounds of other slots may run in between; tokens do not depend on
+    /// the chunks. Only one prompt at a time: the backend has room for one.
     ///
     /// # Errors
     /// As [`Engine::prefill_timed`].
@@ -352,7 +353,7 @@ impl<B: Backend> Engine<B> {
         Ok(first)
     }
 
-    /// Looks for what is known of a prompt that is about to be read. Returns its tokens that are to be computed.
+    /// Looks up a prompt in the prompt cache before its prefill. Returns the number of tokens to compute.
     fn begin_prompt(&mut self, slot: usize) -> Result<usize> {
         let Engine { sequences, prompts, .. } = self;
         let sequence = found(sequences, slot)?;
@@ -366,12 +367,13 @@ impl<B: Backend> Engine<B> {
         Ok(sequence.text.len() - cursor.first())
     }
 
-    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
-    /// block that holds rows of both sides is shared by rows, and so is the quantising of a layer.
+    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: their cost at that depth. The time of
+    /// a block with rows on both sides is split by rows, and so is the quantising of a layer.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is already prefilled, and those of
+    /// [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and
+    /// [`Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,
@@ -383,7 +385,7 @@ impl<B: Backend> Engine<B> {
         let first = found(&mut self.sequences, slot)?.text.len() - computed;
         let (mut seconds, mut done) = (0.0, 0);
         let mut timed = |rows: usize, total: usize| {
-            // Rows are counted over all layers; a call without new rows ends a layer, which concerned all of its rows.
+            // Rows are counted over all layers. A call without new rows ends a layer, which involves all of its rows.
             let new = if rows > done { rows - done } else { computed };
             let end = first + (rows - 1) % computed + 1;
             let late = end.saturating_sub(from.max(end.saturating_sub(new)));
@@ -396,7 +398,7 @@ impl<B: Backend> Engine<B> {
         Ok((first, seconds + last.elapsed().as_secs_f64()))
     }
 
-    /// Decodes by another method from the next round on, whose drafter is told of every sequence. The backend must keep all
+    /// Changes the method from the next round on; its drafter gets every sequence's text. The backend must keep all planes
     /// that the drafter needs.
     ///
     /// # Errors
@@ -414,15 +416,17 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Begins the slot's answer anew over its prompt's cache, without log-probabilities and grammar: after the prompt comes `token`, and then `max_new_tokens − 1`
-    /// of `add`, chosen by `sampler`. Quantised pages of the prompt are as prefill left them, and the buffer still is where no
-    /// more than `BUFFER_TOKENS` positions were written since the oldest one that the first row reads. Where more were, the
-    /// answer is `false`, nothing changed, and the prompt must be prefilled again.
+    /// Restarts the slot's answer over its prompt's cache, without log-probabilities and grammar: `token` follows the prompt,
+    /// then `max_new_tokens − 1` tokens of [`Engine::add`], chosen by `sampler`.
+    ///
+    /// Quantised pages of the prompt do not change. The buffer is valid if at most `BUFFER_TOKENS` positions were written
+    /// after the oldest one that the first row reads. Otherwise this returns `false` without any change, and the prompt must
+    /// be prefilled again.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is not prefilled,
-    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`crate::backend::KvCache::set_window`] and
-    /// [`Drafter::prefill`].
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is not prefilled,
+    /// [`quantspec_core::ErrorKind::Model`] if `token` is outside the vocabulary, and those of
+    /// [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.working(slot)?;
         check_ids(&[token], backend.config().vocab)?;
@@ -450,7 +454,7 @@ impl<B: Backend> Engine<B> {
         Ok(true)
     }
 
-    /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
+    /// γ for the slot's next round: the policy's, limited so that a round never emits more than the remaining tokens.
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let most = GAMMA_MAX.min(remaining.saturating_sub(1));
@@ -465,8 +469,8 @@ impl<B: Backend> Engine<B> {
         wanted.min(most)
     }
 
-    /// Tokens, at most `most`, that the drafter would rather copy from this slot's text than draft. Costs are those of one sequence: in
-    /// a batch the draft of others goes on all the same.
+    /// Tokens, at most `most`, that the drafter would copy from this slot's text instead of drafting. Costs are known for a
+    /// single sequence only: in a batch the other sequences' draft runs anyway.
     fn copies(&self, slot: usize, most: usize) -> usize {
         let Method { drafter, policy, .. } = &self.method;
         let alone = self.is_alone();
@@ -479,7 +483,7 @@ impl<B: Backend> Engine<B> {
         self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
     }
 
-    /// Whether a draft of this slot can end early: logit margins say how likely its tokens stand, and no other sequence shares its steps.
+    /// True if a draft of this slot can end early: logit margins predict acceptance, and no other sequence shares its steps.
     fn watches(&self, slot: usize) -> bool {
         let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
         self.method.drafter.as_ref().is_some_and(|drafter| drafter.margins())
@@ -487,12 +491,12 @@ impl<B: Backend> Engine<B> {
             && self.is_alone()
     }
 
-    /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end or the drafter proposes fewer. The slots named
-    /// here are the round; where one is refused, there is none.
+    /// Drafts γ tokens for every (slot, γ): fewer if the policy ends a draft early or the drafter proposes fewer. The round
+    /// consists of these slots; if one is refused, there is no round.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where a slot holds no sequence, is not decoding or is named twice, where γ is
-    /// beyond [`GAMMA_MAX`] or what remains, and where the method drafts nothing and γ is not 0. Those of [`Drafter::propose`].
+    /// [`quantspec_core::ErrorKind::Usage`] if a slot holds no sequence, is not decoding or occurs twice, if γ is beyond
+    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -565,12 +569,14 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Verifies what the last `draft` drafted, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call. Where that is not finite, or too much work for a grammar, it takes a plain step instead, in which nothing drafted is computed.
+    /// Verifies the tokens of the last `draft`, commits, quantises complete pages, and returns each sequence's new tokens in
+    /// the order of that call. If the verification is not finite, or exceeds the limits of a grammar, it runs a plain step
+    /// without the drafted tokens.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, those of the slots' grammars, and of [`forward::verify`],
-    /// [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`], [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
+    /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, those of the slots' grammars, and those of
+    /// [`forward::verify`], [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`],
+    /// [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
@@ -579,7 +585,7 @@ impl<B: Backend> Engine<B> {
         let mut started = Instant::now();
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         let verdicts = match forward::verify(&mut self.backend, self.method.target, &turns) {
-            // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
+            // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
             Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
                 let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
                 let in_vain = seconds + started.elapsed().as_secs_f64();
@@ -598,12 +604,12 @@ impl<B: Backend> Engine<B> {
         };
         let mut draft_s = 0.0;
         if let Some((steps, seconds)) = self.drafted.take() {
-            // A backend that ran the draft with the verification knows what it took of that time.
+            // A backend that ran the draft with the verification reports the draft's share of the time.
             draft_s = self.backend.draft_seconds()?.unwrap_or(0.0);
             self.method.policy.observe_draft(seconds + draft_s, steps);
             self.stats.draft(seconds + draft_s);
         }
-        // The text grows where it is: nobody else may hold it.
+        // The text grows in place, so no turn may hold a reference.
         turns.iter_mut().for_each(|turn| turn.history = None);
         let (mut round, mut row, mut telling_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
@@ -628,7 +634,7 @@ impl<B: Backend> Engine<B> {
             sequence.emit(&tokens);
             sequence.remaining -= tokens.len();
             let of_prompt = visible_pages(sequence.prompt_tokens);
-            // A round that was taken again drafted in vain: none of it was accepted.
+            // A repeated round accepted none of its drafted tokens.
             self.stats.round(drafted, verdict.accepted);
             if turn.copied {
                 self.stats.copied(drafted);
@@ -666,8 +672,8 @@ impl<B: Backend> Engine<B> {
     /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where no slot or too few pages are free, [`quantspec_core::ErrorKind::DoesNotFit`] beyond the capacity, and those
-    /// of [`evaluate::score`].
+    /// [`quantspec_core::ErrorKind::Usage`] if no slot or too few pages are free, [`quantspec_core::ErrorKind::DoesNotFit`]
+    /// beyond the capacity, and those of [`evaluate::score`].
     pub fn score(&mut self, tokens: &[u32], step_rows: usize) -> Result<Vec<f64>> {
         if tokens.len() > self.capacity {
             return Err(Error::does_not_fit(
@@ -689,7 +695,7 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Ends a sequence and frees its slot; its tokens so far stay valid.
+    /// Ends a sequence and frees its slot; its tokens remain valid.
     pub fn finish(&mut self, slot: usize) {
         if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
             self.turns.retain(|turn| turn.slot != slot);
@@ -715,7 +721,7 @@ impl<B: Backend> Engine<B> {
         self.block_rows
     }
 
-    /// Bytes that the backend holds, and a network of the drafter's own.
+    /// Bytes of the backend, and of the drafter's own network.
     pub fn memory(&self) -> Memory {
         let drafter = self.method.drafter.as_ref().map(|drafter| drafter.memory());
         self.backend.memory().and(drafter.unwrap_or_default())
@@ -739,7 +745,7 @@ fn found(sequences: &mut [Option<Sequence>], slot: usize) -> Result<&mut Sequenc
         .ok_or_else(|| Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned"))
 }
 
-/// Refuses token ids that the embedding does not have.
+/// Refuses token ids outside the vocabulary.
 pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
     match tokens.iter().find(|&&id| id as usize >= vocab) {
         None => Ok(()),

@@ -38,13 +38,13 @@ struct Draft {
     /// Number of pages at which choices of pages are compared; `None` for a method.
     budget: Option<usize>,
     name: &'static str,
-    /// What it reads if the target reads INT8.
+    /// Its configuration if the target reads INT8.
     config: DraftConfig,
     score: DraftScore,
 }
 
-/// The model's own drafts, then those of `quantspec` with so many chosen pages, in report order. `tokens`: the backend reads
-/// [`Pages::Tokens`].
+/// The model's own drafts, then those of `quantspec` with each number of chosen pages, in report order. `tokens`: the backend
+/// supports [`Pages::Tokens`].
 fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
     let draft = |budget, name, config| Draft { budget, name, config, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);

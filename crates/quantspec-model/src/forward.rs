@@ -308,7 +308,7 @@ pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut
     for offset in 0.. {
         let Some(round) = Round::of_draft(config, turns, offset) else { break };
         match backend.run(&round) {
-            // What a draft alone cannot compute does not affect the text. The tokens drafted before are verified, and their rows
+            // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
             // overwrite the draft's.
             Err(error) if error.kind.is_of_tokens() => {
                 turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);

@@ -53,7 +53,7 @@ pub struct ReferenceBackend {
     between: Vec<Tensor>,
     /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
-    /// Positions and queries [q_width] of the prompt's last rows in the layer under way, at most [`SNAP_QUERIES`].
+    /// Positions and queries `[q_width]` of the prompt's last rows in the current layer, at most [`SNAP_QUERIES`].
     last: Vec<(usize, Vec<f32>)>,
     logits: Vec<Vec<f32>>,
 }
@@ -174,7 +174,7 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations, or those of 4 bits.
+    /// `x · wᵀ + bias`, `[rows][outputs]`; quantised weights use int8 or 4-bit activations.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
         let group = if self.options.weights == TargetWeights::Checkpoint { WEIGHT_GROUP } else { SMALL_GROUP };

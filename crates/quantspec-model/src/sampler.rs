@@ -34,7 +34,7 @@ pub struct Turn {
     pub sampler: Sampler,
     /// The committed text, if the sampler has penalties.
     pub history: Option<Arc<History>>,
-    /// What may follow the committed answer, where a grammar says so.
+    /// Grammar that constrains the answer; `None` without one.
     pub constraint: Option<Arc<Constraint>>,
     /// The caller reads [`TokenSampler::logits`] of the turn's rows after they are judged.
     pub reads_logits: bool,

@@ -683,7 +683,7 @@ impl PyEngine {
     }
 }
 
-/// What each of several methods did.
+/// Counters of each of several methods.
 fn by_method<'py>(py: Python<'py>, shares: &BTreeMap<&'static str, Share>) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
     for (name, share) in shares {

@@ -1,4 +1,4 @@
-//! A grammar of Python's: `quantspec_cli.schema.Answer`.
+//! A grammar implemented in Python: `quantspec_cli.schema.Answer`.
 
 use crate::engine::Raised;
 use pyo3::prelude::*;
@@ -6,7 +6,7 @@ use pyo3::types::PyBytes;
 use quantspec_core::grammar::{Grammar, Mask};
 use quantspec_core::{Error, ErrorKind, Result};
 
-/// An object with `mask` and `advance`. What they raise ends the operation under way, and its caller gets it.
+/// An object with `mask` and `advance`. Exceptions of these end the current operation and reach its caller.
 #[derive(Debug)]
 pub(crate) struct PyGrammar {
     answer: Py<PyAny>,
@@ -18,7 +18,8 @@ impl PyGrammar {
         Box::new(PyGrammar { answer, raised })
     }
 
-    /// An error of an input is one of the engine, which ends no text because of drafted tokens; others are Python's own business.
+    /// An input error becomes an engine error, which does not end a text because of drafted tokens; other exceptions reach
+    /// Python.
     fn error(&self, py: Python<'_>, error: PyErr) -> Error {
         let text = |name: &str| error.value(py).getattr(name).and_then(|value| value.extract::<String>());
         match (text("kind"), text("message"), text("hint")) {

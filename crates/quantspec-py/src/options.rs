@@ -82,7 +82,7 @@ pub(crate) struct Second {
 }
 
 impl Second {
-    /// The method's drafter with that network; `None` where it must have one and there is none.
+    /// The method's drafter with that network; `None` if it needs one and there is none.
     pub(crate) fn drafter(&self, network: Option<Box<dyn Drafter>>) -> Option<Box<dyn Drafter>> {
         self.entry.drafter(self.view, self.weights, &self.pages, network)
     }

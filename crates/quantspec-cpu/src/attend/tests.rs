@@ -122,7 +122,7 @@ impl Head {
 }
 
 #[test]
-fn every_view_matches_core_and_rows_do_not_see_each_other() {
+fn every_view_matches_core_and_rows_do_not_affect_each_other() {
     let mut noise = Noise::new(21);
     // Three tiles of two limbs, two tiles of one limb.
     const ROWS: usize = 19;
@@ -200,7 +200,7 @@ fn tiles_change_no_bit() {
 }
 
 #[test]
-fn rows_that_see_different_tokens_of_a_page_do_not_see_each_other() {
+fn rows_that_see_different_tokens_of_a_page_do_not_affect_each_other() {
     let mut noise = Noise::new(25);
     for d in [8, 40, 64, 128] {
         let head = Head::new(&mut noise, d, G, Rounding::Balanced);

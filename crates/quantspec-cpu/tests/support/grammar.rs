@@ -1,4 +1,4 @@
-//! A grammar for tests: the last token and the length of the answer decide what may follow.
+//! A grammar for tests: the last token and the answer's length determine the allowed tokens.
 
 use quantspec_core::Result;
 use quantspec_core::grammar::{Grammar, Mask, words};
@@ -10,7 +10,7 @@ pub(crate) fn follows(answer: &[u32], token: u32) -> bool {
     (u64::from(token) * 7 + last * 13 + answer.len() as u64) % 5 < 2
 }
 
-/// Whether the grammar allows a whole answer.
+/// True if the grammar allows a whole answer.
 pub(crate) fn allows(answer: &[u32]) -> bool {
     (0..answer.len()).all(|at| follows(&answer[..at], answer[at]))
 }

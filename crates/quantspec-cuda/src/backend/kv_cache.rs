@@ -34,7 +34,8 @@ pub(super) struct Snapped {
 }
 
 impl Snapped {
-    /// What a row that sees `visible` pages chooses among, whether by a refresh, and whether that is this row's: core's `SnapScores`.
+    /// For a row that sees `visible` pages: the number of pages to choose among, whether the choice is a refresh, and whether
+    /// this row makes it (core's `SnapScores`).
     fn choose(&mut self, pages: Pages, visible: usize, refreshes: bool) -> (usize, bool, bool) {
         if self.refreshed > visible {
             self.refreshed = 0;
@@ -164,8 +165,8 @@ impl CudaBackend {
         n.clamp(2, self.lists.pitch)
     }
 
-    /// The lists of pages that a draft step chooses, and for which rows; first the choices whose pages are scored, and their
-    /// number. Records what each slot reads from now on.
+    /// The lists of pages that a draft step chooses, each for its rows, and the number of those with scored pages, which come
+    /// first. Records what each slot reads afterwards.
     pub(super) fn choose_lists(&mut self, step: &Step) -> Result<(Vec<Choice>, usize)> {
         let Some(n) = step.pages.count().map(|n| self.listed(n)) else { return Ok((Vec::new(), 0)) };
         let slots = self.options.slots;

@@ -60,7 +60,7 @@ impl TokenSampler for CudaBackend {
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
         let manner = self.sampling.learn(turns)?;
-        // Those of a round were told before it was queued.
+        // Those of a round were set before it was queued.
         if self.ahead.is_none() {
             self.sampling.learn_masks(step.rows, turns)?;
         }

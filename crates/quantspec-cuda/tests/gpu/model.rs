@@ -43,7 +43,7 @@ pub fn checkpoints(device: &Device, tokens: usize) -> Vec<Checkpoint> {
     dirs.iter().map(|dir| Checkpoint::open(dir).unwrap()).filter(fits).collect()
 }
 
-/// How a method that drafts with the model itself does so, over a target of both nibbles.
+/// Draft configuration of a self-drafting method, for a target of both nibbles.
 pub fn drafting(method: &str) -> DraftConfig {
     draft::Entry::named(method)
         .and_then(|method| method.draft_config(View::Both))

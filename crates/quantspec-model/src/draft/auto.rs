@@ -1,7 +1,7 @@
-//! `auto`: whichever way to draft is the fastest, as the policy measures while decoding.
+//! `auto`: uses the fastest way to draft, as measured by the policy while decoding.
 //!
-//! The model drafts for itself by one of several plans; a draft model, where there is one, is a candidate more. Before a plan is tried it promises something
-//! by the bytes that it reads, and the policy leaves out what promises too little ([`quantspec_core::promise`]).
+//! Candidates are several self-drafting plans and, if given, a draft model. The bytes that a plan reads bound its speed, and
+//! the policy does not try plans with too low a bound ([`quantspec_core::promise`]).
 
 use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
 use crate::backend::{DraftConfig, Memory, Turn};
@@ -10,23 +10,24 @@ use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::promise::{Way, promises};
 use std::collections::HashMap;
 
-/// Acceptance to hope for by 4-bit weights, the target's weights, and another checkpoint.
+/// Optimistic acceptance with 4-bit weights, with the target's weights, and of another checkpoint.
 const ALPHA: [f64; 3] = [0.95, 0.99, 0.95];
 
-/// Tokens of a sequence that a draft model may lag behind. Then it is given up: to catch up takes a sixteenth of its step for each token.
+/// Tokens of a sequence by which a draft model may lag. Beyond, it is given up: catching up takes a sixteenth of its step per
+/// token.
 const LAG: usize = 512;
 
-/// Several ways to draft, of which the policy takes one a round.
+/// Several ways to draft; the policy chooses one per round.
 #[derive(Debug)]
 pub struct Auto {
     own: SelfQuantised,
     second: Option<Box<dyn Drafter>>,
-    /// Tokens that each of the draft model's sequences emitted since it drafted.
+    /// Tokens emitted by each of the draft model's sequences after its last draft.
     lags: HashMap<usize, usize>,
 }
 
 impl Auto {
-    /// The model by itself, with each of `pages` (at least one), and a draft model.
+    /// Self-drafting with each of `pages` (at least one), and a draft model.
     pub fn new(target: View, weights: DraftWeights, pages: &[Pages], second: Option<Box<dyn Drafter>>) -> Auto {
         let four = if weights == DraftWeights::None { Weights::Full } else { Weights::Draft };
         let plan = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
@@ -36,7 +37,7 @@ impl Auto {
             .chain(pages.iter().map(plan(Weights::Full, View::Upper)));
         let mut plans = Vec::new();
         for plan in wanted {
-            // What reads all that the target reads drafts as slowly as that decodes.
+            // A draft that reads as much as the target is as slow as plain decoding.
             let saves = (plan.weights, plan.view, plan.pages) != (Weights::Full, target, Pages::All);
             if saves && !plans.contains(&plan) {
                 plans.push(plan);
@@ -48,7 +49,7 @@ impl Auto {
         Auto { own: SelfQuantised(plans), second, lags: HashMap::new() }
     }
 
-    /// The draft model that is the candidate, and which of its own candidates that is.
+    /// The draft model if it is the candidate, with the index of its own candidate.
     fn second(&mut self, candidate: usize) -> Option<(&mut Box<dyn Drafter>, usize)> {
         Some((self.second.as_mut()?, candidate.checked_sub(self.own.0.len())?))
     }
@@ -71,7 +72,7 @@ impl Drafter for Auto {
     fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         let mut usable = self.own.promises(outlook, measured);
         if outlook.longest() == 0 {
-            // No page is visible, and all views are one: the first plan is enough of them.
+            // Without visible pages all views are equal, so the first plan suffices.
             (usable.iter_mut().zip(&self.own.0))
                 .filter(|(_, plan)| plan.view != View::Upper)
                 .for_each(|(promise, _)| *promise = 0.0);
@@ -175,7 +176,7 @@ mod tests {
         assert_eq!(methods(&auto(View::Both, int4)), every);
         assert_eq!(methods(&auto(View::Full, int4)), every);
         assert_eq!(methods(&auto(View::Both, none)), kv4);
-        // Where the target reads the upper nibbles, they are its own cache.
+        // If the target reads the upper nibbles, they are its own cache.
         assert_eq!(methods(&auto(View::Upper, int4)), [&quantspec[..], &[("kv4", few), ("kv4", more)]].concat());
         assert_eq!(methods(&Auto::new(View::Upper, none, &[all], None)), [("kv4", all)]);
         assert_eq!(
@@ -189,7 +190,7 @@ mod tests {
     fn promises_follow_the_bytes_of_the_context_and_the_batch() {
         let auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, None);
         let promises = |visible: &[usize]| auto.promises(&outlook(visible), &[None; 7]);
-        // Without a cache its views are one, and the target's weights save nothing.
+        // Without a cache all views are equal, and the target's weights save nothing.
         let short = promises(&[0]);
         assert!(short[3] == 0.0 && short[4] < 1.01 && short[0] > 2.0, "{short:?}");
         let some = promises(&[10]);
@@ -203,7 +204,7 @@ mod tests {
         assert!(batch[5] > long[5] + 1.0 && batch[5] > batch[1], "{batch:?}");
     }
 
-    /// A draft model that notes what it is told.
+    /// A draft model that records its calls.
     #[derive(Clone, Debug, Default)]
     struct Noted(Arc<Mutex<Vec<String>>>);
 
@@ -246,7 +247,7 @@ mod tests {
         }
     }
 
-    /// A backend that drafts nothing of its own.
+    /// A backend without drafts.
     struct Nothing;
 
     impl Target for Nothing {

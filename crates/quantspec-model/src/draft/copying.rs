@@ -1,8 +1,8 @@
 //! A network drafter that copies earlier text where that has proved reliable: `METHOD+ngram`.
 //!
-//! A copied run costs no draft step. Whether it stands is known before one is ever proposed: every emitted token is compared
-//! with the run that would have been copied, whatever drafted it. So learning costs nothing, and a text that never repeats
-//! itself is decoded as the network alone would decode it.
+//! A copied run costs no draft step. Its reliability is known before the first copy: every emitted token is compared with the
+//! run that would have been copied, whichever drafter proposed it. So learning is free, and a text that never repeats itself
+//! is decoded by the network alone.
 
 use super::ngram::{LONGEST, Text};
 use super::{Drafter, Needs, Outlook, Proposed, Target};
@@ -12,13 +12,13 @@ use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 
-/// Lengths of copied runs. A GPU records a graph for each.
+/// Lengths of copied runs. A GPU records one graph per length.
 const LENGTHS: [usize; 7] = [1, 2, 4, 6, 8, 12, GAMMA_MAX];
 
-/// A copy must promise so many times what other rounds emit: chances are known from a few tokens.
+/// A copy must promise this many times the tokens of other rounds, as probabilities are estimated from few tokens.
 const MARGIN: f64 = 1.05;
 
-/// Copies in place of a network where that promises more tokens in the same time.
+/// Copies instead of drafting by a network if that promises more tokens in the same time.
 #[derive(Debug)]
 pub struct Copying {
     network: Box<dyn Drafter>,
@@ -28,13 +28,13 @@ pub struct Copying {
 #[derive(Debug, Default)]
 struct Sequence {
     text: Text,
-    /// The last token and what followed it before, and how many tokens up to it agree.
+    /// The last token, the tokens that followed it earlier, and the length of the match before it.
     run: Vec<u32>,
     agreement: usize,
     trust: Trust,
-    /// Tokens that rounds of the network emit on average; `None` before the first.
+    /// Mean tokens of the network's rounds; `None` before the first.
     of_network: Option<f64>,
-    /// The round under way is the network's.
+    /// The network drafts the current round.
     drafts: bool,
 }
 
@@ -45,7 +45,7 @@ impl Sequence {
     }
 }
 
-/// Chance that the token after an agreement continues it, by the length of the agreement.
+/// Probability that the next token continues a match, by the match's length.
 #[derive(Debug)]
 struct Trust([Counts; LONGEST + 1]);
 
@@ -62,13 +62,13 @@ impl Default for Trust {
 }
 
 impl Trust {
-    /// One of eight: a text must show that it repeats itself.
+    /// One of eight: copying needs evidence that the text repeats itself.
     const PRIOR: (f64, f64) = (0.5, 4.0);
 
-    /// Share of what was seen that the next token leaves: quotations begin and end.
+    /// Weight of earlier observations at each token: quotations begin and end.
     const KEPT: f64 = 1.0 - 1.0 / 32.0;
 
-    /// The text went on by `emitted`, and `run` would have been copied.
+    /// Records that the text continued with `emitted`, where `run` would have been copied.
     fn observe(&mut self, agreement: usize, run: &[u32], emitted: &[u32]) {
         for (i, (copied, token)) in run.iter().zip(emitted).enumerate() {
             let Counts { stood, seen } = &mut self.0[(agreement + i).min(LONGEST)];
@@ -81,7 +81,7 @@ impl Trust {
         }
     }
 
-    /// Tokens that a round of γ copied ones emits on average, the target's own included.
+    /// Mean tokens of a round with γ copied ones, including the target's own.
     fn tokens(&self, agreement: usize, gamma: usize) -> f64 {
         let chance = |i: usize| self.0[(agreement + i).min(LONGEST)];
         let stands = (0..gamma).map(|i| chance(i).stood / chance(i).seen);
@@ -152,7 +152,7 @@ impl Drafter for Copying {
         if !turns.iter().any(|turn| turn.drafts(0)) {
             return Ok(Proposed::default());
         }
-        // After the windows: a draft that a backend only notes is forgotten where tokens are set.
+        // Windows are set first: setting tokens discards a deferred draft.
         let proposed = self.network.propose(target, turns, candidate)?;
         for turn in turns.iter() {
             if let Some(sequence) = self.sequences.get_mut(&turn.slot) {
@@ -192,7 +192,7 @@ mod tests {
     use quantspec_core::config::Pages;
     use quantspec_core::sample::Sampler;
 
-    /// A network that drafts zeros for the turns left to it.
+    /// A network that drafts zeros for its turns.
     #[derive(Debug)]
     struct Zeros;
 
@@ -237,7 +237,7 @@ mod tests {
         }
     }
 
-    /// A round of copied tokens, however many, must emit three.
+    /// A round of any number of copied tokens must emit three tokens.
     fn par(_: usize) -> Option<f64> {
         Some(3.0)
     }
@@ -246,7 +246,8 @@ mod tests {
         (1..100).chain(1..8).collect()
     }
 
-    /// A copying drafter whose sequence in slot 0 has emitted the first `n` tokens after its prompt's second 8, one a round.
+    /// A copying drafter whose sequence in slot 0 has emitted the first `n` tokens after its prompt's second 8, one per
+    /// round.
     fn after(n: u32) -> Box<dyn Drafter> {
         let mut drafter = Copying::boxed(Box::new(Zeros));
         drafter.prefill(0, &quoting(), 8).unwrap();
@@ -263,9 +264,9 @@ mod tests {
         assert_eq!(drafter.copies(0, 0, &par), 0);
         assert_eq!(drafter.copies(0, 12, &|_| Some(f64::INFINITY)), 0, "costs are not known yet");
         assert_eq!(drafter.copies(3, 12, &par), 0, "no such sequence");
-        // Runs whose length costs more than it yields are shorter.
+        // Runs become shorter if their length costs more than it yields.
         assert_eq!(drafter.copies(0, 12, &|gamma| Some(1.0 + 0.7 * gamma.saturating_sub(4) as f64)), 4);
-        // The text leaves its source again and again: 8 tokens agree, and the ninth does not.
+        // The text leaves its source repeatedly: 8 tokens match, and the ninth does not.
         for _ in 0..40 {
             drafter.commit(0, &[200, 1, 2, 3, 4, 5, 6, 7, 8, 200]).unwrap();
         }
@@ -288,7 +289,7 @@ mod tests {
         assert_eq!(drafter.copies(0, 4, &|_| None), 0, "all drafts stand, so that no copy is better");
     }
 
-    /// Plain steps that an answer takes, with copies and without, where a round of the network takes two and emits three tokens, and a
+    /// Time of an answer in plain steps, with copies and without. A round of the network takes two and emits three tokens; a
     /// round of γ copied tokens takes 1 + γ/50.
     fn seconds(prompt: &[u32], answer: &[u32]) -> (f64, f64) {
         let verify = |gamma: usize| 1.0 + 0.02 * gamma as f64;
@@ -317,7 +318,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) as usize % n
         };
-        // Every token has five successors, the first of them in half of the cases: pairs repeat all the time, and mean little.
+        // Every token has five successors, the first of them in half of the cases, so pairs repeat often without meaning.
         let mut natural = |n: usize| -> Vec<u32> {
             let mut token = 1;
             let next = |token: usize, choice: usize| (token * 31 + choice * choice * 17 + 7) % 500 + 1;
@@ -330,7 +331,7 @@ mod tests {
         let (prompt, answer) = (natural(3_000), natural(2_000));
         let (copying, network) = seconds(&prompt, &answer);
         assert!(copying < 1.01 * network, "{copying} against {network}");
-        // Sentences of 40 tokens of the prompt, each after a few words of the answer's own.
+        // Sentences of 40 tokens of the prompt, each after a few new words.
         let quotes: Vec<u32> =
             (0..40).flat_map(|i| [natural(10), prompt[70 * i..70 * i + 40].to_vec()].concat()).collect();
         let (copying, network) = seconds(&prompt, &quotes);
@@ -344,11 +345,11 @@ mod tests {
         let mut turns = [1, 0].map(|slot| Turn { copied: slot == 0, ..Turn::new(slot, 0, 3, Sampler::greedy()) });
         let mut windows = Windows::default();
         let proposed = drafter.propose(&mut windows, &mut turns, 0).unwrap();
-        // Copied windows are set first: a noted draft would be forgotten.
+        // Copied windows are set first: a deferred draft would be discarded.
         assert_eq!(windows.0, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
         assert_eq!(turns.each_ref().map(|turn| turn.q), [DraftDistribution::Kept, DraftDistribution::OneHot]);
         assert_eq!(proposed.pages, Some(Pages::All));
-        // Where every sequence copies the network does nothing.
+        // If every sequence copies, the network is not used.
         let copied = drafter.propose(&mut windows, &mut turns[1..], 0).unwrap();
         assert_eq!(copied, Proposed::default());
         drafter.close(0);

@@ -1,8 +1,8 @@
-//! Drafters: where the tokens of a round come from before the target has verified them.
+//! Drafters: sources of a round's tokens before the target verifies them.
 //!
-//! A drafter proposes tokens; the engine verifies, commits and keeps the statistics, whatever proposed them. So a drafter
-//! can change the speed of a text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write
-//! a file with a [`Drafter`] and a line of [`METHODS`].
+//! A drafter proposes tokens; the engine verifies, commits and keeps the statistics. So a drafter affects the speed of a
+//! text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write a file with a [`Drafter`]
+//! and a line of [`METHODS`].
 
 mod auto;
 mod copying;
@@ -23,86 +23,87 @@ use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::fmt::Debug;
 
-/// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with a cache of its own
-/// keeps that sequence wherever it likes.
+/// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with its own cache maps
+/// slots to its sequences.
 ///
-/// The engine calls `prefill` once per answer, then `propose` and `commit` in turn for each round that drafts (`commit` alone
-/// for the others), and `close` at the end. A drafter may be told of a sequence in the middle of its answer.
+/// The engine calls `prefill` once per answer, then `propose` and `commit` for each round that drafts (`commit` alone for
+/// others), and `close` at the end. `prefill` may also come in the middle of an answer.
 pub trait Drafter: Debug + Send {
-    /// What the target's backend must hold.
+    /// Data that the target's backend must keep.
     fn needs(&self) -> Needs;
 
-    /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
+    /// True if proposed tokens have logit margins, by which the policy may end the draft of a single sequence early.
     fn margins(&self) -> bool {
         false
     }
 
-    /// How many tokens of the sequence's own text it would rather copy than draft, at most `most`: the next round of this slot
-    /// drafts as many, and [`Turn::copied`] says so to [`Drafter::propose`]. `par(γ)` is how many tokens a round of γ copied ones
-    /// must emit to be as fast as other rounds; `None` where costs are not known to one sequence alone.
+    /// Tokens, at most `most`, of the sequence's own text to copy instead of drafting in the next round of this slot;
+    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `par(γ)` is the number of tokens a round of γ copied ones must
+    /// emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
     fn copies(&self, _slot: usize, _most: usize, _par: &dyn Fn(usize) -> Option<f64>) -> usize {
         0
     }
 
-    /// Ways to draft that it offers, at least one. The policy compares them by what they cost and yield.
+    /// Number of ways to draft, at least one. The policy compares their cost and yield.
     fn candidates(&self) -> usize {
         1
     }
 
-    /// Tokens in the time of a plain step that each candidate promises for a round: 0 where it cannot draft or is not worth trying, infinite where nothing
-    /// is known. `measured` is what [`quantspec_core::policy::Policy::measured`] knows of each. Candidate 0 always can.
+    /// Expected tokens of each candidate in the time of a plain step, for one round: 0 if it cannot draft or is not worth
+    /// trying, infinite if unknown. `measured` is the result of [`quantspec_core::policy::Policy::measured`]. Candidate 0
+    /// always can draft.
     fn promises(&self, _outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         vec![f64::INFINITY; self.candidates()]
     }
 
-    /// Name of the method that a candidate is, where the drafter has those of several.
+    /// Name of a candidate's method, if the drafter has several.
     fn method(&self, _candidate: usize) -> Option<&'static str> {
         None
     }
 
-    /// Begins a sequence: its prompt, and the first token of the answer. Replaces what was known of the slot.
+    /// Begins a sequence with its prompt and the first token of the answer. Replaces the slot's previous state.
     ///
     /// # Errors
-    /// Those of a network of the drafter's own.
+    /// Those of the drafter's own network.
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()>;
 
-    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` of them stand in the slot's window after the
-    /// last emitted token, or the target's backend will put them there when it verifies; `turn.q` says what they were drawn
-    /// from. `candidate` is one of the ways to draft that the drafter offers.
+    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` tokens are in the slot's window after the
+    /// last emitted token, or the target's backend will write them when it verifies. `turn.q` is their distribution.
+    /// `candidate` is one of the ways to draft.
     ///
     /// # Errors
-    /// Those of the target's backend, and of a network of the drafter's own. What only the draft cannot compute ends the draft.
+    /// Those of the target's backend, and of the drafter's own network. Non-finite values of a draft end the draft instead.
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed>;
 
-    /// A round ended: the sequence emitted `tokens`, accepted ones and the target's own.
+    /// Ends a round: the sequence emitted `tokens`, accepted ones and the target's own.
     ///
     /// # Errors
-    /// Those of a network of the drafter's own.
+    /// Those of the drafter's own network.
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
-    /// Forgets a sequence. Slots that were never begun are allowed.
+    /// Removes a sequence. Slots that were never begun are allowed.
     fn close(&mut self, slot: usize);
 
-    /// Bytes that a network of the drafter's own holds.
+    /// Bytes of the drafter's own network.
     fn memory(&self) -> Memory {
         Memory::default()
     }
 }
 
-/// What a drafter needs of the target's backend.
+/// Data that a drafter needs from the target's backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// A view of the target's cache, whose planes must be kept.
     pub view: Option<View>,
     /// The 4-bit draft weights.
     pub draft_weights: bool,
-    /// Room to keep the distribution of every drafted token, where acceptance is by rejection.
+    /// Room for the distribution of every drafted token, if acceptance is by rejection.
     pub distributions: bool,
     /// The attention that a prompt's end pays to its pages.
     pub page_masses: bool,
 }
 
-/// What a round is about to read.
+/// Data that the next round may read.
 #[derive(Clone, Copy, Debug)]
 pub struct Outlook<'a> {
     /// KV heads, over all layers.
@@ -111,9 +112,9 @@ pub struct Outlook<'a> {
     pub head_dim: usize,
     /// The target's view of the cache.
     pub target: View,
-    /// Bytes that the target's backend holds.
+    /// Memory of the target's backend.
     pub memory: Memory,
-    /// Pages that each sequence of the round sees.
+    /// Visible pages of each sequence of the round.
     pub visible: &'a [usize],
 }
 
@@ -121,12 +122,12 @@ pub struct Outlook<'a> {
 const UPPER_PLANE: f64 = 0.53;
 
 impl Outlook<'_> {
-    /// Most pages that a sequence sees.
+    /// Most visible pages of a sequence.
     pub fn longest(&self) -> usize {
         self.visible.iter().copied().max().unwrap_or(0)
     }
 
-    /// Bytes that a step of one row a sequence reads of the weights and of complete pages.
+    /// Bytes of weights and complete pages read by a step of one row per sequence.
     pub fn step_bytes(&self, weights: Weights, view: View, pages: Pages) -> f64 {
         let Memory { weights_bytes, draft_weights_bytes, .. } = self.memory;
         let weights = match (weights, draft_weights_bytes) {
@@ -144,24 +145,24 @@ impl Outlook<'_> {
     }
 }
 
-/// Promises of plans of which nothing is known but that they leave out pages enough.
+/// Promises of plans without measurements, which leave out enough pages or not.
 fn usable_promises(plans: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
     let usable = |(at, plan): (usize, &DraftConfig)| plan.is_usable(at, outlook.longest());
     plans.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
 }
 
-/// What a proposal took.
+/// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Steps one after another, to which the policy relates the draft's time; 0 where nothing was proposed or computed.
+    /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
     pub steps: usize,
-    /// Sequences whose draft was computed and came to nothing.
+    /// Sequences whose draft was computed and yielded no token.
     pub in_vain: usize,
-    /// Pages of the target's cache that each step read; `None` where it reads none.
+    /// Pages of the target's cache that each step read; `None` if it reads none.
     pub pages: Option<Pages>,
 }
 
-/// What a drafter can ask of the target's backend.
+/// The target's backend, as far as drafters may use it.
 pub trait Target {
     /// [`forward::draft`].
     ///
@@ -196,7 +197,7 @@ impl<B: Backend> Target for B {
     }
 }
 
-/// What a method drafts with.
+/// The source of a method's drafts.
 #[derive(Clone, Copy, Debug)]
 pub enum Source {
     /// Nothing: γ is 0.
@@ -207,32 +208,31 @@ pub enum Source {
         weights: Weights,
         /// View of the cache that it reads; `None` is the target's.
         view: Option<View>,
-        /// It chooses pages in a way of its own, so many in all unless another number is asked for; `None` where it reads the pages that
-        /// are asked for.
+        /// Default pages of a method that chooses them in its own way; `None` if it reads the requested pages.
         pages: Option<Pages>,
     },
-    /// Another checkpoint ([`DraftModel`]), which whoever loads it hands over.
+    /// Another checkpoint ([`DraftModel`]), which the loader provides.
     Checkpoint,
-    /// Several of these in turn ([`Auto`]).
+    /// Several of these, one per round ([`Auto`]).
     Several,
     /// Something else, that takes no settings.
     Other(fn() -> Box<dyn Drafter>),
 }
 
-/// A way to decode, by the name that users give it.
+/// A decoding method, by its user-visible name.
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
     /// Name in flags, reports and docs.
     pub name: &'static str,
-    /// What drafts, in a few words for people.
+    /// A short description of the drafter, for people.
     pub about: &'static str,
-    /// What drafts.
+    /// The source of its drafts.
     pub source: Source,
-    /// It copies earlier text in place of drafting where that has proved reliable.
+    /// Copies earlier text instead of drafting where that has proved reliable.
     pub copies: bool,
 }
 
-/// Pages of `window` and `snapkv` unless another number is asked for: 2,048 tokens cost little next to a long context.
+/// Default pages of `window` and `snapkv`: 2,048 tokens cost little compared with a long context.
 const FIXED_PAGES: usize = 16;
 
 const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: None };
@@ -271,12 +271,12 @@ impl Entry {
         METHODS.iter().find(|method| method.name == name)
     }
 
-    /// Whether it reads draft weights, and so knows the setting of that name.
+    /// True if it reads draft weights, and so supports the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
         matches!(self.source, Source::Model { weights: Weights::Draft | Weights::Draft4, .. } | Source::Several)
     }
 
-    /// Pages that it reads unless told otherwise, if it chooses them in a way of its own.
+    /// Default pages, if the method chooses them in its own way.
     pub fn own_pages(&self) -> Option<Pages> {
         match self.source {
             Source::Model { pages, .. } => pages,
@@ -284,7 +284,7 @@ impl Entry {
         }
     }
 
-    /// Pages that it reads where these are asked for: of a method with a choice of its own only the number counts, and the refresh of
+    /// Pages to read for a requested choice. Methods that choose in their own way use its number only, and the refresh of
     /// [`Pages::Snap`].
     pub fn pages(&self, asked: Pages) -> Pages {
         match (self.own_pages(), asked.count()) {
@@ -298,8 +298,8 @@ impl Entry {
         }
     }
 
-    /// How the model drafts for itself over a target view, with the pages that it reads unless told otherwise; `None` where it
-    /// does not.
+    /// The draft configuration over a target view, with the method's default pages; `None` if the model does not draft for
+    /// itself.
     pub fn draft_config(&self, target: View) -> Option<DraftConfig> {
         match self.source {
             Source::Model { weights, view, .. } => {
@@ -309,8 +309,8 @@ impl Entry {
         }
     }
 
-    /// The drafter; `None` where nothing drafts, and where another checkpoint must and `second` is none. Where the model drafts, each of `pages` (at least
-    /// one) is a candidate. Without draft weights a method that would read them reads the target's.
+    /// The drafter; `None` if nothing drafts, or if another checkpoint must draft and `second` is `None`. For self-drafting
+    /// methods, each of `pages` (at least one) is a candidate. Without draft weights they use the target's.
     pub fn drafter(
         &self,
         target: View,
@@ -337,14 +337,14 @@ impl Entry {
 mod tests {
     use super::*;
 
-    /// Of a model with 64 MiB of weights and 16 of draft weights. 240 pages of it have 61 MiB in both planes.
+    /// For a model with 64 MiB of weights and 16 MiB of draft weights. 240 of its pages have 61 MiB in both planes.
     pub(super) fn outlook(visible: &[usize]) -> Outlook<'_> {
         let memory = Memory { weights_bytes: 64 << 20, draft_weights_bytes: 16 << 20, ..Memory::default() };
         Outlook { kv_heads: 8, head_dim: 128, target: View::Both, memory, visible }
     }
 
     #[test]
-    fn methods_make_what_they_say() {
+    fn drafters_have_the_needs_of_their_methods() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
             method.drafter(View::Both, weights, &[Pages::Best(3)], None).map(|drafter| drafter.needs())

@@ -1,8 +1,8 @@
-//! A second checkpoint drafts (Leviathan et al. 2023, arXiv 2211.17192): a smaller model of the same tokenizer, with weights and
-//! a cache of its own on a backend of the target's kind.
+//! Drafting with a second checkpoint (Leviathan et al. 2023, arXiv 2211.17192): a smaller model with the same tokenizer, on
+//! its own backend of the target's kind.
 //!
-//! Its cache holds the tokens that it was fed. What a round emitted and it was not fed, the last drafted token where all stood
-//! and everything of rounds that did not draft, is fed before it drafts again. Rejected tokens are dropped by length, as in the
+//! Its cache holds the tokens it was fed. Emitted tokens that it was not fed (the last drafted token if all were accepted,
+//! and all tokens of rounds it did not draft) are fed before its next draft. Rejected tokens are dropped by length, as in the
 //! target's cache.
 
 use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
@@ -17,13 +17,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Rows that catch up with the text in one step.
+/// Most rows of a step that feeds missing tokens.
 pub const CATCH_UP_ROWS: usize = GAMMA_MAX;
 
-/// Drafts by a network of its own. Clones share it, so that the pages it reads may change from one method to the next.
+/// Drafts with its own network. Clones share it, so that methods can differ in the pages it reads.
 pub struct DraftModel<B: Backend> {
     shared: Arc<Mutex<Shared<B>>>,
-    /// What its steps read, one per candidate.
+    /// Draft configuration of each candidate.
     configs: Vec<DraftConfig>,
 }
 
@@ -35,26 +35,27 @@ struct Shared<B: Backend> {
     sequences: HashMap<usize, Sequence>,
 }
 
-/// A sequence as the second network knows it.
+/// A sequence in the second network.
 #[derive(Debug, Default)]
 struct Sequence {
     /// Tokens in its cache.
     extent: Extent,
-    /// Tokens after these, the last emitted one at the end; never empty once prefilled.
+    /// Tokens after these, the last emitted one at the end; never empty after prefill.
     pending: Vec<u32>,
-    /// Tokens that it drafted in the round under way, all but the last of which it was fed.
+    /// Tokens drafted in the current round; all but the last were fed.
     drafted: usize,
 }
 
 impl<B: Backend> DraftModel<B> {
-    /// Drafts with a backend that holds as many slots as the target's, of `capacity` tokens each, and steps of at least
-    /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Its prompts are processed in blocks of `block_rows`.
+    /// Drafts with a backend that has as many slots as the target's, of `capacity` tokens each, and steps of at least
+    /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Prompts are processed in blocks of
+    /// `block_rows`.
     pub fn new(backend: B, view: View, pages: &[Pages], capacity: usize, block_rows: usize) -> DraftModel<B> {
         let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
         DraftModel { shared: Arc::new(Mutex::new(shared)), configs: configs(view, pages) }
     }
 
-    /// The same network, which reads another view and other pages of its cache.
+    /// The same network with another view and other pages of its cache.
     pub fn reading(&self, view: View, pages: &[Pages]) -> DraftModel<B> {
         DraftModel { shared: self.shared.clone(), configs: configs(view, pages) }
     }
@@ -85,7 +86,7 @@ impl<B: Backend> Shared<B> {
         self.backend.end_chunk()
     }
 
-    /// What the second network alone cannot compute ends its drafts of a sequence, and is no error of the text.
+    /// Non-finite values of the second network end its drafts of a sequence, and are no error of the text.
     fn unless_lost(&mut self, slot: usize, result: Result<()>) -> Result<()> {
         match result {
             Err(error) if error.kind == ErrorKind::NotFinite => {
@@ -102,19 +103,19 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// Feeds all pending tokens but the last: then its cache holds the `committed` tokens that the target's holds.
+    /// Feeds all pending tokens but the last; its cache then holds the same `committed` tokens as the target's.
     fn catch_up(&mut self, slot: usize, committed: usize, config: &DraftConfig) -> Result<()> {
         let Shared { backend, sequences, .. } = self;
         let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
         if sequence.extent.committed() + sequence.pending.len() != committed + 1 {
-            return Err(Error::internal(format!("the draft model knows another text of slot {slot}")));
+            return Err(Error::internal(format!("the draft model has another text for slot {slot}")));
         }
         while sequence.pending.len() > 1 {
             let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);
             let fed = sequence.pending[..rows].to_vec();
             let committed = sequence.extent.committed();
             let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
-            // Rows of one step read the same pages, which a choice by the query of one of them does not suit.
+            // Rows of one step read the same pages, so pages are not chosen by one row's query.
             let step = Step {
                 weights: config.weights,
                 view: config.view,
@@ -124,7 +125,7 @@ impl<B: Backend> Shared<B> {
             };
             backend.set_window(slot, &fed)?;
             forward::step(backend, &step)?;
-            // Only now, so that an interrupted step may be taken again.
+            // Drained only now, so that an interrupted step can be repeated.
             sequence.pending.drain(..fed.len());
             for page in sequence.extent.commit(fed.len()) {
                 backend.flush(slot, page)?;
@@ -182,7 +183,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
             if turn.sampler.accept == Accept::Rejection {
                 for offset in 0..drafted.gamma {
                     match backend.distribution(turn.slot, offset) {
-                        // Rejection divides by it: what is no number ends the draft.
+                        // Rejection divides by q, so NaN ends the draft.
                         Err(error) if error.kind == ErrorKind::NotFinite => {
                             drafted.gamma = offset;
                             break;
@@ -206,7 +207,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
         let Shared { backend, sequences, .. } = &mut *network;
         let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
         sequence.pending.extend(tokens);
-        // It was fed the last token, and those that it drafted up to the last but one: as many as stood stay.
+        // It was fed the last token and its drafted tokens up to the last but one; as many as were accepted are kept.
         let fed = std::mem::take(&mut sequence.drafted).min(tokens.len());
         sequence.pending.drain(..fed);
         let flushed = sequence.extent.commit(fed).try_for_each(|page| backend.flush(slot, page));

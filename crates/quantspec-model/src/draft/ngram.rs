@@ -1,9 +1,8 @@
-//! Prompt lookup: proposes what followed the last tokens when they occurred earlier, in the prompt or the answer.
+//! Prompt lookup: proposes the tokens that followed the last tokens earlier in the prompt or the answer.
 //!
-//! It runs no network. Every occurrence of two neighbouring tokens is linked to the one before it, as in the match finder of
-//! an LZ77 compressor: one index serves every length, a new token costs one insertion, and a text of n tokens takes O(n)
-//! bytes. A proposal walks the links from the newest occurrence and keeps the one whose preceding tokens agree longest with
-//! the end of the text.
+//! It runs no network. Every occurrence of two neighbouring tokens is linked to the previous one, as in the match finder of
+//! an LZ77 compressor. One index serves every length, a new token costs one insertion, and a text of n tokens takes O(n)
+//! bytes. A proposal follows the links from the newest occurrence and uses the one with the longest match before it.
 
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::Turn;
@@ -11,13 +10,13 @@ use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 
-/// Tokens that are linked, and so the shortest agreement: one token says too little about what follows.
+/// Length of the indexed tuples, and so the shortest match: a single token predicts too little.
 const SHORTEST: usize = 2;
 
-/// Longest agreement that is looked for: the newest occurrence that agrees so far is taken.
+/// Longest match considered; the newest occurrence with this length is used.
 pub(super) const LONGEST: usize = 8;
 
-/// Occurrences that are compared. It bounds the time of a proposal in texts where two tokens follow each other very often.
+/// Occurrences that are compared. Bounds the time of a proposal if a pair of tokens is very frequent.
 const COMPARED: usize = 256;
 
 /// Drafts for any number of sequences.
@@ -66,13 +65,13 @@ impl Drafter for Ngram {
     }
 }
 
-/// A text and its index. A place is a number of tokens: what ends there is the tokens before it.
+/// A text and its index. A position is a number of tokens; the tuple at a position ends there.
 #[derive(Debug, Default)]
 pub(super) struct Text {
     tokens: Vec<u32>,
     /// Newest place where two tokens end.
     newest: HashMap<[u32; SHORTEST], u32>,
-    /// By place: the one before it where the same two tokens end; 0 where there is none.
+    /// By position: the previous position at which the same two tokens end; 0 if there is none.
     earlier: Vec<u32>,
 }
 
@@ -81,7 +80,7 @@ impl Text {
         for &token in tokens {
             self.tokens.push(token);
             let place = self.tokens.len();
-            // Places 0 and 1 have no two tokens before them.
+            // Positions 0 and 1 have fewer than two tokens before them.
             self.earlier.resize(place + 1, 0);
             if let Some(&pair) = self.tokens.last_chunk() {
                 self.earlier[place] = self.newest.insert(pair, place as u32).unwrap_or(0);
@@ -89,14 +88,15 @@ impl Text {
         }
     }
 
-    /// The last token, and up to `n` tokens that may follow it; and how many tokens before these agree with the end.
+    /// The last token, up to `n` tokens that may follow it, and the length of the match before them.
     pub(super) fn continued(&self, n: usize) -> (Vec<u32>, usize) {
         let end = self.tokens.len();
         let mut window = Vec::from(&self.tokens[end.saturating_sub(1)..]);
         let (agreement, place) = self.match_of_end();
         if let Some(place) = place {
             for next in place..place + n {
-                // Where the occurrence overlaps the end, what it lacks is what was just proposed: a text that repeats goes on.
+                // If the occurrence overlaps the end, it continues with the tokens just proposed, so a repeating text
+                // continues to repeat.
                 let token = self.tokens.get(next).copied().unwrap_or_else(|| window[next - end + 1]);
                 window.push(token);
             }
@@ -104,7 +104,7 @@ impl Text {
         (window, agreement)
     }
 
-    /// The earlier place whose preceding tokens agree longest with the last ones, the newest among equals, and their number.
+    /// The earlier position with the longest match (the newest wins ties), and the match's length.
     fn match_of_end(&self) -> (usize, Option<usize>) {
         let before = |place: usize| match self.earlier.get(place) {
             None | Some(0) => None,
@@ -134,7 +134,7 @@ mod tests {
     use proptest::prelude::*;
     use quantspec_core::sample::Sampler;
 
-    /// Remembers what was put into windows.
+    /// Records the tokens put into windows.
     #[derive(Default)]
     struct Windows(Vec<(usize, Vec<u32>)>);
 
@@ -168,23 +168,23 @@ mod tests {
         assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 3), [3, 4, 5]);
         assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 1), [3]);
         assert!(proposed(&[1, 2, 3, 4, 5, 1, 2], 0).is_empty());
-        // The longest agreement wins against a newer one, and the newest among equals.
+        // A longer match wins over a newer one; the newest wins ties.
         assert_eq!(proposed(&[7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 1), [3]);
         assert_eq!(proposed(&[1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 1), [4]);
-        // Agreement beyond the longest that is looked for is no reason to take an older place.
+        // Matches beyond the longest length considered do not favour an older position.
         let eight = [1, 2, 3, 4, 5, 6, 7, 8];
         let text = [&[9][..], &eight, &[50], &eight, &[60, 9], &eight].concat();
         assert_eq!(proposed(&text, 1), [60]);
     }
 
     #[test]
-    fn a_text_that_repeats_goes_on() {
+    fn a_repeating_text_is_continued() {
         assert_eq!(proposed(&[5, 5, 5], 4), [5, 5, 5, 5]);
         assert_eq!(proposed(&[0, 1, 2, 3, 1, 2], 7), [3, 1, 2, 3, 1, 2, 3]);
     }
 
     #[test]
-    fn nothing_is_proposed_where_nothing_agrees() {
+    fn nothing_is_proposed_without_a_match() {
         for text in [&[1][..], &[1, 1], &[1, 2, 3], &[2, 9, 1, 3, 9]] {
             assert!(proposed(text, 5).is_empty(), "{text:?}");
         }
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
         assert_eq!(windows.0, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
-        // What a round emitted is text from then on, and an answer that begins anew replaces the old one.
+        // Emitted tokens become part of the text, and a restarted answer replaces the old one.
         drafter.commit(2, &[1, 2]).unwrap();
         drafter.prefill(0, &[8, 9], 2).unwrap();
         let mut turns = [turn(2, 1), turn(0, 4)];

@@ -5,8 +5,8 @@ use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::Pages;
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
-/// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
+/// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
+/// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
 pub struct SelfQuantised(pub Vec<DraftConfig>);
 
@@ -44,7 +44,7 @@ impl Drafter for SelfQuantised {
         let config = self.0[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         target.draft(&config, turns)?;
-        // A draft that ended at its first token took a step, and none of it stands.
+        // A draft that ended at its first token took a step and yielded none.
         let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
         let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
@@ -64,7 +64,7 @@ mod tests {
     use quantspec_core::config::{View, Weights};
     use quantspec_core::sample::Sampler;
 
-    /// Notes the configs that it is asked to draft by.
+    /// Records the configurations it is called with.
     struct Noted(Vec<DraftConfig>);
 
     impl Target for Noted {
@@ -92,7 +92,7 @@ mod tests {
         assert_eq!(usable(31), [yes, no, no]);
         assert_eq!(usable(32), [yes, yes, no]);
         assert_eq!(usable(128), [yes, yes, yes]);
-        // A number of pages that the user named is read at any length.
+        // A number of pages set by the user is read at any length.
         assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).promises(&outlook(&[]), &[None]), [yes]);
 
         let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
