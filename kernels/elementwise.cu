@@ -205,7 +205,7 @@ KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int
   silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
-// coarse_i8: a product's int8 inputs as norm_i8 leaves them, on the grid of 4 bits: codes of -7 .. 7. Grid (groups, rows), block 32.
+// coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows), block 32.
 KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int pitch) {
   grid_trigger();
   grid_wait();
@@ -230,7 +230,7 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int pitch) {
   }
 }
 
-// coarse_{bf16,f16}: the same of 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits. Grid (groups, rows), block 32.
+// coarse_{bf16,f16}: the same for 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits. Grid (groups, rows), block 32.
 template <class T>
 DEV void coarse(uint16_t* x, int pitch) {
   grid_trigger();

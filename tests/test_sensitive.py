@@ -1,4 +1,5 @@
-"""Sensitive matrices: those that a draft reads in 8 bits, and what each kind gains (`eval --sensitivity`)."""
+"""Sensitive matrices: those a draft reads in 8 bits (`--draft-precision`), and the gain of each kind (`eval
+--sensitivity`)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_every_kind_is_scored_alone(quantspec: Run) -> None:
         assert score["value"] == pytest.approx((score["acceptance"] - plain["acceptance"]) / score["added_share"])
     gains = {kind: score["acceptance"] - plain["acceptance"] for kind, score in scores.items()}
     assert gains["down"] > 0
-    # What is scored is what a draft of this precision is.
+    # The scored draft has the requested precision.
     command = ("eval", "--tokens", "90", "--draft-precision", "down", "--json", "--device", "cpu")
     chosen = quantspec(*command).json
     assert chosen["draft_precision"] == "down"
@@ -57,7 +58,7 @@ def test_precision_changes_no_token(weights: str) -> None:
             held.append(stats["draft_weights_bytes"])
             assert engine.info["draft_precision"] == precision
     assert len(set(texts)) == 1
-    # A second copy in 8 bits takes more; both planes are there already.
+    # A second copy in 8 bits takes memory; both planes exist anyway.
     assert (held == sorted(set(held))) if weights == "checkpoint" else held == [0, 0, 0]
 
 

@@ -136,7 +136,7 @@ class EngineOptions:
         self._refuse_unknown()
 
     def _check_precision(self) -> None:
-        """Refuses what names no matrices; the engine refuses those that it does not keep in two precisions."""
+        """Refuses unknown names of matrices; the engine refuses those without two precisions."""
         named = self.draft_precision.split(",") if isinstance(self.draft_precision, str) else []
         if self.draft_precision not in ("auto", "none") and not (named and set(named) <= set(SENSITIVE)):
             raise UsageError(

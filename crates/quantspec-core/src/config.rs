@@ -156,12 +156,12 @@ pub enum Weights {
     Full,
     /// 4-bit draft weights, with 8-bit activations.
     Draft,
-    /// The same with 4-bit activations; matrices that a draft reads in 8 bits keep 8-bit ones.
+    /// The same with 4-bit activations; matrices read in 8 bits keep 8-bit ones.
     Draft4,
 }
 
 impl Weights {
-    /// The draft's.
+    /// True for draft weights.
     pub const fn is_draft(self) -> bool {
         !matches!(self, Weights::Full)
     }
@@ -250,7 +250,7 @@ pub struct Sensitive(
 );
 
 impl Sensitive {
-    /// Kinds of matrices, as the engine keeps them: queries, keys and values are one matrix, and so are gate and up.
+    /// Kinds of matrices in the engine: queries, keys and values are one matrix, and so are gate and up.
     pub const KINDS: [&'static str; 4] = ["qkv", "o", "gate-up", "down"];
 
     /// None.
@@ -270,7 +270,7 @@ impl Sensitive {
         Some(found)
     }
 
-    /// What [`Sensitive::named`] reads.
+    /// The names, as [`Sensitive::named`] accepts them.
     pub fn names(self) -> String {
         let names: Vec<&str> =
             Sensitive::KINDS.into_iter().zip(self.0).filter_map(|(kind, on)| on.then_some(kind)).collect();

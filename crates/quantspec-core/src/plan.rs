@@ -80,7 +80,7 @@ impl CacheBytes {
     }
 }
 
-/// Weights of every kind of matrices over all layers, in the order of [`Sensitive::KINDS`].
+/// Number of weights of each kind of matrices, over all layers, in the order of [`Sensitive::KINDS`].
 fn weights_of_kinds(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
     let (hidden, q, intermediate) = (config.hidden, config.q_width(), config.intermediate);
     let layer = [(q + 2 * config.kv_width()) * hidden, q * hidden, 2 * intermediate * hidden, intermediate * hidden];
@@ -93,16 +93,17 @@ pub fn draft_step_bytes(config: &ModelConfig) -> usize {
     (weights / 32).saturating_mul(17).saturating_add(config.vocab * config.hidden / 32 * 33)
 }
 
-/// Bytes that a draft step reads in addition where a kind of matrices is sensitive, by kind: 4 bits a weight.
+/// Additional bytes of a draft step if a kind of matrices is sensitive, by kind: 4 bits per weight.
 pub fn sensitive_bytes(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
     weights_of_kinds(config).map(|weights| weights / 2)
 }
 
-/// Least bytes of a draft step for one byte that sensitive matrices add, where they pay (docs/design/sensitive.md derives it).
+/// Least ratio of a draft step's bytes to those added by sensitive matrices at which they pay (derived in
+/// docs/design/sensitive.md).
 const SENSITIVE_SHARE: usize = 20;
 
-/// The matrices that are sensitive unless the user names others, for drafts of 4-bit weights that read `view` of up to `tokens` tokens of each of `slots`
-/// sequences: the down projections, where their bytes are few beside those of the cache. A rule of shapes: no weight and no text decides.
+/// Default sensitive matrices for drafts with 4-bit weights that read `view` of up to `tokens` tokens of each of `slots`
+/// sequences: the down projections, if their bytes are few compared with the cache's. The rule depends on shapes only.
 pub fn sensitive(config: &ModelConfig, draft: DraftWeights, view: View, tokens: usize, slots: usize) -> Sensitive {
     if draft == DraftWeights::None {
         return Sensitive::NONE;

@@ -411,10 +411,10 @@ pub fn quantize_activations(x: &[f32]) -> Result<Activations> {
     quantize_activations_to(x, WEIGHT_GROUP, ACTIVATION_8)
 }
 
-/// Largest code of an activation of 8 bits.
+/// Largest code of an 8-bit activation.
 pub const ACTIVATION_8: f32 = 127.0;
 
-/// Largest code of an activation of 4 bits.
+/// Largest code of a 4-bit activation.
 pub const ACTIVATION_4: f32 = 7.0;
 
 /// Quantises activations to codes of `−most..=most` (at most 127) in groups of `group`: scale = largest magnitude / `most`.

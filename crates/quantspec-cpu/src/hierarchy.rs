@@ -497,7 +497,7 @@ impl Acts {
 
 /// Largest magnitude of an activation's integer: 127 in the high limb, 0 in the low one.
 const TOP: f32 = ACTIVATION_8 * 128.0;
-/// The same of 4 bits: 7 in the high limb.
+/// As [`TOP`] for 4 bits: 7 in the high limb.
 const TOP_4: f32 = ACTIVATION_4 * 128.0;
 
 #[inline(always)]

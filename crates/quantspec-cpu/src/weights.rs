@@ -168,7 +168,7 @@ fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<D
         DraftWeights::Int4 => "int4",
         DraftWeights::Int4Mlp => "int4-mlp",
     };
-    // A file for each choice: what one engine keeps does not undo what another kept.
+    // One file per choice, so that engines with different choices do not replace each other's.
     let kind = match options.sensitive {
         Sensitive::NONE => kind.to_owned(),
         sensitive => format!("{kind}-{}", sensitive.names().replace(',', "-")),

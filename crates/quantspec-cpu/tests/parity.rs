@@ -122,7 +122,8 @@ fn weights_in_planes_match_the_reference() {
     }
 }
 
-/// Drafts with sensitive matrices: near the reference's with the same, and nearer than drafts that read the kind in 4 bits.
+/// Drafts with sensitive matrices are close to the reference's with the same, and closer than drafts that read the kind in 4
+/// bits.
 #[test]
 fn sensitive_matrices_match_the_reference() {
     let plan = (Weights::Draft, View::Full, Pages::All);
@@ -192,7 +193,7 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
     }
 }
 
-/// Drafts with 4-bit activations: near the reference's, on every path, and not those with 8-bit ones.
+/// Drafts with 4-bit activations are close to the reference's on every path, and those with 8-bit ones are not.
 #[test]
 fn four_bit_activations_match_the_reference() {
     let plan = |weights| (weights, View::Full, Pages::All);

@@ -45,9 +45,9 @@ struct Kernels {
     /// By input type: the weights', the head's, and int8.
     norm: [Kernel; 2],
     norm_i8: Kernel,
-    /// Adds a product to the hidden stream, where a fused kernel follows.
+    /// Adds a GEMM's result to the hidden stream before a fused kernel.
     add_rows: Kernel,
-    /// Inputs of 4-bit draft weights on the grid of 4 bits: int8 ones, and those in 16 bits, which nibbles take.
+    /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 ones, and 16-bit ones for nibbles.
     coarse_i8: Kernel,
     coarse: Option<Kernel>,
     silu: Kernel,

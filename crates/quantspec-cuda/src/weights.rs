@@ -242,8 +242,8 @@ pub(crate) fn head_inputs(checkpoint: &Checkpoint, options: &Options) -> Dtype {
     if nibbles(options) { checkpoint.config().dtype } else { checkpoint.dtype(Part::Head) }
 }
 
-/// Bits in which a draft reads each of a layer's matrices, in the order of [`shapes`]; None where it reads what the target does. Of weights in one
-/// plane there are no more than four.
+/// Bits in which a draft reads each of a layer's matrices, in the order of [`shapes`]; None if it reads the target's. With
+/// weights in one plane at most four.
 pub(crate) fn draft_bits(options: &Options) -> [Option<usize>; 4] {
     let (kept, Sensitive(sensitive)) = (options.draft_weights.kinds(), options.sensitive);
     let eight = options.weights != TargetWeights::Int4;
@@ -279,7 +279,7 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
 }
 
-/// Bytes of a model's draft weights on a device, beside those that it has in nibbles.
+/// Bytes of a model's separate draft weights on a device, without those in nibbles.
 pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
     if nibbles(options) {
         return 0;
@@ -292,7 +292,7 @@ pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
     config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
 }
 
-/// Bits of a draft's own head.
+/// Bits of a draft's separate head.
 fn head_bits(options: &Options) -> Option<usize> {
     (options.draft_weights == DraftWeights::Int4).then_some(8)
 }

@@ -449,10 +449,10 @@ fn weights_in_nibbles() {
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Sets of sensitive matrices that meet every mixture of fused kernels and others.
+/// Sets of sensitive matrices that cover every mixture of fused and separate kernels.
 const SENSITIVE: [&str; 5] = ["down", "qkv", "o", "gate-up", "qkv,o,gate-up,down"];
 
-/// Drafts that read some matrices in 8 bits, of draft weights and of both planes, by fused kernels beside others.
+/// Drafts that read some matrices in 8 bits, of draft weights and of both planes, with fused and separate kernels.
 #[test]
 fn sensitive_matrices() {
     let Some(device) = device() else { return };
@@ -475,7 +475,8 @@ fn sensitive_matrices() {
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Drafts with 4-bit activations: nearer to the CPU's than the CPU's with 8-bit ones are. Codes at a tie differ, and one such weighs a seventh.
+/// Drafts with 4-bit activations are closer to the CPU's than the CPU's with 8-bit ones. Codes at a tie differ, each by a
+/// seventh.
 #[test]
 fn four_bit_activations() {
     let Some(device) = device() else { return };
@@ -502,7 +503,7 @@ fn four_bit_activations() {
     }
 }
 
-/// A kind of matrices in 4 bits in place of 8 is beyond the bounds of [`sensitive_matrices`].
+/// Reading a kind of matrices in 4 bits instead of 8 exceeds the bounds of [`sensitive_matrices`].
 #[test]
 fn matrices_in_eight_bits_show() {
     let model = &HEADS_OF_64[0];

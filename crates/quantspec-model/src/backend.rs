@@ -34,7 +34,7 @@ pub struct Options {
     pub weights: TargetWeights,
     /// Which draft weights are made. If the target's weights are in planes, draft weights are read from the upper plane.
     pub draft_weights: DraftWeights,
-    /// Matrices that drafts read in 8 bits, of those that `draft_weights` has in 4; none of weights in one plane.
+    /// Matrices that drafts read in 8 bits, among those that `draft_weights` has in 4; none with weights in one plane.
     pub sensitive: Sensitive,
     /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,

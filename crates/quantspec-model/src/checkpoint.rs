@@ -157,7 +157,7 @@ impl LayerPart {
 }
 
 impl Part {
-    /// Whether drafts of 4-bit weights read 8 bits of a matrix: of the head, and of what is sensitive.
+    /// True if drafts with 4-bit weights read this matrix in 8 bits: the head, and sensitive matrices.
     pub fn is_drafted_in_8_bits(self, Sensitive([qkv, output, gate_up, down]): Sensitive) -> bool {
         match self {
             Part::Head => true,

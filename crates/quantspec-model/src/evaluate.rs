@@ -191,7 +191,7 @@ pub fn evaluate<B: Backend>(
     score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts), budgets, progress)
 }
 
-/// [`evaluate`] for some target views, of which INT8 is one, and some drafts.
+/// [`evaluate`] for some target views, including INT8, and some drafts.
 fn score_views<B: Backend>(
     backend: &mut B,
     mut checkpoint: Option<&mut B>,

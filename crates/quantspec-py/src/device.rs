@@ -236,8 +236,8 @@ impl ChosenDevice {
         })
     }
 
-    /// Resolves `auto`: of the target's weights the checkpoint's if an engine with them fits, else int8; of sensitive matrices those that
-    /// pay, unless the engine would not fit with them.
+    /// Resolves `auto`: for the target's weights the checkpoint's if such an engine fits, else int8; for sensitive matrices
+    /// those that pay, if the engine fits with them.
     ///
     /// # Errors
     /// As [`ChosenDevice::weigh`].
@@ -371,7 +371,7 @@ impl ChosenDevice {
     }
 }
 
-/// The sensitive matrices of drafts that read a view of so many tokens; none of weights in one plane.
+/// The sensitive matrices of drafts that read a view of this many tokens; none with weights in one plane.
 pub(crate) fn sensitive_of(checkpoint: &Checkpoint, options: &Options, (view, tokens): (View, usize)) -> Sensitive {
     match options.weights {
         TargetWeights::Int4 => Sensitive::NONE,

@@ -15,7 +15,7 @@ use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::evaluate::{self, DraftScore};
 use std::path::PathBuf;
 
-/// Options of a backend that scores so many tokens.
+/// Options of a backend that scores this many tokens.
 fn options(tokens: usize, threads: Option<usize>, weights: &str, kv_rounding: &str) -> Result<Options> {
     let Some(weights) = target_weights(weights)? else {
         return Err(Error::usage("weights is \"auto\"", "name the weights to score"));

@@ -63,9 +63,10 @@ pub(crate) struct Resolved {
     pub(crate) options: Options,
     /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
-    /// Which matrices are sensitive is decided by what a draft step reads ([`crate::device::ChosenDevice::settle`]); `options` has none.
+    /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::settle`]);
+    /// `options` has none.
     pub(crate) auto_precision: bool,
-    /// The view of the cache that a draft reads, and tokens of it at most.
+    /// The view of the cache that a draft reads, and its most tokens.
     pub(crate) drafted: (View, usize),
     pub(crate) accept: Accept,
     /// Options for drafting with another checkpoint; the method's drafter then uses that network.
@@ -115,7 +116,7 @@ pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
     one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
 }
 
-/// The sensitive matrices that `draft_precision` names; None for "auto".
+/// The sensitive matrices named by `draft_precision`; None for "auto".
 pub(crate) fn sensitive(names: &str, weights: Option<TargetWeights>, draft: DraftWeights) -> Result<Option<Sensitive>> {
     if names == "auto" {
         return Ok(None);

@@ -20,14 +20,14 @@ use quantspec_model::backend::{Network, Pass, Step};
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
-/// Kinds of matrices, as places in `Sensitive::KINDS`.
+/// Kinds of matrices: indices in `Sensitive::KINDS`.
 const QKV: usize = 0;
 const OUTPUT: usize = 1;
 const GATE_UP: usize = 2;
 const DOWN: usize = 3;
 
-/// Kinds whose product a fused kernel can compute where those of `eight` have eight bits and kernels of their own. The fused down reads what the fused gate and up
-/// wrote in BF16; down in eight bits reads that too where it takes 16-bit activations in BF16.
+/// Kinds whose GEMM a fused kernel can compute if those in `eight` have 8 bits and separate kernels. The fused down reads the
+/// BF16 result of the fused gate and up; an 8-bit down also reads it if it takes BF16 activations.
 const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
     let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
     [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]
@@ -64,7 +64,8 @@ impl CudaBackend {
         }
     }
 
-    /// The addition that [`Network::reduce_residual`] left, ahead of a fused kernel, which normalises the hidden stream but adds nothing to it.
+    /// The addition deferred by [`Network::reduce_residual`], before a fused kernel, which normalises the hidden stream but
+    /// adds nothing to it.
     fn add_residual(&self, rows: usize) -> Result<()> {
         let Some(bias) = self.residual else { return Ok(()) };
         let elements = rows * self.config.hidden;
@@ -95,7 +96,7 @@ impl CudaBackend {
         }
     }
 
-    /// Rounds a product's input to 4 bits, where a draft multiplies a kind of matrices by such activations; `own` where it has weights of its own.
+    /// Rounds a GEMM's input to 4 bits, if a draft uses such activations for this kind; `own`: it has separate weights.
     fn coarsen(&self, step: &Step, kind: usize, input: &Input, own: bool) -> Result<()> {
         if step.weights != Weights::Draft4 || weights::draft_bits(&self.options)[kind] != Some(4) {
             return Ok(());
@@ -110,7 +111,7 @@ impl CudaBackend {
         self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, input.pitch()])
     }
 
-    /// Which nibbles a step reads of a kind of matrices.
+    /// The nibbles that a step reads of a kind of matrices.
     fn reads(&self, step: &Step, kind: usize) -> Reads {
         let four = weights::draft_bits(&self.options)[kind] == Some(4);
         if four && step.weights.is_draft() { Reads::Upper } else { Reads::All }
@@ -131,7 +132,7 @@ impl CudaBackend {
     fn together(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
         let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
-        // The fused kernels make inputs of 8 bits.
+        // The fused kernels compute 8-bit inputs.
         let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = self.options.draft_weights == DraftWeights::Int4;
@@ -570,7 +571,7 @@ mod tests {
             for in_bf16 in [false, true] {
                 let fused = fused(eight, in_bf16);
                 assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
-                // BF16 between gate, up and down where gate and up are fused, or else the form that down's own kernel reads.
+                // BF16 between gate, up and down if gate and up are fused, else the format of down's own kernel.
                 assert!(!fused[DOWN] || fused[GATE_UP], "{eight:?}");
                 assert!(fused[DOWN] || !fused[GATE_UP] || in_bf16, "{eight:?}");
             }
