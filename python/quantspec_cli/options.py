@@ -453,8 +453,8 @@ def draft_precision_flag(command: Command) -> Command:
         metavar="auto|none|KINDS",
         default="auto",
         show_default=True,
-        help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto takes down where the "
-        "cache outweighs the weights.",
+        help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto is down if the "
+        "cache outweighs the weights, else none.",
     )(command)
 
 
@@ -592,7 +592,7 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="If the model can think before it answers; the answer excludes the thinking.  [default: off]",
+            help="Whether a model that can think does so before it answers; the answer excludes this part.  [default: off]",
         ),
         click.option(
             "--template-arg",

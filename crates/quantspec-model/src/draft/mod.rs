@@ -145,7 +145,7 @@ impl Outlook<'_> {
     }
 }
 
-/// Promises of plans without measurements, which leave out enough pages or not.
+/// Promises of plans without expectations: infinite if a plan leaves out enough pages, else 0.
 fn usable_promises(plans: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
     let usable = |(at, plan): (usize, &DraftConfig)| plan.is_usable(at, outlook.longest());
     plans.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
