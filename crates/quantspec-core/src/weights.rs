@@ -17,8 +17,8 @@
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
 //! searched freely.
 //!
-//! Groups of 32 weights that are codes times one f16 scale d keep their codes: GGUF's Q4_0 ([`stored_4_bits`]) and Q8_0
-//! ([`stored_8_bits`]). With 8 bits, `w = c·d` for c in −127..=127; the scale is ±16·d and the zero ∓128·d, both exact in
+//! Groups of 32 weights that are codes times one f16 scale d keep their codes: GGUF's Q4_0 (`stored_4_bits`) and Q8_0
+//! (`stored_8_bits`). With 8 bits, `w = c·d` for c in −127..=127; the scale is ±16·d and the zero ∓128·d, both exact in
 //! f16. The sign makes codes fit in a byte: plus if no c exceeds 119, minus if none is below −119. Otherwise the zero is
 //! −120·d rounded to f16, an error of up to 0.06·d.
 
