@@ -335,7 +335,7 @@ def test_files_that_hold_no_schema(quantspec: Run, tmp_path: Path) -> None:
 def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: Path) -> None:
     place = tmp_path / "schema.json"
     place.write_text(json.dumps(DIGITS))
-    quantspec("run", "--text", "A", "--json-schema", str(place), "--ignore-eos").assert_error(2, "no end")
+    quantspec("run", "--text", "A", "--json-schema", str(place), "--ignore-eos").assert_error(2, "exclude each other")
     thinker = chat_model(tmp_path / "m", "{{ messages[0].content }}{% if enable_thinking %}{% endif %}</think>")
     arguments = [
         "run",
@@ -362,7 +362,7 @@ def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: P
         GenerateOptions(json_schema=looped)
 
 
-def test_bans_that_leave_no_token_are_told_as_such(quantspec: Run, tmp_path: Path) -> None:
+def test_bans_that_leave_no_token_are_reported(quantspec: Run, tmp_path: Path) -> None:
     place = tmp_path / "schema.json"
     place.write_text(json.dumps({"type": "array", "items": {"const": 7}, "minItems": 40, "maxItems": 40}))
     arguments = ["run", "--text", "A", "--json-schema", str(place), "--no-repeat-ngram", "4"]
