@@ -263,7 +263,7 @@ class GenerateOptions:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.ignore_eos:
                 raise UsageError(
-                    "ignore_eos has no end, and a JSON schema has one", "leave one of them out", option="ignore_eos"
+                    "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
                 )
         # Read once: a generator yields its strings only once.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -518,7 +518,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N",
             default=0,
             show_default=True,
-            help="Of method snapkv: choose among all pages again after N new ones; 0 is never.",
+            help="For method snapkv: choose again among all pages after N new ones; 0: never.",
         ),
         draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
@@ -581,7 +581,7 @@ def sampling_flags(command: Command) -> Command:
         click.option(
             "--json-schema",
             metavar="FILE",
-            help="The answer is JSON that this schema allows: tokens that it forbids are never chosen.",
+            help="Answer with JSON that this schema allows; all other tokens are masked.",
         ),
     )(command)
 
