@@ -206,11 +206,13 @@ KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int
 }
 
 // coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows), block 32.
-KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int pitch) {
+// A group's codes are 128 bytes in any order.
+KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   grid_trigger();
   grid_wait();
-  const int group = blockIdx.x, row = blockIdx.y, lane = threadIdx.x;
-  uint32_t* at = (uint32_t*)(x + (size_t)row * pitch + group * 128 + lane * 4);
+  const int lane = threadIdx.x;
+  const size_t place = input_place(blockIdx.y, blockIdx.x, gridDim.x, panels);
+  uint32_t* at = (uint32_t*)(x + place * 128) + lane;
   const uint32_t codes = *at;
   uint32_t coarse = 0;
   int sum = 0;
@@ -222,7 +224,7 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int pitch) {
   }
   sum = warp_sum(sum);
   *at = coarse;
-  float2* of_group = xs + (size_t)row * gridDim.x + group;
+  float2* of_group = xs + place;
   __syncwarp();
   if (lane == 0) {
     const float scale = __fmul_rn(of_group->x, 127.f / 7.f);

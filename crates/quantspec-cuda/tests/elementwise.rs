@@ -118,23 +118,26 @@ fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, code
 fn inputs_on_the_grid_of_4_bits() {
     let Some(device) = device() else { return };
     let mut random = Random(9);
-    let (rows, groups, pitch) = (5, 3, 384);
+    // A panel of 64 rows and one of 8: every group of both layouts is somewhere in the buffer.
+    let (rows, groups, pitch) = (72, 3, 384);
     let mut x = random.normals(rows * pitch);
     x[pitch..pitch + 128].fill(0.0);
     let of_rows: Vec<_> = x.chunks(pitch).map(|row| quantize_activations(row).unwrap()).collect();
     let codes: Vec<i8> = of_rows.iter().flat_map(|row| row.codes.clone()).collect();
     let scales: Vec<f32> =
         of_rows.iter().flat_map(|row| row.scales.iter().flat_map(|&scale| [scale, f32::NAN])).collect();
-    let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
-    run(&device, "coarse_i8", [groups, rows, 1], 32, 0, &args![&x8, &xs, pitch]);
-    let (found, told) = (x8.read::<i8>(0, codes.len()).unwrap(), xs.read::<f32>(0, scales.len()).unwrap());
-    for (group, (codes, found)) in codes.chunks(128).zip(found.chunks(128)).enumerate() {
-        let want: Vec<i8> =
-            codes.iter().map(|&code| (f32::from(code) * (7.0 / 127.0)).round_ties_even() as i8).collect();
-        assert!(found == want, "codes of group {group}");
-        let scale = scales[2 * group] * (127.0 / 7.0);
-        let sum: i32 = want.iter().map(|&code| i32::from(code)).sum();
-        assert_eq!(told[2 * group..][..2], [scale, scale * sum as f32], "group {group}");
+    for panels in [0, rows] {
+        let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
+        run(&device, "coarse_i8", [groups, rows, 1], 32, 0, &args![&x8, &xs, panels]);
+        let (found, pairs) = (x8.read::<i8>(0, codes.len()).unwrap(), xs.read::<f32>(0, scales.len()).unwrap());
+        for (group, (codes, found)) in codes.chunks(128).zip(found.chunks(128)).enumerate() {
+            let want: Vec<i8> =
+                codes.iter().map(|&code| (f32::from(code) * (7.0 / 127.0)).round_ties_even() as i8).collect();
+            assert!(found == want, "codes of group {group}, panels {panels}");
+            let scale = scales[2 * group] * (127.0 / 7.0);
+            let sum: i32 = want.iter().map(|&code| i32::from(code)).sum();
+            assert_eq!(pairs[2 * group..][..2], [scale, scale * sum as f32], "group {group}, panels {panels}");
+        }
     }
     for dtype in [Dtype::Bf16, Dtype::F16] {
         let values: Vec<f32> = x.iter().map(|&x| round(x, dtype)).collect();

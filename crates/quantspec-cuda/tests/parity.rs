@@ -461,68 +461,78 @@ fn sensitive_matrices() {
     let mut failures = Vec::new();
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
         let (checkpoint, texts) = (model.checkpoint(seed, &|_, _| ()), model.texts(99 + seed));
-        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
-            for names in SENSITIVE {
-                let options = Options { weights, sensitive: Sensitive::named(names).unwrap(), ..model.options() };
-                let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-                let found = decode(&mut gpu, &texts, model.beside, &plans);
-                let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &plans);
-                eprintln!("{names} of {weights:?}:");
-                failures.extend(report(model, &found, &expected));
-            }
+        for names in SENSITIVE {
+            let options = Options { sensitive: Sensitive::named(names).unwrap(), ..model.options() };
+            let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+            let found = decode(&mut gpu, &texts, model.beside, &plans);
+            let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &plans);
+            eprintln!("{names}:");
+            failures.extend(report(model, &found, &expected));
+        }
+        // A CPU's planes have other groups. Drafts that read both planes of every matrix compute what the target computes.
+        if model.shape.dtype != "F32" {
+            let sensitive = Sensitive::named(SENSITIVE[4]).unwrap();
+            let options = Options { weights: TargetWeights::Int8, sensitive, ..model.options() };
+            let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+            let mut of = |weights| decode(&mut gpu, &texts, model.beside, &[(weights, View::Both, Pages::All)]);
+            let (target, mut draft) = (of(Weights::Full), of(Weights::Draft));
+            draft.iter_mut().zip(&target).for_each(|(draft, target)| draft.plan = target.plan);
+            failures.extend(report(model, &draft, &target));
         }
     }
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Drafts with 4-bit activations are closer to the CPU's than the CPU's with 8-bit ones. Codes at a tie differ, each by a
-/// seventh.
+/// Rounding activations to 4 bits moves a draft's logits on the GPU by as much as on the CPU. The logits themselves differ: one code
+/// at a tie is off by a seventh, and moves the next codes.
 #[test]
 fn four_bit_activations() {
     let Some(device) = device() else { return };
     let models = [HEADS_OF_64[0], HEADS_OF_64[6], HEADS_OF_128[1], HEADS_OF_128[5]];
-    let plan = |weights| [(weights, View::Both, Pages::All)];
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
         let (checkpoint, texts) = (model.checkpoint(seed, &|_, _| ()), model.texts(99 + seed));
-        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
-            let options = Options { weights, sensitive: Sensitive::named("o").unwrap(), ..model.options() };
-            let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-            let mut cpu = slow(&checkpoint, &options);
-            let found = decode(&mut gpu, &texts, model.beside, &plan(Weights::Draft4));
-            let expected = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft4));
-            let others = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft));
-            let drafts = found.iter().zip(&expected).zip(&others).filter(|((found, _), _)| found.plan.0.is_draft());
-            let apart =
-                |a: &Seen, b: &Seen| Apart::of(&Seen { plan: b.plan, rows: b.rows, logits: a.logits.clone() }, b).row;
-            let (near, far) = drafts.fold((0.0, 0.0), |(near, far), ((found, expected), other)| {
-                (most(near, apart(found, expected)), most(far, apart(other, expected)))
-            });
-            eprintln!("{model:?} {weights:?}: {near:.3}, {far:.3}");
-            assert!(near < 0.75 * far, "{model:?} {weights:?}: {near:.3}, {far:.3}");
-        }
+        let options = Options { sensitive: Sensitive::named("o").unwrap(), ..model.options() };
+        let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+        let moved = [
+            moved_by_rounding(&mut gpu, model, &texts),
+            moved_by_rounding(&mut slow(&checkpoint, &options), model, &texts),
+        ];
+        eprintln!("{model:?}: {moved:.3?}");
+        assert!((moved[0] / moved[1] - 1.0).abs() < 0.15, "{model:?}: {moved:.3?}");
     }
 }
 
-/// Reading a kind of matrices in 4 bits instead of 8 exceeds the bounds of [`sensitive_matrices`].
+/// Mean distance, in deviations of a row, between logits of drafts with 4-bit and with 8-bit activations.
+fn moved_by_rounding<B: Backend>(backend: &mut B, model: &Model, texts: &[Vec<u32>; 2]) -> f32 {
+    let mut of = |weights| decode(backend, texts, model.beside, &[(weights, View::Both, Pages::All)]);
+    let (coarse, fine) = (of(Weights::Draft4), of(Weights::Draft));
+    let drafts = coarse.iter().zip(&fine).filter(|(coarse, _)| coarse.plan.0.is_draft());
+    let apart: Vec<f32> = drafts
+        .map(|(coarse, fine)| {
+            Apart::of(&Seen { plan: fine.plan, rows: fine.rows, logits: coarse.logits.clone() }, fine).row
+        })
+        .collect();
+    apart.iter().sum::<f32>() / apart.len() as f32
+}
+
+/// Reading a kind of matrices in 4 bits instead of 8 moves a row by more than twice what rounding does (0.035 in [`sensitive_matrices`]).
 #[test]
 fn matrices_in_eight_bits_show() {
     let model = &HEADS_OF_64[0];
     let (checkpoint, texts) = (model.checkpoint(1, &|_, _| ()), model.texts(100));
     let plan = (Weights::Draft, View::Both, Pages::All);
-    for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
-        let of = |sensitive| {
-            let options = Options { weights, sensitive, ..model.options() };
-            let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
-            decode(&mut backend, &texts, model.beside, &[plan])
-        };
-        let four = of(Sensitive::NONE);
-        for names in SENSITIVE {
-            let apart = by_plan(&of(Sensitive::named(names).unwrap()), &four);
-            let apart =
-                apart.iter().filter(|(seen, ..)| *seen == plan).fold(0.0, |worst, (.., apart)| most(worst, apart.row));
-            eprintln!("{names} of {weights:?}: {apart:.3}");
-            assert!(apart > bound(model, plan).row, "{names} of {weights:?}: {apart:.3}");
-        }
+    let of = |sensitive| {
+        let options = Options { sensitive, ..model.options() };
+        let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
+        decode(&mut backend, &texts, model.beside, &[plan])
+    };
+    let four = of(Sensitive::NONE);
+    for names in SENSITIVE {
+        let apart = by_plan(&of(Sensitive::named(names).unwrap()), &four);
+        let apart =
+            apart.iter().filter(|(seen, ..)| *seen == plan).fold(0.0, |worst, (.., apart)| most(worst, apart.row));
+        eprintln!("{names}: {apart:.3}");
+        assert!(apart > 0.08, "{names}: {apart:.3}");
     }
 }
 

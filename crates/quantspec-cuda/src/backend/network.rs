@@ -103,8 +103,8 @@ impl CudaBackend {
         }
         let rows = step.rows.len();
         if own {
-            let (pitch, groups) = (input.pitch8(), input.pitch8() / GROUP);
-            return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, pitch]);
+            let (panels, groups) = (self.linear.panels(rows), input.pitch8() / GROUP);
+            return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
         }
         let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
         let groups = input.width.div_ceil(ATOM);
