@@ -56,8 +56,14 @@ class Way:
         return " ".join([self.method, self.kv_target, *(str(part) for part in named if part)])
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `Engine.load`, limited to those the method supports."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        """Keyword arguments of `Engine.load`, limited to those the method supports.
+
+        Draft weights have 4 bits at any context.
+        """
+        options = {name: value for name, value in vars(self).items() if value is not None}
+        if self.method in {"quantspec", "w4"} and self.draft_weights != "none":
+            options["draft_precision"] = "none"
+        return options
 
 
 def ways() -> Iterator[Way]:

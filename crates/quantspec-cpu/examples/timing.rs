@@ -171,13 +171,12 @@ fn bytes(kind: &Kind, backend: &CpuBackend, checkpoint: &Checkpoint, depth: usiz
         Weights::Full => {
             (0..config.layers).flat_map(matrices).chain([Part::Head]).map(|part| checkpoint.bytes(part)).sum()
         }
-        Weights::Draft => backend.memory().draft_weights_bytes,
+        Weights::Draft | Weights::Draft4 => backend.memory().draft_weights_bytes,
     };
     let (visible, d) = (visible_pages(depth), config.head_dim);
     let (pages, bounds) = match kind.pages {
         Pages::Best(n) => (visible.min(n), visible * 4 * d),
-        Pages::Window(n) => (visible.min(n), 0),
-        Pages::All => (visible, 0),
+        pages => (pages.count().map_or(visible, |n| n.min(visible)), 0),
     };
     let page = match kind.view {
         View::Upper => upper_page_bytes(d),

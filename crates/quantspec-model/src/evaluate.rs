@@ -161,7 +161,7 @@ pub fn acceptance<B: Backend>(
 ) -> Result<DraftScore> {
     let drafts = drafts(&[], false).into_iter().take(1).collect();
     let views = &TARGETS[INT8..=INT8];
-    let scored = score_views(backend, None, tokens, context, block_rows, (views, drafts), &[], progress)?;
+    let scored = score_views(backend, None, tokens, context, block_rows, (views, drafts, &[]), progress)?;
     let score = scored.drafts.first().map(|&(_, score)| score);
     score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
 }
@@ -188,18 +188,17 @@ pub fn evaluate<B: Backend>(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     let drafts = drafts(budgets, backend.reads_tokens());
-    score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts), budgets, progress)
+    score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts, budgets), progress)
 }
 
-/// [`evaluate`] for some target views, including INT8, and some drafts.
+/// [`evaluate`] for some target views, including INT8, some drafts and the budgets of some of them.
 fn score_views<B: Backend>(
     backend: &mut B,
     mut checkpoint: Option<&mut B>,
     tokens: &[u32],
     context: usize,
     block_rows: usize,
-    (views, drafts): (&[Target], Vec<Draft>),
-    budgets: &[usize],
+    (views, drafts, budgets): (&[Target], Vec<Draft>, &[usize]),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {

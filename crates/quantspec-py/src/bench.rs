@@ -42,6 +42,7 @@ fn nibble_bytes((rows, columns): (usize, usize), group: usize) -> (usize, usize)
 /// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 #[pyo3(signature = (model, start, tokens, weights, device, *, draft_precision="none", described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,

@@ -538,6 +538,7 @@ impl PyEngine {
     }
 
     /// Changes the method; policy and statistics restart.
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", draft_refresh=0, gamma=None))]
     fn configure(
         &self,
