@@ -492,7 +492,9 @@ def test_json_numbers_are_json(fake: Any, quantspec: Run) -> None:
 
 
 def test_the_page_of_the_command_line_names_every_exit_code_and_json_field(fake: Any, quantspec: Run) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = "".join(
+        (Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8") for name in ("cli.md", "json.md")
+    )
     for code in (0, 1, 2, 3, 4, 130, 141):
         assert f"| {code} |" in page
     report = quantspec("run", "--text", "x", "-n", "3", "--json").json

@@ -169,7 +169,7 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     # A draft of two tokens and a verification read the model's bytes three times, for up to three tokens.
     assert drafting["bytes_per_token"] > 0.9 * plain["bytes_per_token"]
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
-    quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods reads it")
+    quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods uses it")
 
 
 LONG = "".join(f"{number} green bottles stand on the wall. " for number in range(300))
