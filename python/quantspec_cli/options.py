@@ -454,7 +454,7 @@ def draft_precision_flag(command: Command) -> Command:
         default="auto",
         show_default=True,
         help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto is down if the "
-        "cache outweighs the weights, else none.",
+        "cache outweighs the weights on a CPU, else none.",
     )(command)
 
 

@@ -236,6 +236,20 @@ impl ChosenDevice {
         })
     }
 
+    /// The sensitive matrices of drafts that read a view of this many tokens. There are none with weights in one plane, nor on
+    /// a GPU, whose fused draft GEMMs support 4 bits only: bytes do not tell what leaving them costs.
+    pub(crate) fn sensitive_of(
+        &self,
+        checkpoint: &Checkpoint,
+        options: &Options,
+        (view, tokens): (View, usize),
+    ) -> Sensitive {
+        if self.gpu().is_some() || options.weights == TargetWeights::Int4 {
+            return Sensitive::NONE;
+        }
+        sensitive(checkpoint.config(), options.draft_weights, view, tokens.min(options.capacity), options.slots)
+    }
+
     /// Resolves `auto`: for the target's weights the checkpoint's if such an engine fits, else int8; for sensitive matrices
     /// those that pay, if the engine fits with them.
     ///
@@ -252,7 +266,7 @@ impl ChosenDevice {
         }
         if resolved.auto_precision {
             let options = &resolved.options;
-            let read = sensitive_of(models.target, options, resolved.drafted);
+            let read = self.sensitive_of(models.target, options, resolved.drafted);
             let with = Options { sensitive: read, ..options.clone() };
             if read != options.sensitive {
                 let weighed = self.weigh(models, &with, 0)?;
@@ -368,14 +382,6 @@ impl ChosenDevice {
                 gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free))
             }
         }
-    }
-}
-
-/// The sensitive matrices of drafts that read a view of this many tokens; none with weights in one plane.
-pub(crate) fn sensitive_of(checkpoint: &Checkpoint, options: &Options, (view, tokens): (View, usize)) -> Sensitive {
-    match options.weights {
-        TargetWeights::Int4 => Sensitive::NONE,
-        _ => sensitive(checkpoint.config(), options.draft_weights, view, tokens.min(options.capacity), options.slots),
     }
 }
 

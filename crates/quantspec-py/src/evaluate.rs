@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::{ChosenDevice, Models, sensitive_of};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::{rounding, sensitive, target_weights, weights_name};
@@ -57,7 +57,8 @@ pub(crate) fn scores<'py>(
     let (place, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
-        let read = sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
+        let read =
+            place.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
