@@ -323,7 +323,7 @@ proptest! {
         let version = bytes.len() < 12 || bytes[8..12] != FORMAT.version.to_le_bytes();
         prop_assert!(origin.note.is_some() || version);
         if let Some(note) = origin.note {
-            prop_assert!(note.contains("damaged") && note.contains("made anew"), "{}", note);
+            prop_assert!(note.contains("damaged") && note.contains("made again"), "{}", note);
         }
         prop_assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, CACHED);
     }
