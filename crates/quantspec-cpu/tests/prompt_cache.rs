@@ -295,7 +295,7 @@ fn damage_is_one_warning_and_never_a_token() {
             "case {case}: {note:?}"
         );
         if let Some(note) = note {
-            assert!(note.contains("damaged") && note.contains("read anew") && !note.contains('\n'), "{note}");
+            assert!(note.contains("damaged") && note.contains("processed again") && !note.contains('\n'), "{note}");
         }
         // A sound file took its place.
         assert_eq!(answer(&mut engine, &prompt, usize::MAX), (answer_of(&expected), 640), "case {case}");
