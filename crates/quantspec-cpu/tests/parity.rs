@@ -212,7 +212,6 @@ fn four_bit_activations_match_the_reference() {
                 let mut backend = load(&checkpoint, &options, simd);
                 let fine = decode(&mut backend, &ids, G, 5, plan(Weights::Draft));
                 let found = worst(&decode(&mut backend, &ids, G, 5, plan(Weights::Draft4)), &fine);
-                eprintln!("{weights:?} {simd:?} {shape:?}: {found}, {expected}");
                 let slack = if weights == TargetWeights::Checkpoint { 0.1 } else { 0.35 };
                 assert!((found / expected - 1.0).abs() < slack, "{weights:?} {simd:?} {shape:?}: {found}, {expected}");
             }
