@@ -230,7 +230,7 @@ def evaluate(
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
     draft_precision: str = "auto",
-    pages: Sequence[int] = (),
+    pages: Sequence[int] = ...,
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
