@@ -136,14 +136,22 @@ class EngineOptions:
         self._refuse_unknown()
 
     def _check_precision(self) -> None:
-        """Refuses unknown names of matrices; the engine refuses those without two precisions."""
+        """Refuses unknown names of matrices, and matrices without two precisions."""
+        if self.draft_precision in ("auto", "none"):
+            return
         named = self.draft_precision.split(",") if isinstance(self.draft_precision, str) else []
-        if self.draft_precision not in ("auto", "none") and not (named and set(named) <= set(SENSITIVE)):
-            raise UsageError(
-                f"draft_precision is {shown(self.draft_precision)}",
-                f"use auto, none, or a comma list of {', '.join(SENSITIVE)}",
-                option="draft_precision",
-            )
+        drafted = {"int4": SENSITIVE, "int4-mlp": SENSITIVE[2:], "none": ()}[self.draft_weights]
+        if not named or not set(named) <= set(SENSITIVE):
+            reason, hint = "", f"use auto, none, or a comma list of {', '.join(SENSITIVE)}"
+        elif self.weights == "int4":
+            reason = ", and weights int4 have no 8 bits to read"
+            hint = "use --weights int8 or checkpoint, or leave it out"
+        elif full := [kind for kind in named if kind not in drafted]:
+            reason = f", and the draft reads {full[0]} as the target has it"
+            hint = "use --draft-weights int4, or leave it out"
+        else:
+            return
+        raise UsageError(f"draft_precision is {shown(self.draft_precision)}{reason}", hint, option="draft_precision")
 
     def _refuse_unknown(self) -> None:
         """Refuses settings that the method would ignore."""
@@ -167,7 +175,7 @@ class EngineOptions:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
         elif method.page_choice is not None:
-            reason = "chooses pages in a way of its own"
+            reason = "chooses its own pages"
             reasons["page_choice"] = (method.page_choice, reason)
             if self.draft_pages == "all":
                 reasons["draft_pages"] = (None, reason)

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
-use quantspec_core::config::{DraftWeights, TargetWeights};
+use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_core::weights::{GROUP, SMALL_GROUP};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -55,7 +55,7 @@ pub(crate) fn traffic<'py>(
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
-    let chosen = sensitive(draft_precision, None, DraftWeights::Int4).map_err(to_python)?.unwrap_or_default();
+    let chosen = sensitive(draft_precision).map_err(to_python)?.unwrap_or_default();
     let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;

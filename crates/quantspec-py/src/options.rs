@@ -117,27 +117,14 @@ pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
 }
 
 /// The sensitive matrices named by `draft_precision`; None for "auto".
-pub(crate) fn sensitive(names: &str, weights: Option<TargetWeights>, draft: DraftWeights) -> Result<Option<Sensitive>> {
+pub(crate) fn sensitive(names: &str) -> Result<Option<Sensitive>> {
     if names == "auto" {
         return Ok(None);
     }
-    let refused =
-        |why: &str, hint: &str| Err(Error::usage(format!("draft_precision is {names:?}{why}"), hint.to_owned()));
-    let Some(named) = Sensitive::named(names) else {
-        return refused("", &format!("use auto, none, or a comma list of {}", Sensitive::KINDS.join(", ")));
-    };
-    if named != Sensitive::NONE && weights == Some(TargetWeights::Int4) {
-        return refused(
-            ", and weights int4 have no 8 bits to read",
-            "use --weights int8 or checkpoint, or leave it out",
-        );
-    }
-    let in_full = named.0.iter().zip(draft.kinds()).position(|(named, kept)| *named && !kept);
-    if let Some(kind) = in_full {
-        let why = format!(", and the draft reads {} as the target has it", Sensitive::KINDS[kind]);
-        return refused(&why, "use --draft-weights int4, or leave it out");
-    }
-    Ok(Some(named))
+    Sensitive::named(names).map(Some).ok_or_else(|| {
+        let kinds = Sensitive::KINDS.join(", ");
+        Error::usage(format!("draft_precision is {names:?}"), format!("use auto, none, or a comma list of {kinds}"))
+    })
 }
 
 /// Values of the `kv_target` argument.
@@ -171,7 +158,7 @@ impl Request<'_> {
             self.draft_weights,
             &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
         )?;
-        let sensitive = sensitive(self.draft_precision, weights, wanted)?;
+        let sensitive = sensitive(self.draft_precision)?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let refresh = self.draft_refresh;
         let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
