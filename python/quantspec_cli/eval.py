@@ -135,35 +135,32 @@ def _scores(
 ) -> dict[str, Any]:
     from . import _native
 
+    common: dict[str, Any] = {
+        "context": request.context,
+        "device": options.device,
+        "threads": options.threads,
+        "weights": options.weights,
+        "kv_rounding": options.kv_rounding,
+    }
+    directory = str(model.directory)
+    # First, as it may refuse the weights.
+    sensitivity = {}
+    if request.sensitivity:
+        with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
+            sensitivity = {"sensitivity": _native.sensitivity(directory, ids, on_progress=on_progress, **common)}
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
         found = _native.evaluate(
-            str(model.directory),
+            directory,
             ids,
-            context=request.context,
-            device=options.device,
-            threads=options.threads,
-            weights=options.weights,
-            kv_rounding=options.kv_rounding,
             draft_precision=options.draft_precision,
             pages=budgets,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
+            **common,
         )
     render.note_of_drafts(found)
-    if request.sensitivity:
-        with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
-            found["sensitivity"] = _native.sensitivity(
-                str(model.directory),
-                ids,
-                context=request.context,
-                device=options.device,
-                threads=options.threads,
-                weights=options.weights,
-                kv_rounding=options.kv_rounding,
-                on_progress=on_progress,
-            )
-    return {name: value for name, value in found.items() if name not in {"cached_drafts", "note"}}
+    return {name: value for name, value in found.items() if name not in {"cached_drafts", "note"}} | sensitivity
 
 
 def lines(found: dict[str, Any]) -> list[str]:

@@ -11,8 +11,8 @@ use quantspec_core::plan::{draft_step_bytes, sensitive_bytes};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
-use quantspec_model::backend::{Hooks, Options};
-use quantspec_model::evaluate::{self, DraftScore};
+use quantspec_model::backend::{Backend, Hooks, Options};
+use quantspec_model::evaluate::{self, DraftScore, Evaluation};
 use std::path::PathBuf;
 
 /// Options of a backend that scores this many tokens.
@@ -47,7 +47,7 @@ pub(crate) fn scores<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let mut options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
     let weights = options.weights;
-    let precision = sensitive(draft_precision, Some(weights), options.draft_weights).map_err(to_python)?;
+    let precision = sensitive(draft_precision).map_err(to_python)?;
     let raised = Raised::default();
     let loading = progress(on_loading, raised.clone());
     let mut show = progress(on_progress, raised.clone());
@@ -66,34 +66,15 @@ pub(crate) fn scores<'py>(
         place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
+        let text = (&tokens[..], context, &pages[..]);
         let scored = match &place {
             ChosenDevice::Cpu => {
-                let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
-                let load = |stored| CpuBackend::load(&checkpoint, stored, Hooks::default());
-                let mut stored = stored.as_ref().map(load).transpose()?;
-                evaluate::evaluate(
-                    &mut backend,
-                    stored.as_mut(),
-                    &tokens,
-                    context,
-                    options.block_rows,
-                    &pages,
-                    &mut show,
-                )
+                let load = |options: &Options, hooks| CpuBackend::load(&checkpoint, options, hooks);
+                score(load, (&options, stored.as_ref()), hooks, text, &mut show)
             }
             ChosenDevice::Cuda { gpu, .. } => {
-                let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
-                let load = |stored| CudaBackend::load_on(gpu, &checkpoint, stored, Hooks::default());
-                let mut stored = stored.as_ref().map(load).transpose()?;
-                evaluate::evaluate(
-                    &mut backend,
-                    stored.as_mut(),
-                    &tokens,
-                    context,
-                    options.block_rows,
-                    &pages,
-                    &mut show,
-                )
+                let load = |options: &Options, hooks| CudaBackend::load_on(gpu, &checkpoint, options, hooks);
+                score(load, (&options, stored.as_ref()), hooks, text, &mut show)
             }
         };
         Ok((place.name(), options.sensitive, scored?))
@@ -152,7 +133,22 @@ pub(crate) fn scores<'py>(
     Ok(out)
 }
 
-/// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The model is loaded for each.
+/// [`evaluate::evaluate`] of (tokens, context, page budgets) on a backend; `stored` are the options of one with the checkpoint's
+/// weights, if both are compared.
+fn score<B: Backend>(
+    load: impl Fn(&Options, Hooks) -> Result<B>,
+    (options, stored): (&Options, Option<&Options>),
+    hooks: Hooks,
+    (tokens, context, pages): (&[u32], usize, &[usize]),
+    show: &mut dyn FnMut(usize, usize),
+) -> Result<Evaluation> {
+    let mut backend = load(options, hooks)?;
+    let mut stored = stored.map(|stored| load(stored, Hooks::default())).transpose()?;
+    evaluate::evaluate(&mut backend, stored.as_mut(), tokens, context, options.block_rows, pages, show)
+}
+
+/// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The
+/// model is loaded for each.
 #[pyfunction]
 #[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
@@ -169,8 +165,10 @@ pub(crate) fn sensitivity<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
     if options.weights == TargetWeights::Int4 {
-        let hint = "use --weights int8 or checkpoint";
-        return Err(to_python(Error::usage("weights is \"int4\", which have no 8 bits to read", hint)));
+        return Err(to_python(Error::usage(
+            "weights is \"int4\", and there are no 8 bits to read",
+            "use --weights int8 or checkpoint",
+        )));
     }
     let raised = Raised::default();
     let mut show = progress(on_progress, raised.clone());
