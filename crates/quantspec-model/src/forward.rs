@@ -162,7 +162,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
 pub struct Round<'a> {
     /// What each sequence does.
     pub turns: &'a [Turn],
-    /// Draft steps: their plan and their rows.
+    /// Draft steps: their configuration and their rows.
     drafts: Vec<(DraftConfig, Vec<Row>)>,
     /// The verification: the target view and its rows.
     verification: Option<(View, Vec<Row>)>,

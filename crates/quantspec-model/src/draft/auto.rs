@@ -1,7 +1,7 @@
 //! `auto`: uses the fastest way to draft, as measured by the policy while decoding.
 //!
-//! Candidates are several self-drafting plans and, if given, a draft model. The bytes that a plan reads bound its speed, and
-//! the policy does not try plans with too low a bound ([`quantspec_core::promise`]).
+//! Candidates are several draft configurations and, if given, a draft model. The bytes that a configuration reads bound its
+//! speed, and the policy does not try those with too low a bound ([`quantspec_core::promise`]).
 
 use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
 use crate::backend::{DraftConfig, Memory, Turn};
@@ -30,23 +30,23 @@ impl Auto {
     /// Self-drafting with each of `pages` (at least one), and a draft model.
     pub fn new(target: View, weights: DraftWeights, pages: &[Pages], second: Option<Box<dyn Drafter>>) -> Auto {
         let four = if weights == DraftWeights::None { Weights::Full } else { Weights::Draft };
-        let plan = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
+        let config = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
         let whole = pages.iter().filter(|pages| **pages == Pages::All);
-        let wanted = (pages.iter().map(plan(four, View::Upper)))
-            .chain(whole.map(plan(four, target)))
-            .chain(pages.iter().map(plan(Weights::Full, View::Upper)));
-        let mut plans = Vec::new();
-        for plan in wanted {
+        let wanted = (pages.iter().map(config(four, View::Upper)))
+            .chain(whole.map(config(four, target)))
+            .chain(pages.iter().map(config(Weights::Full, View::Upper)));
+        let mut configs = Vec::new();
+        for config in wanted {
             // A draft that reads as much as the target is as slow as plain decoding.
-            let saves = (plan.weights, plan.view, plan.pages) != (Weights::Full, target, Pages::All);
-            if saves && !plans.contains(&plan) {
-                plans.push(plan);
+            let saves = (config.weights, config.view, config.pages) != (Weights::Full, target, Pages::All);
+            if saves && !configs.contains(&config) {
+                configs.push(config);
             }
         }
-        if plans.is_empty() {
-            plans.push(DraftConfig { weights: four, view: View::Upper, pages: Pages::All });
+        if configs.is_empty() {
+            configs.push(DraftConfig { weights: four, view: View::Upper, pages: Pages::All });
         }
-        Auto { own: SelfQuantised(plans), second, lags: HashMap::new() }
+        Auto { own: SelfQuantised(configs), second, lags: HashMap::new() }
     }
 
     /// The draft model if it is the candidate, with the index of its own candidate.
@@ -57,7 +57,7 @@ impl Auto {
 
 impl Drafter for Auto {
     fn needs(&self) -> Needs {
-        let draft_weights = self.own.0.iter().any(|plan| plan.weights == Weights::Draft);
+        let draft_weights = self.own.0.iter().any(|config| config.weights == Weights::Draft);
         Needs { draft_weights, ..self.own.needs() }
     }
 
@@ -72,16 +72,16 @@ impl Drafter for Auto {
     fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         let mut usable = self.own.promises(outlook, measured);
         if outlook.longest() == 0 {
-            // Without visible pages all views are equal, so the first plan suffices.
+            // Without visible pages all views are equal, so the first configuration suffices.
             (usable.iter_mut().zip(&self.own.0))
-                .filter(|(_, plan)| plan.view != View::Upper)
+                .filter(|(_, config)| config.view != View::Upper)
                 .for_each(|(promise, _)| *promise = 0.0);
         }
         let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
-        let own = |plan: &DraftConfig| {
-            let weights = usize::from(plan.weights == Weights::Full);
+        let own = |config: &DraftConfig| {
+            let weights = usize::from(config.weights == Weights::Full);
             Way {
-                bytes: outlook.step_bytes(plan.weights, plan.view, plan.pages) / plain,
+                bytes: outlook.step_bytes(config.weights, config.view, config.pages) / plain,
                 alpha: ALPHA[weights],
                 weights,
             }
@@ -161,8 +161,8 @@ mod tests {
     const PAGES: [Pages; 3] = [Pages::All, Pages::Best(16), Pages::Best(64)];
 
     fn methods(auto: &Auto) -> Vec<(&'static str, Pages)> {
-        let plan = |at: usize| auto.own.0.get(at).map_or(Pages::All, |plan| plan.pages);
-        (0..auto.candidates()).map(|at| (auto.method(at).unwrap(), plan(at))).collect()
+        let config = |at: usize| auto.own.0.get(at).map_or(Pages::All, |config| config.pages);
+        (0..auto.candidates()).map(|at| (auto.method(at).unwrap(), config(at))).collect()
     }
 
     #[test]

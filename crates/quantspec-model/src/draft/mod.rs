@@ -145,10 +145,10 @@ impl Outlook<'_> {
     }
 }
 
-/// Promises of plans without expectations: infinite if a plan leaves out enough pages, else 0.
-fn usable_promises(plans: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
-    let usable = |(at, plan): (usize, &DraftConfig)| plan.is_usable(at, outlook.longest());
-    plans.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
+/// Promises of draft configurations without expectations: infinite if one leaves out enough pages, else 0.
+fn usable_promises(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
+    let usable = |(at, config): (usize, &DraftConfig)| config.is_usable(at, outlook.longest());
+    configs.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
 }
 
 /// Work of a proposal.

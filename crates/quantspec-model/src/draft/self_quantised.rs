@@ -20,7 +20,7 @@ impl SelfQuantised {
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
         let draft_weights = self.0[0].weights.is_draft();
-        let page_masses = self.0.iter().any(|plan| matches!(plan.pages, Pages::Snap { .. }));
+        let page_masses = self.0.iter().any(|config| matches!(config.pages, Pages::Snap { .. }));
         Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
     }
 
