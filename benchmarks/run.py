@@ -186,9 +186,9 @@ def gpu() -> str:
 
 
 def llama_cpp() -> str:
-    """The section between the markers `llama.cpp`; empty if it was not measured."""
+    """The section between the markers `llama.cpp`."""
     if not (RESULTS / "llama_cpp.json").exists():
-        return ""
+        return "No run is recorded."
     measured = json.loads((RESULTS / "llama_cpp.json").read_text())
     lines = []
     for case in measured["cases"]:

@@ -104,8 +104,8 @@ impl Error {
     pub fn no_token_left() -> Error {
         Error::new(
             ErrorKind::Input,
-            "no token is left to choose: no-repeat-ngram, or what a JSON schema allows, forbids all of them",
-            "raise --no-repeat-ngram, or turn it off with 0",
+            "no token is left to choose: no-repeat-ngram, or the JSON schema, forbids all of them",
+            "raise --no-repeat-ngram, turn it off with 0, or allow more in the schema",
         )
     }
 
