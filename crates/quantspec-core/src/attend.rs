@@ -267,18 +267,24 @@ mod tests {
             Sequence { keys, values, pages, ring_keys, ring_values, rounding }
         }
 
-        fn attend(&self, query: &[f32], position: usize, view: View, pages: &[usize]) -> Result<Vec<f64>> {
+        fn full_pages(&self) -> Vec<FullPage<'_>> {
             let page = |x| FullPage { keys: &self.keys[x..x + G * D], values: &self.values[x..x + G * D] };
-            let full: Vec<FullPage> = (0..self.pages.len()).map(|b| page(b * G * D)).collect();
-            let cache = Cache {
+            (0..self.pages.len()).map(|b| page(b * G * D)).collect()
+        }
+
+        fn cache<'a>(&'a self, full: &'a [FullPage]) -> Cache<'a> {
+            Cache {
                 head_dim: D,
                 rounding: self.rounding,
                 pages: &self.pages,
-                full: &full,
+                full,
                 buffer_keys: &self.ring_keys,
                 buffer_values: &self.ring_values,
-            };
-            attend(query, position, view, pages, &cache)
+            }
+        }
+
+        fn attend(&self, query: &[f32], position: usize, view: View, pages: &[usize]) -> Result<Vec<f64>> {
+            attend(query, position, view, pages, &self.cache(&self.full_pages()))
         }
     }
 
@@ -444,16 +450,8 @@ mod tests {
     #[test]
     fn the_best_tokens_are_nearer_to_all_than_other_choices() {
         let sequence = Sequence::new(900, Rounding::Balanced, noise);
-        let page = |x| FullPage { keys: &sequence.keys[x..x + G * D], values: &sequence.values[x..x + G * D] };
-        let full: Vec<FullPage> = (0..sequence.pages.len()).map(|b| page(b * G * D)).collect();
-        let cache = Cache {
-            head_dim: D,
-            rounding: sequence.rounding,
-            pages: &sequence.pages,
-            full: &full,
-            buffer_keys: &sequence.ring_keys,
-            buffer_values: &sequence.ring_values,
-        };
+        let full = sequence.full_pages();
+        let cache = sequence.cache(&full);
         let q = query(8);
         let tokens = |n| attend_tokens(&q, 899, View::Upper, n, &cache).unwrap();
         let pages = |pages: &[usize]| sequence.attend(&q, 899, View::Upper, pages).unwrap();
