@@ -11,7 +11,7 @@
 
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::bench::{Llama, Read, SPREAD, machine};
@@ -266,22 +266,7 @@ fn run(out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Erro
     let checkpoint = Checkpoint::open(&folder).map_err(error)?;
     let deepest = depths.iter().max().copied().unwrap_or(0);
     let capacity = deepest + 512;
-    let options = Options {
-        slots: 1,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
-        step_rows: 17,
-        block_rows: 256,
-        threads,
-    };
+    let options = Options { threads, ..Options::new(1, capacity) };
     let started = Instant::now();
     let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).map_err(error)?;
     let memory = backend.memory();

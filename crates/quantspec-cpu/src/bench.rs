@@ -15,7 +15,7 @@ use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::quantize::ACTIVATION_8;
 use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
@@ -916,20 +916,13 @@ impl BestPages {
         let pages = context / G;
         let layers = layers(SPREAD, BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
         let options = Options {
-            slots: 1,
-            capacity: context + 2 * G,
-            pool_pages: usize::MAX,
             prompt_capacity: G,
             planes: Planes { upper: true, lower: false, full: false },
-            rounding: Rounding::Balanced,
-            weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
-            sensitive: Sensitive::NONE,
-            rejection: false,
-            page_masses: false,
             step_rows: G,
             block_rows: G,
             threads,
+            ..Options::new(1, context + 2 * G)
         };
         let choice = Choice { simd, reason: String::new() };
         let mut backend = CpuBackend::load_on(&BestPages::model(layers)?, &options, Hooks::default(), choice)?;

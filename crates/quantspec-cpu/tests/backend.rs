@@ -5,8 +5,8 @@ mod paths;
 #[path = "support/random.rs"]
 mod random;
 
-use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::cache::G;
+use quantspec_core::config::{DraftWeights, Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
@@ -23,23 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 const LLAMA: Shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
 
 fn options(slots: usize, capacity: usize) -> Options {
-    Options {
-        slots,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
-        // Automatic γ depends on timing, so there is room for any choice.
-        step_rows: slots * (GAMMA_MAX + 1),
-        block_rows: 64,
-        threads: 2,
-    }
+    Options { block_rows: 64, threads: 2, ..Options::new(slots, capacity) }
 }
 
 /// One decode row of a slot; returns its logits.

@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "one token is enough here")]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Sensitive, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
@@ -47,20 +47,13 @@ fn load_sensitive(
         checkpoint.cache_drafts(cache);
     }
     let options = Options {
-        slots: 1,
-        capacity: 256,
-        pool_pages: usize::MAX,
-        prompt_capacity: 256,
         planes: Planes::of(&[View::Both]),
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
         draft_weights: draft,
         sensitive,
-        rejection: false,
-        page_masses: false,
         step_rows: 1,
         block_rows: 64,
         threads,
+        ..Options::new(1, 256)
     };
     let told = Arc::new(Mutex::new(Vec::new()));
     let slot = told.clone();

@@ -5,7 +5,7 @@ mod paths;
 #[path = "support/random.rs"]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{Pages, Planes, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
@@ -31,20 +31,12 @@ const BLOCK_BYTES: usize = BLOCK_TOKENS * 2 * 2 * 2 * 32 * 2;
 
 fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) -> Engine<CpuBackend> {
     let options = Options {
-        slots,
-        capacity: CAPACITY,
-        pool_pages: usize::MAX,
-        prompt_capacity: CAPACITY,
         planes: Planes::of(&[View::Both, View::Upper]),
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
         page_masses: true,
         step_rows: 5 * slots,
         block_rows: 96,
         threads: 2,
+        ..Options::new(slots, CAPACITY)
     };
     let choice = Choice { simd, reason: String::new() };
     let backend = CpuBackend::load_on(checkpoint, &options, hooks, choice).expect("load");

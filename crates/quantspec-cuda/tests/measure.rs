@@ -12,9 +12,7 @@ mod gpu;
 use gpu::{Random, config, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
-use quantspec_core::config::{
-    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
-};
+use quantspec_core::config::{Dtype, ModelConfig, Pages, Rounding, View, Weights};
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
@@ -869,22 +867,7 @@ fn rounds() {
     let contexts = contexts("4096,32768");
     let new = 192;
     let capacity = contexts.iter().max().unwrap() + new + 64;
-    let options = Options {
-        slots: 1,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
-        step_rows: 17,
-        block_rows: 4096,
-        threads: 1,
-    };
+    let options = Options { block_rows: 4096, ..Options::new(1, capacity) };
     let start = Instant::now();
     let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
     eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
@@ -970,22 +953,7 @@ fn steps() {
     };
     let checkpoint = Checkpoint::open(Path::new(&dir)).unwrap();
     let (new, capacity) = (64, 512);
-    let options = Options {
-        slots: 1,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
-        step_rows: 17,
-        block_rows: 512,
-        threads: 1,
-    };
+    let options = Options { block_rows: 512, ..Options::new(1, capacity) };
     let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
     let plain = |target: View| Method { target, drafter: None, policy: Policy::fixed(0) };
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);

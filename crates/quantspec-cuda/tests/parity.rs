@@ -15,7 +15,7 @@ mod random;
 
 use gpu::{device, round};
 use quantspec_core::cache::{Extent, G, visible_pages};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::weights::{GROUP, quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
@@ -132,21 +132,14 @@ impl Model {
 
     fn options(&self) -> Options {
         Options {
-            slots: 2,
-            capacity: CAPACITY,
-            pool_pages: usize::MAX,
-            prompt_capacity: CAPACITY,
-            planes: Planes { upper: true, lower: true, full: true },
             rounding: self.rounding,
-            weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
-            sensitive: Sensitive::NONE,
-            rejection: false,
             page_masses: true,
             // More rows than attention supports in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
             threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(4)),
+            ..Options::new(2, CAPACITY)
         }
     }
 

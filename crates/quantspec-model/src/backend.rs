@@ -12,6 +12,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
+use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights};
 use quantspec_core::plan::pages;
 
@@ -50,6 +51,27 @@ pub struct Options {
 }
 
 impl Options {
+    /// `slots` sequences of up to `capacity` tokens each, with the checkpoint's weights, 4-bit draft weights, every plane, room for any
+    /// γ, and nothing that only some methods need.
+    pub fn new(slots: usize, capacity: usize) -> Options {
+        Options {
+            slots,
+            capacity,
+            pool_pages: usize::MAX,
+            prompt_capacity: capacity,
+            planes: Planes { upper: true, lower: true, full: true },
+            rounding: Rounding::Balanced,
+            weights: TargetWeights::Checkpoint,
+            draft_weights: DraftWeights::Int4,
+            sensitive: Sensitive::NONE,
+            rejection: false,
+            page_masses: false,
+            step_rows: slots * (GAMMA_MAX + 1),
+            block_rows: 256,
+            threads: 1,
+        }
+    }
+
     /// Pages, per layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
     pub fn pages(&self) -> usize {
         self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))

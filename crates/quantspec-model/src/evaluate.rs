@@ -9,9 +9,7 @@ use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{
-    DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
-};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
@@ -112,20 +110,12 @@ pub struct Evaluation {
 /// The options an evaluation needs: three slots, every plane, draft weights.
 pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::backend::Options {
     crate::backend::Options {
-        slots: TARGETS.len(),
-        capacity: tokens,
-        pool_pages: usize::MAX,
-        prompt_capacity: tokens,
-        planes: Planes { upper: true, lower: true, full: true },
         rounding,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
         page_masses: true,
         step_rows: WINDOW_ROWS,
         block_rows: BLOCK_ROWS,
         threads,
+        ..crate::backend::Options::new(TARGETS.len(), tokens)
     }
 }
 

@@ -8,7 +8,7 @@ mod tiny;
 use proptest::prelude::*;
 use quantspec_core::ErrorKind;
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{Pages, Planes, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
@@ -29,20 +29,10 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
     let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let options = Options {
-        slots,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
         planes: Planes::of(&[View::Both]),
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
-        threads: 1,
+        ..Options::new(slots, capacity)
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
     let method = Method {

@@ -2,7 +2,7 @@
 #![cfg(feature = "reference")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{Pages, Planes, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftConfig, Hooks, Options};
@@ -30,20 +30,10 @@ fn decode(
     let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + max_new_tokens;
     let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     let options = Options {
-        slots,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
         planes: Planes::of(&[target, plan.view]),
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
-        threads: 1,
+        ..Options::new(slots, capacity)
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
     let draft = (gamma > 0).then_some(plan);

@@ -5,7 +5,7 @@
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
 use crate::gpu::Random;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights, View};
+use quantspec_core::config::View;
 use quantspec_cuda::device::Device;
 use quantspec_model::backend::{DraftConfig, Options};
 use quantspec_model::checkpoint::Checkpoint;
@@ -52,22 +52,7 @@ pub fn drafting(method: &str) -> DraftConfig {
 
 /// Every plane, quantised drafts, rows for γ up to 16.
 pub fn options(capacity: usize, slots: usize) -> Options {
-    Options {
-        slots,
-        capacity,
-        pool_pages: usize::MAX,
-        prompt_capacity: capacity,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
-        draft_weights: DraftWeights::Int4,
-        sensitive: Sensitive::NONE,
-        rejection: true,
-        page_masses: true,
-        step_rows: slots * 17,
-        block_rows: 256,
-        threads: 1,
-    }
+    Options { rejection: true, page_masses: true, ..Options::new(slots, capacity) }
 }
 
 /// Tokens that a small model can continue: common ids, in runs, so that a prompt is not all noise.

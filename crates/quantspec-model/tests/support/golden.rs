@@ -1,7 +1,7 @@
 //! Compares any backend with the goldens of `tests/golden` (made by Hugging Face transformers, see make.py there). Tests of
 //! other crates include this file by path.
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_model::backend::{Backend, Options, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
@@ -77,20 +77,10 @@ pub(crate) fn all() -> Vec<Golden> {
 /// Options for running a golden with `slots` slots.
 pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     Options {
-        slots,
-        capacity: golden.ids.len() + 1,
-        pool_pages: usize::MAX,
-        prompt_capacity: golden.ids.len() + 1,
-        planes: Planes { upper: true, lower: true, full: true },
-        rounding: Rounding::Balanced,
-        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
-        sensitive: Sensitive::NONE,
-        rejection: false,
-        page_masses: false,
         step_rows: STEP_ROWS,
         block_rows: 16,
-        threads: 1,
+        ..Options::new(slots, golden.ids.len() + 1)
     }
 }
 
