@@ -175,7 +175,7 @@ class EngineOptions:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
         elif method.page_choice is not None:
-            reason = "chooses its own pages"
+            reason = "chooses pages by its own rule"
             reasons["page_choice"] = (method.page_choice, reason)
             if self.draft_pages == "all":
                 reasons["draft_pages"] = (None, reason)
