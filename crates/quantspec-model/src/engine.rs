@@ -380,22 +380,22 @@ impl<B: Backend> Engine<B> {
         from: usize,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(u32, f64)> {
-        let mut last = Instant::now();
         let computed = self.begin_prompt(slot)?;
         let first = found(&mut self.sequences, slot)?.text.len() - computed;
-        let (mut seconds, mut done) = (0.0, 0);
+        let (mut last, mut early_s, mut done) = (Instant::now(), 0.0, 0);
         let mut timed = |rows: usize, total: usize| {
             // Rows are counted over all layers. A call without new rows ends a layer, which involves all of its rows.
             let new = if rows > done { rows - done } else { computed };
             let end = first + (rows - 1) % computed + 1;
             let late = end.saturating_sub(from.max(end.saturating_sub(new)));
-            seconds += last.elapsed().as_secs_f64() * late as f64 / new as f64;
+            early_s += last.elapsed().as_secs_f64() * (new - late) as f64 / new as f64;
             (last, done) = (Instant::now(), rows);
             progress(rows, total);
         };
         let first = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
         let first = first.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
-        Ok((first, seconds + last.elapsed().as_secs_f64()))
+        // Of the time that the statistics have, so never more than that.
+        Ok((first, found(&mut self.sequences, slot)?.prefill_s - early_s))
     }
 
     /// Changes the method from the next round on; its drafter gets every sequence's text. The backend must keep all planes
