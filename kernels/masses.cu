@@ -1,7 +1,9 @@
 // Attention that the last queries of a prompt pay to its pages (core::attend::page_masses); drafts of `Pages::Snap` choose pages by it.
+#include "layout.cuh"
 #include "numbers.cuh"
 
-constexpr int PAGE_TOKENS = 128, BATCH = 32;           // queries of a batch; threads of a block are the tokens of a page
+constexpr int BATCH = 32;          // queries of a batch; the threads of a block of page_sums are the tokens of a page
+constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
 // The largest value of a warp, in every lane.
 DEV float warp_largest(float x) {
@@ -19,7 +21,7 @@ constexpr float NOTHING = -1e30f;                       // logarithm of an empty
 template <int D>
 DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries, int kv_heads, int group, float scale) {
   __shared__ float batch[BATCH][D], parts[BATCH][4];
-  const int token = blockIdx.x * PAGE_TOKENS + threadIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int token = blockIdx.x * PAGE + threadIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   uint4 key[D / 8] = {};
   if (token < position + rows) {
     const uint16_t* from = kv + ((size_t)token * 2 * kv_heads + head) * D;
@@ -30,7 +32,7 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
   for (int start = 0; start < rows * group; start += BATCH) {
     const int count = min(BATCH, rows * group - start);
     __syncthreads();
-    for (int i = threadIdx.x; i < count * D; i += PAGE_TOKENS) {
+    for (int i = threadIdx.x; i < count * D; i += PAGE) {
       const int query = start + i / D;
       batch[i / D][i % D] = Half::to_float(q[((size_t)(query / group) * kv_heads * group + head * group + query % group) * D + i % D]) * scale;
     }
@@ -66,7 +68,7 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
   }
 }
 #define PAGE_SUMS(D)                                                                                                                              \
-  KERNEL __launch_bounds__(PAGE_TOKENS) page_sums_##D(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first,      \
+  KERNEL __launch_bounds__(PAGE) page_sums_##D(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first,      \
                                                       int queries, int kv_heads, int group, float scale) {                                        \
     page_sums<D>(q, kv, sums, rows, position, first, queries, kv_heads, group, scale);                                                            \
   }
@@ -75,12 +77,12 @@ PAGE_SUMS(128)
 PAGE_SUMS(256)
 
 // page_masses(sums, masses, first, queries, pages, visible, pitch): the sum over queries first .. of a page's share of all pages, of the first `visible`
-// pages, into masses [kv head][pitch]. sums: the result of page_sums. grid (kv heads), 256 threads, shared: a float for each query from `first` on.
-KERNEL __launch_bounds__(256) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
+// pages, into masses [kv head][pitch]. sums: the result of page_sums. grid (kv heads), MASS_THREADS threads, shared: a float for each query from `first` on.
+KERNEL __launch_bounds__(MASS_THREADS) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* of_head = sums + ((size_t)blockIdx.x * queries + first) * pages;
-  for (int r = warp; r < count; r += 8) {
+  for (int r = warp; r < count; r += MASS_THREADS / 32) {
     float most = NOTHING, total = 0;
     for (int page = lane; page < pages; page += 32) most = fmaxf(most, of_head[(size_t)r * pages + page]);
     most = warp_largest(most);
@@ -89,7 +91,7 @@ KERNEL __launch_bounds__(256) page_masses(const float* sums, float* masses, int 
     if (lane == 0) whole[r] = most + __log2f(total);
   }
   __syncthreads();
-  for (int page = threadIdx.x; page < visible; page += 256) {
+  for (int page = threadIdx.x; page < visible; page += MASS_THREADS) {
     float mass = 0;
     for (int r = 0; r < count; r++) mass += exp2_fast(of_head[(size_t)r * pages + page] - whole[r]);
     masses[(size_t)blockIdx.x * pitch + page] = mass;

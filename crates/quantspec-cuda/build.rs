@@ -214,7 +214,7 @@ const TABLES: [(&str, &str, &str, &[&str]); 6] = [
 ];
 
 /// Numbers shared by kernels and launchers.
-const NUMBERS: [(&str, &[&str]); 12] = [
+const NUMBERS: [(&str, &[&str]); 13] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
     ("attend.cu", &["CHOICE_THREADS"]),
@@ -223,6 +223,7 @@ const NUMBERS: [(&str, &[&str]); 12] = [
     ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS"]),
     ("layout.cuh", &["PAGE"]),
     ("elementwise.cu", &["NORM_THREADS"]),
+    ("masses.cu", &["MASS_THREADS"]),
     ("prefill_gemm.cu", &["MMA_SHARED"]),
     (
         "prefill_attend.cu",

@@ -6,8 +6,8 @@ use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
 use crate::lanes::{f16_bits, f16_is_finite, silu, take};
-use crate::last_queries::LastQueries;
 use crate::linear::PANEL;
+use crate::masses::PageMasses;
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
@@ -59,8 +59,8 @@ pub(crate) struct Prompt {
     /// `[panel][head]` of `panel_len(D)`.
     q: Array<f32>,
     scratch: Vec<Scratch>,
-    /// The last queries, where page masses are kept.
-    last: LastQueries,
+    /// The last queries, if page masses are kept.
+    masses: PageMasses,
 }
 
 /// Lengths of the arrays of a prompt.
@@ -118,7 +118,7 @@ impl Prompt {
             y: Array::zeros(len.y)?,
             q: Array::zeros(len.q)?,
             scratch: (0..threads).map(|_| Scratch::new(config.head_dim, config.group())).collect::<Result<_>>()?,
-            last: LastQueries::new(config, options)?,
+            masses: PageMasses::new(config, options)?,
         })
     }
 
@@ -129,14 +129,14 @@ impl Prompt {
             + self.keys.bytes()
             + self.values.bytes()
             + self.scratch.iter().map(Scratch::bytes).sum::<usize>()
-            + self.last.bytes()
+            + self.masses.bytes()
     }
 
     /// Bytes of [`Prompt::new`].
     pub(crate) fn plan(config: &ModelConfig, options: &Options, threads: usize) -> usize {
         Lengths::new(config, options.prompt_capacity, options.block_rows).bytes()
             + threads * Scratch::bytes_of(config.head_dim, config.group())
-            + LastQueries::bytes_of(config, options)
+            + PageMasses::bytes_of(config, options)
     }
 
     /// First panel and number of panels of a block, checked.
@@ -169,7 +169,7 @@ impl Prompt {
         block: &Block,
     ) -> Result<()> {
         let (first, count) = self.panels(block)?;
-        self.last.clear();
+        self.masses.clear();
         let fed = &block.prompt[block.start..block.start + block.rows];
         if let Some(token) = fed.iter().find(|token| **token as usize >= self.config.vocab) {
             return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
@@ -277,7 +277,7 @@ impl Prompt {
         let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
-        let last = self.last.take_in(block);
+        let last = self.masses.take_in(block);
         let broken = AtomicBool::new(false);
         // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
         // panel.
@@ -504,7 +504,7 @@ impl Prompt {
     /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, by the layer's last queries, and their number:
     /// core's `page_masses`.
     pub(crate) fn page_masses(&mut self, machine: &Machine, tokens: usize) -> Result<(Vec<f32>, usize)> {
-        self.last.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
+        self.masses.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
     }
 
     /// Tokens there is room for.

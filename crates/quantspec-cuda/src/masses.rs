@@ -3,6 +3,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
+use crate::shapes::MASS_THREADS;
 use quantspec_core::attend::SNAP_QUERIES;
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::ModelConfig;
@@ -11,9 +12,6 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Block, Options};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Threads of a block of `page_masses`.
-const THREADS: u32 = 256;
 
 /// State of every slot, and of the current prompt.
 #[derive(Debug)]
@@ -143,7 +141,8 @@ impl PageMasses {
         let masses = self.of_layer(layer) + (slot * self.config.kv_heads * self.pitch * 4) as u64;
         let arguments = args![&self.of_pages, masses, first, queries, tokens.div_ceil(G), visible, self.pitch];
         let shared = ((queries - first) * 4) as u32;
-        let launch = Launch { grid: [self.config.kv_heads as u32, 1, 1], block: THREADS, shared, overlap: false };
+        let launch =
+            Launch { grid: [self.config.kv_heads as u32, 1, 1], block: MASS_THREADS as u32, shared, overlap: false };
         // SAFETY: the argument list is the kernel's, and the buffers are this object's.
         unsafe { self.device.launch(self.masses, launch, &arguments)? };
         Ok(visible)

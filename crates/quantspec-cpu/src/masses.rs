@@ -13,7 +13,7 @@ use quantspec_model::backend::{Block, Options};
 use std::ops::Range;
 
 /// Queries of the current layer, and memory for the sums over them. Everything is empty if page masses are not kept.
-pub(crate) struct LastQueries {
+pub(crate) struct PageMasses {
     heads: usize,
     d: usize,
     /// `[position mod SNAP_QUERIES][head][D]`, times log2(e)/√D.
@@ -48,20 +48,20 @@ impl<'a> Rows<'a> {
     }
 }
 
-impl LastQueries {
+impl PageMasses {
     /// Lengths of `q` and `sums` for heads of `d` channels and prompts of this many tokens, if masses are kept.
     fn lengths(heads: usize, d: usize, tokens: Option<usize>) -> [usize; 2] {
         let rows = if tokens.is_some() { SNAP_QUERIES * heads } else { 0 };
         [rows * d, rows * tokens.unwrap_or(0).max(1).div_ceil(G)]
     }
 
-    pub(crate) fn new(config: &ModelConfig, options: &Options) -> Result<LastQueries> {
-        LastQueries::of_shape(config.heads, config.head_dim, tokens(options))
+    pub(crate) fn new(config: &ModelConfig, options: &Options) -> Result<PageMasses> {
+        PageMasses::of_shape(config.heads, config.head_dim, tokens(options))
     }
 
-    fn of_shape(heads: usize, d: usize, tokens: Option<usize>) -> Result<LastQueries> {
-        let [q, sums] = LastQueries::lengths(heads, d, tokens);
-        Ok(LastQueries { heads, d, q: Array::zeros(q)?, rows: 0..0, sums: Array::zeros(sums)? })
+    fn of_shape(heads: usize, d: usize, tokens: Option<usize>) -> Result<PageMasses> {
+        let [q, sums] = PageMasses::lengths(heads, d, tokens);
+        Ok(PageMasses { heads, d, q: Array::zeros(q)?, rows: 0..0, sums: Array::zeros(sums)? })
     }
 
     /// Bytes held.
@@ -69,9 +69,9 @@ impl LastQueries {
         self.q.bytes() + self.sums.bytes()
     }
 
-    /// Bytes of [`LastQueries::new`].
+    /// Bytes of [`PageMasses::new`].
     pub(crate) fn bytes_of(config: &ModelConfig, options: &Options) -> usize {
-        4 * LastQueries::lengths(config.heads, config.head_dim, tokens(options)).iter().sum::<usize>()
+        4 * PageMasses::lengths(config.heads, config.head_dim, tokens(options)).iter().sum::<usize>()
     }
 
     /// Clears the queries at the beginning of a prompt.
@@ -203,7 +203,7 @@ mod tests {
                 (3 * G + 1, vec![3 * G, 3 * G + 1]),
                 (2 * G - 1, vec![0, 2 * G - 1]),
             ] {
-                let mut last = LastQueries::of_shape(heads, d, Some(tokens + 5)).expect("room");
+                let mut last = PageMasses::of_shape(heads, d, Some(tokens + 5)).expect("room");
                 let mut noise = Noise::new(tokens as u64);
                 let room = (tokens + 5).next_multiple_of(64);
                 let keys: Vec<f16> = (0..kv_heads * room * d).map(|_| f16::from_f32(noise.normal())).collect();
