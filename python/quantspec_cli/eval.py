@@ -122,7 +122,7 @@ def _budgets(given: str | None) -> list[int]:
     """The numbers of pages of a comma list, each once."""
     if given is None:
         return []
-    from .bench import numbers
+    from .lists import numbers
 
     found = numbers("--draft-pages", given)
     for count in found:
