@@ -21,8 +21,8 @@ from quantspec_cli.bench import grid, samples
 from quantspec_cli.bench import measure as measuring
 from quantspec_cli.bench.grid import Method
 from quantspec_cli.bench.samples import Sample
-from quantspec_cli.engine import Model
 from quantspec_cli.errors import DeviceError, InternalError, UsageError
+from quantspec_cli.model import Model
 
 CONTRACT = {
     *(

@@ -20,7 +20,7 @@ import pytest
 from quantspec_cli import eval as evaluation
 from quantspec_cli import hub
 from quantspec_cli.bench import grid
-from quantspec_cli.engine import Model
+from quantspec_cli.model import Model
 from quantspec_cli.tokenizer import Tokenizer
 
 # Three pages and a piece: from position 256 on, queries read quantised pages.

@@ -151,7 +151,7 @@ def test_a_prompt_far_beyond_the_context_takes_little_memory(sentence: str) -> N
         "    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "    return used if sys.platform == 'darwin' else used << 10\n"
         "import fake_native; fake_native.install()\n"
-        "from quantspec_cli.engine import Model\n"
+        "from quantspec_cli.model import Model\n"
         "from quantspec_cli.errors import DoesNotFitError\n"
         "model = Model.open(); model.prompt('some text')\n"
         "document = sys.argv[1] * (8_000_000 // len(sys.argv[1].encode()))\n"

@@ -16,7 +16,7 @@ from test_gguf import write_demo
 
 from quantspec_cli import Engine, fingerprint, hub
 from quantspec_cli import eval as evaluation
-from quantspec_cli.engine import Model
+from quantspec_cli.model import Model
 from quantspec_cli.options import METHODS, EngineOptions, GenerateOptions
 
 Run = Callable[..., Outcome]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output, prompts, render, report, settings
-from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
+from .model import Model
 from .options import PAGES_MAX, PAGES_MIN, whole
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, output, render, report
-from ..engine import Model
 from ..errors import DoesNotFitError, QuantspecError, UsageError, interrupted, native_errors, one_line
 from ..lists import numbers
+from ..model import Model
 from ..signals import SIGNALS
 from .grid import Request, check_fits, models_of, read_grid, read_text, tokens_of
 from .measure import Bench

@@ -15,7 +15,7 @@ from ..options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..engine import Model
+    from ..model import Model
     from ..options import EngineOptions
 
 # The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, enough for every depth.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .. import _native
-    from ..engine import Model
+    from ..model import Model
     from ..options import EngineOptions
 
 # Warm-up tokens per method and depth: page faults, and the processor's clock.
