@@ -433,12 +433,20 @@ impl Checkpoint {
         self.floats(self.dtype(part), part, rows, out)
     }
 
-    /// [`Checkpoint::read_f32`], but for the quantised matrices of a GGUF file: their values as stored, not
-    /// rounded to the format of [`Checkpoint::dtype`].
+    /// [`Checkpoint::read_f32`], but quantised matrices as codes times scales, not rounded to the format of
+    /// [`Checkpoint::dtype`].
     ///
     /// # Errors
     /// As [`Checkpoint::read_f32`].
     pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        if let Weights::SafeTensors { shards, places, quantised } = &self.weights
+            && !places.contains_key(&part)
+        {
+            let width = self.shape(part).1;
+            let first = rows.start * width;
+            quantised.read_stored(shards, &part.name(), rows, out)?;
+            return self.check_finite(part, first, out);
+        }
         let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
         self.floats(dtype, part, rows, out)
     }
@@ -461,16 +469,22 @@ impl Checkpoint {
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
             self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
-            if let Some(at) = out.iter().position(|x| !x.is_finite()) {
-                return Err(Error::not_finite(format!(
-                    "{} is {} at element {}",
-                    self.tensor_name(part),
-                    out[at],
-                    first * width + at
-                )));
-            }
+            self.check_finite(part, first * width, out)?;
         }
         Ok(())
+    }
+
+    /// Refuses values of a part that are not finite; they begin at element `first`.
+    fn check_finite(&self, part: Part, first: usize, values: &[f32]) -> Result<()> {
+        match values.iter().position(|x| !x.is_finite()) {
+            None => Ok(()),
+            Some(at) => Err(Error::not_finite(format!(
+                "{} is {} at element {}",
+                self.tensor_name(part),
+                values[at],
+                first + at
+            ))),
+        }
     }
 }
 
