@@ -216,13 +216,17 @@ def llama_cpp() -> str:
         for row in case["rows"]:
             by_depth.setdefault(row["depth"], {})[row["engine"]] = row
         for depth, rows in by_depth.items():
-            own = [f"{rows[name]['tokens_per_s']:.0f} ({rows[name]['ratio']:.2f}×)" for name in ("ar", "quantspec")]
-            peer = f"{rows['llama.cpp']['tokens_per_s']:.0f}"
-            lines.append([case["file"], case["weights"], f"{depth:,}", peer, *own, accepted(rows["quantspec"])])
-    head = ["file", "`--weights`", "context", "llama.cpp", "plain, INT8 cache", "quantspec", "accepted"]
+            engines = [rows[name] for name in ("llama.cpp", "ar", "quantspec")]
+            cells = [
+                "" if row["ratio"] is None else f"{row['tokens_per_s']:.0f} ({row['ratio']:.2f}×)" for row in engines
+            ]
+            read = f"{engines[0]['gb_per_s']:.0f}"
+            lines.append([case["file"], case["weights"], f"{depth:,}", read, *cells, accepted(rows["quantspec"])])
+    head = ["file", "`--weights`", "context", "GB/s", "llama.cpp", "plain, INT8 cache", "quantspec", "accepted"]
     return (
         f"{measured['device_name']}, {measured['threads']} threads, commit `{measured['commit'][:12]}`, "
-        f"xllamacpp {measured['xllamacpp']}. Tokens/s, and the ratio to llama.cpp.\n\n{table(head, lines)}"
+        f"xllamacpp {measured['xllamacpp']}. Tokens/s, and the ratio to llama.cpp, at the read bandwidth named.\n\n"
+        f"{table(head, lines)}"
     )
 
 
