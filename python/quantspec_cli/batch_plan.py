@@ -262,7 +262,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 
 def _pages(tokens: int) -> int:
-    """Tokens rounded up to whole pages, at least one page."""
+    """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
     return max(tokens // PAGE, 1) * PAGE
 
 
