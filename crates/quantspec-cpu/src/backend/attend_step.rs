@@ -58,8 +58,8 @@ impl Reads<'_> {
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
             // Rows ascend in position, so the rows that see a page are the last ones.
-            let blind = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
-            let rows = blind * self.group..item.rows * self.group;
+            let hidden = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
+            let rows = hidden * self.group..item.rows * self.group;
             let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
