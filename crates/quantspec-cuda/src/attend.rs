@@ -1,4 +1,4 @@
-//! Decode attention: division of a step's rows into spans, parts and items, and the launches (kernels/attend.cu).
+//! Decode attention: division of a step's rows into spans, chunks and work items, and the launches (kernels/attend.cu).
 
 use crate::args;
 use crate::detect::DeviceInfo;

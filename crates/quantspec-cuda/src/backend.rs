@@ -20,7 +20,7 @@ use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::masses::PageMasses;
-use crate::prefill::{self, Prefill, Shape, Path};
+use crate::prefill::{self, Path, Prefill, Shape};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Expanded, Full, Weights as Stored};
