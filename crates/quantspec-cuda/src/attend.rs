@@ -104,7 +104,7 @@ pub struct Chosen {
     pub visible: usize,
 }
 
-/// A launch: spans with their parts, over rows `first_row .. first_row + rows` of the step.
+/// A launch: spans over rows `first_row .. first_row + rows` of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Spans.
