@@ -281,7 +281,7 @@ def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(description="Measure quantspec beside llama.cpp on the same GGUF files.")
+    parser = argparse.ArgumentParser(description="Measure quantspec and llama.cpp on the same GGUF files.")
     parser.add_argument("files", nargs="*", type=Path, help="more GGUF files, each measured in int8 and in int4")
     parser.add_argument("--quick", action="store_true", help="a small model and few tokens, printed and not written")
     parser.add_argument("--threads", type=int, default=2)

@@ -358,7 +358,7 @@ def test_small_models_that_recommend_nothing_are_penalised(
     opened = Model.open(model)
     prompt = opened.prompt("D", instruction="I")
     unset = frozenset(GenerateOptions.__dataclass_fields__)
-    settled, _ = instruct.settle(opened, [prompt], settled, unset=unset, arguments={}, context=99)
+    settled, _ = instruct.resolve_defaults(opened, [prompt], settled, unset=unset, arguments={}, context=99)
     assert settled.frequency_penalty == 0
     monkeypatch.setattr(instruct, "_SMALL_WEIGHTS", instruct._weights(opened.info))
     assert penalties(*ask, model=model) == none
@@ -408,7 +408,7 @@ def test_a_repeating_answer_is_noted() -> None:
     loop = [*range(5), *([*range(20, 33)] * 3)]
 
     def note(tokens: list[int], reason: str = "length") -> str:
-        return " ".join(instruct.cuts(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
+        return " ".join(instruct.truncation_notes(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
 
     assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4")
     assert "repeats" not in note(loop[:-13])

@@ -71,7 +71,7 @@ class Recommended:
         )
 
 
-def settle(
+def resolve_defaults(
     model: Model,
     prompts: Sequence[Prompt],
     options: GenerateOptions,
@@ -137,7 +137,7 @@ def _weights(info: Mapping[str, Any]) -> int:
     return int(info["hidden"] * (info["vocab"] + info["layers"] * width))
 
 
-def cuts(
+def truncation_notes(
     names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
 ) -> Iterator[str]:
     """Notes about replies, and answers by a JSON schema, that the token limit cut."""

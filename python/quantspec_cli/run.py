@@ -88,7 +88,7 @@ def _run(
             )
             for document in documents
         ]
-        options, notes = instruct.settle(
+        options, notes = instruct.resolve_defaults(
             model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
         )
         if not request.as_json and not request.quiet:
@@ -111,7 +111,7 @@ def _run(
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, engine.info)
 
-        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
+        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.NullSink())
         shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
@@ -126,7 +126,7 @@ def _run(
     if request.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not request.quiet:
-        for line in instruct.cuts(shown, encoded, generations, schema=options.json_schema is not None):
+        for line in instruct.truncation_notes(shown, encoded, generations, schema=options.json_schema is not None):
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)

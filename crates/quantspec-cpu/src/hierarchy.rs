@@ -787,8 +787,8 @@ mod tests {
         let mut w = noise.normals(n * k);
         w[..k].fill(0.5);
         for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2) {
-            let beside = if n % 3 == 0 { 4.0 } else { 0.0 };
-            row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 % 5 - 2));
+            let offset = if n % 3 == 0 { 4.0 } else { 0.0 };
+            row.iter_mut().for_each(|w| *w = (*w + offset) * 2f32.powi(n as i32 % 5 - 2));
         }
         w
     }

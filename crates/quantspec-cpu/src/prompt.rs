@@ -277,7 +277,7 @@ impl Prompt {
         let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
-        let last = self.masses.take_in(block);
+        let last = self.masses.add_queries(block);
         let broken = AtomicBool::new(false);
         // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
         // panel.

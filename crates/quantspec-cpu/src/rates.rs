@@ -17,7 +17,7 @@ pub const WINDOW: [usize; 3] = [1, 4, 8];
 
 /// Fewest timed calls, and the time after which no further call starts.
 const CALLS: usize = 5;
-const ENOUGH: Duration = Duration::from_millis(120);
+const MEASURING_TIME: Duration = Duration::from_millis(120);
 
 /// Most bytes of a timed matrix; a larger one costs the same per byte.
 const MATRIX_BYTES: usize = 64 << 20;
@@ -138,7 +138,7 @@ fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
 fn usual(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
     let (began, mut times) = (Instant::now(), Vec::new());
-    while times.len() < CALLS || began.elapsed() < ENOUGH {
+    while times.len() < CALLS || began.elapsed() < MEASURING_TIME {
         poll()?;
         let started = Instant::now();
         call()?;

@@ -21,7 +21,7 @@ def sink_of(file: output.AtomicFile | None, *, as_json: bool) -> output.Sink:
     if file is not None and not as_json:
         return file
     stdout = output.Stdout()  # raises now if it is closed
-    return file or (output.Nowhere() if as_json else stdout)
+    return file or (output.NullSink() if as_json else stdout)
 
 
 class JsonLines:

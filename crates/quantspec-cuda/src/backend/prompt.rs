@@ -12,7 +12,7 @@ use quantspec_model::backend::Block;
 use std::time::Duration;
 
 /// Interval between checks of a busy device, short compared with a prompt's layer.
-const LOOK_AGAIN: Duration = Duration::from_micros(200);
+const POLL_EVERY: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
     /// Addresses of hidden states, and of keys and values, of the current prompt.
@@ -40,7 +40,7 @@ impl CudaBackend {
     pub(super) fn wait(&mut self) -> Result<()> {
         while !self.device.idle()? {
             (self.hooks.poll)()?;
-            std::thread::sleep(LOOK_AGAIN);
+            std::thread::sleep(POLL_EVERY);
         }
         self.staged = 0;
         Ok(())

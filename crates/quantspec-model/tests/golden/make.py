@@ -1,4 +1,4 @@
-"""Makes the golden checkpoints and logits beside this file, with Hugging Face transformers as the second opinion.
+"""Makes the golden checkpoints and logits next to this file, with Hugging Face transformers as the second opinion.
 
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
