@@ -8,7 +8,7 @@ use crate::checkpoint::{LayerPart, Part};
 use crate::config::{HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, VOCAB};
 use crate::gguf::{Gguf, Tensor, Value};
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -296,6 +296,8 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
         qk_norm: architecture == "qwen3",
+        no_rope: Vec::new(),
+        scales: Scales::NONE,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
         family: architecture,
@@ -346,7 +348,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     }
     let scaling = match (scaling, factors(fields, head_dim)?) {
         (scaling, None) => scaling,
-        (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors },
+        (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors, attention_factor: 1.0 },
         (_, Some(_)) => return Err(fields.unsupported(&format!("{ROPE_FACTORS} with RoPE scaling \"{kind}\""))),
     };
     let max_positions = match &scaling {
@@ -356,7 +358,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         }
         _ => stated_positions,
     };
-    Ok((Rope { theta, scaling }, max_positions))
+    Ok((Rope { theta, dim: head_dim, scaling }, max_positions))
 }
 
 /// Factors on RoPE's wavelengths, `[head_dim / 2]`.
