@@ -85,6 +85,11 @@ pub struct Scales {
 impl Scales {
     /// No factors.
     pub const NONE: Scales = Scales { embedding: 1.0, scores: 1.0, logits: 1.0 };
+
+    /// Of μ, ρ, s, and the factor on the scores.
+    pub fn of(embedding: f64, residual: f64, logits: f64, scores: f64) -> Scales {
+        Scales { embedding: (embedding / residual) as f32, scores, logits: (1.0 / logits) as f32 }
+    }
 }
 
 /// Number format of stored weights.

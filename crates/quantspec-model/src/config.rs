@@ -20,6 +20,8 @@ pub(crate) const LAYERS: RangeInclusive<usize> = 1..=1_024;
 pub(crate) const HEADS: RangeInclusive<usize> = 1..=1_024;
 pub(crate) const HEAD_DIM: RangeInclusive<usize> = 4..=256;
 pub(crate) const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
+/// Granite's multipliers. Published ones are from 0.0078 to 16.
+pub(crate) const MULTIPLIERS: RangeInclusive<f64> = 1e-4..=1e4;
 pub(crate) const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
 
 /// One supported `model_type`, with the defaults of its Hugging Face configuration class.
@@ -116,6 +118,9 @@ const FAMILIES: [Family; 7] = [
     },
     Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
 ];
+
+/// SmolLM3's default of `no_rope_layer_interval`.
+pub(crate) const SMOLLM3_INTERVAL: usize = 4;
 
 /// Phi-3's default of `original_max_position_embeddings`.
 const PHI_ORIGINAL: usize = 4096;
@@ -423,49 +428,49 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
     }
 }
 
+/// Marks every `every`-th of `layers` layers as one without position embedding; empty if there is none.
+pub(crate) fn each_without_rope(layers: usize, every: usize) -> Vec<bool> {
+    let without: Vec<bool> = (1..=layers).map(|layer| layer % every == 0).collect();
+    if without.contains(&true) { without } else { Vec::new() }
+}
+
 /// Which layers have no position embedding, of `layers`; empty if all have one.
 fn no_rope(fields: &Fields, layers: usize) -> Result<Vec<bool>> {
-    let without: Vec<bool> = match fields.list("no_rope_layers")? {
+    match fields.list("no_rope_layers")? {
         Some(list) if list.len() >= layers => {
             let one = |value: &Value| match value.as_u64() {
                 Some(0) => Ok(true),
                 Some(1) => Ok(false),
                 _ => Err(fields.wrong("no_rope_layers", value, "a list of 0 (no RoPE) and 1 (RoPE)")),
             };
-            list[..layers].iter().map(one).collect::<Result<_>>()?
+            let without = list[..layers].iter().map(one).collect::<Result<Vec<bool>>>()?;
+            Ok(if without.contains(&true) { without } else { Vec::new() })
         }
         Some(list) => {
-            return Err(absurd(format!(
-                "{}: no_rope_layers has {} entries for {layers} layers",
-                fields.place,
-                list.len()
-            )));
+            let entries = list.len();
+            Err(absurd(format!("{}: no_rope_layers has {entries} entries for {layers} layers", fields.place)))
         }
         None => {
-            let every = fields.size("no_rope_layer_interval", POSITIONS, Some(4))?;
-            (1..=layers).map(|layer| layer % every == 0).collect()
+            let every = fields.size("no_rope_layer_interval", POSITIONS, Some(SMOLLM3_INTERVAL))?;
+            Ok(each_without_rope(layers, every))
         }
-    };
-    Ok(if without.contains(&true) { without } else { Vec::new() })
+    }
 }
 
 /// Granite's multipliers, and the one of the branches among them.
 fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
     let multiplier = |name: &str| -> Result<f64> {
         let value = fields.number(name, Some(1.0))?;
-        if (1e-4..=1e4).contains(&value) {
+        if MULTIPLIERS.contains(&value) {
             Ok(value)
         } else {
-            Err(absurd(format!("{}: {name} {value} is not from 0.0001 to 10000", fields.place)))
+            let (least, most) = (MULTIPLIERS.start(), MULTIPLIERS.end());
+            Err(absurd(format!("{}: {name} {value} is not from {least} to {most}", fields.place)))
         }
     };
-    let residual = multiplier("residual_multiplier")?;
-    let scales = Scales {
-        embedding: (multiplier("embedding_multiplier")? / residual) as f32,
-        scores: multiplier("attention_multiplier")? * (head_dim as f64).sqrt(),
-        logits: (1.0 / multiplier("logits_scaling")?) as f32,
-    };
-    Ok((scales, residual))
+    let (embedding, residual) = (multiplier("embedding_multiplier")?, multiplier("residual_multiplier")?);
+    let scores = multiplier("attention_multiplier")? * (head_dim as f64).sqrt();
+    Ok((Scales::of(embedding, residual, multiplier("logits_scaling")?, scores), residual))
 }
 
 /// The channels of a head that are rotated, of `partial_rotary_factor` in the scaling or next to it.
