@@ -15,8 +15,8 @@ import pytest
 from conftest import Outcome, chat_model
 
 from quantspec_cli import Engine, schema
-from quantspec_cli.engine import Model
 from quantspec_cli.errors import InputError, UsageError
+from quantspec_cli.model import Model
 from quantspec_cli.options import GenerateOptions
 
 Run = Callable[..., Outcome]

@@ -16,7 +16,7 @@ from conftest import DEMO
 from llama_numpy import Array, G, Llama, half
 
 from quantspec_cli import Engine
-from quantspec_cli.engine import Prompt
+from quantspec_cli.model import Prompt
 from quantspec_cli.selftest import cut_prompts
 
 NEW = 100

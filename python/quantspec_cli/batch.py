@@ -33,7 +33,7 @@ from . import (
 )
 from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, longest, look, room
 from .cluster import Cluster, Order
-from .engine import Engine, Model, Stream, check_folder
+from .engine import Engine, Stream, check_folder
 from .errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -44,11 +44,13 @@ from .errors import (
     internal,
 )
 from .journal import Journal
+from .model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Generation, Prompt
+    from .engine import Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 

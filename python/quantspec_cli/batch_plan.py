@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__, batch_view, output, prompts, render, sources
-from .engine import planned
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
+from .model import planned
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Model, Prompt, Stream
+    from .engine import Stream
     from .journal import Row
+    from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
@@ -261,7 +262,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 
 def _pages(tokens: int) -> int:
-    """Tokens rounded up to whole pages, at least one page."""
+    """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
     return max(tokens // PAGE, 1) * PAGE
 
 

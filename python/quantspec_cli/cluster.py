@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
 from .batch_plan import PARALLEL
-from .engine import Engine, Model, planned
+from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
+from .model import Model, planned
 
 if TYPE_CHECKING:
-    from .engine import Generation, Prompt
+    from .engine import Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
 
 # Interval at which a thread that waits for an answer checks if the batch is to end, in seconds.

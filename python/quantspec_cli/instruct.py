@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from .engine import Generation, Model, Prompt
+    from .engine import Generation
+    from .model import Model, Prompt
 
 
 # Length of a repetition, in tokens, that marks a looping text: longer than phrases that a good answer repeats.

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render, schema
-from .engine import Engine, Model, check_folder
+from .engine import Engine, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
+from .model import Model
 from .options import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Batch, Generation, Prompt
+    from .engine import Batch, Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .prompts import Document
 

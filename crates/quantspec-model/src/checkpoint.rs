@@ -456,12 +456,25 @@ impl Checkpoint {
         self.floats(self.dtype(part), part, rows, out)
     }
 
-    /// [`Checkpoint::read_f32`], but for the quantised matrices of a GGUF file: their values as stored, not
-    /// rounded to the format of [`Checkpoint::dtype`].
+    /// [`Checkpoint::read_f32`], but quantised matrices as codes times scales, not rounded to the format of
+    /// [`Checkpoint::dtype`].
     ///
     /// # Errors
     /// As [`Checkpoint::read_f32`].
     pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        if let Weights::SafeTensors { shards, places, quantised } = &self.weights
+            && !places.contains_key(&part)
+        {
+            let width = self.shape(part).1;
+            let first = rows.start * width;
+            let mut rest = &mut *out;
+            for rows in self.stored_rows(part, rows) {
+                let (out, after) = rest.split_at_mut(rows.len() * width);
+                rest = after;
+                quantised.read_stored(shards, &part.name(), rows, out)?;
+            }
+            return self.check_finite(part, first, out);
+        }
         let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
         self.floats(dtype, part, rows, out)
     }
@@ -487,16 +500,22 @@ impl Checkpoint {
             if part == Part::FinalNorm {
                 out.iter_mut().for_each(|x| *x *= self.config.scales.logits);
             }
-            if let Some(at) = out.iter().position(|x| !x.is_finite()) {
-                return Err(Error::not_finite(format!(
-                    "{} is {} at element {}",
-                    self.tensor_name(part),
-                    out[at],
-                    first * width + at
-                )));
-            }
+            self.check_finite(part, first * width, out)?;
         }
         Ok(())
+    }
+
+    /// Refuses values of a part that are not finite; they begin at element `first`.
+    fn check_finite(&self, part: Part, first: usize, values: &[f32]) -> Result<()> {
+        match values.iter().position(|x| !x.is_finite()) {
+            None => Ok(()),
+            Some(at) => Err(Error::not_finite(format!(
+                "{} is {} at element {}",
+                self.tensor_name(part),
+                values[at],
+                first + at
+            ))),
+        }
     }
 }
 

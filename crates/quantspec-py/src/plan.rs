@@ -135,6 +135,21 @@ pub(crate) fn fitting(
     })
 }
 
+/// Bytes that a CPU reads per second, and what `measure` returns while that is constant. Memory of a shared machine may
+/// change its speed by half within seconds: `measure` is called again if it did, up to three times.
+fn steady<T>(threads: usize, measure: &mut dyn FnMut() -> Result<T>) -> Result<(f64, T)> {
+    let (mut before, mut attempts) = (quantspec_cpu::read_gb_per_s(threads)?, 0);
+    loop {
+        let found = measure()?;
+        let after = quantspec_cpu::read_gb_per_s(threads)?;
+        attempts += 1;
+        if attempts == 4 || (after / before - 1.0).abs() < 0.1 {
+            return Ok((1e9 * f64::midpoint(before, after), found));
+        }
+        before = after;
+    }
+}
+
 /// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
 /// model that config.json describes, for sequences of `context` tokens and weights kept so.
 #[pyfunction]
@@ -160,9 +175,10 @@ pub(crate) fn rates<'py>(
                 (place, read, None)
             }
             None => {
-                let read = 1e9 * quantspec_cpu::read_gb_per_s(threads)?;
-                let config = checkpoint.config();
-                (place, read, Some(quantspec_cpu::rates::rates(config, kept, context, threads, &mut interrupted)?))
+                let (read, rates) = steady(threads, &mut || {
+                    quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)
+                })?;
+                (place, read, Some(rates))
             }
         })
     })?;
