@@ -16,7 +16,8 @@ use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3 and granite networks";
+const SUPPORTED: &str =
+    "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3 and granite networks";
 
 /// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -118,7 +119,8 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
     let mut places = HashMap::new();
     for &part in &parts {
         let (number, tensor) = tensor(gguf, &tensor_name(part), &extents(part, &config))?;
-        let permuted = matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && INTERLEAVED.contains(&config.family.as_str());
+        let permuted =
+            matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && INTERLEAVED.contains(&config.family.as_str());
         let packed = Packed {
             part: *number,
             offset: tensor.offset,

@@ -548,9 +548,13 @@ fn families_have_their_own_defaults() {
     assert_eq!(both.max_positions, 64);
     // Defaults of transformers 5.23.
     let heads = json!({"num_attention_heads": 32, "num_key_value_heads": "REMOVE", "head_dim": 8});
-    for (family, kv_heads, positions) in
-        [("llama", 32, 2048), ("mistral", 8, 131_072), ("qwen2", 32, 32_768), ("qwen3", 32, 32_768), ("granite", 32, 2048)]
-    {
+    for (family, kv_heads, positions) in [
+        ("llama", 32, 2048),
+        ("mistral", 8, 131_072),
+        ("qwen2", 32, 32_768),
+        ("qwen3", 32, 32_768),
+        ("granite", 32, 2048),
+    ] {
         let mut fields = heads.clone();
         fields["model_type"] = json!(family);
         for absent in ["max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"]

@@ -136,7 +136,10 @@ fn granites_multipliers_are_read() {
     assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q))[32..33], [value(64)], "row 1 is the file's row 2");
     for name in ["embedding_scale", "residual_scale", "attention.scale", "logit_scale"] {
         for wrong in [0.0, -1.0, 1e5, f32::NAN] {
-            refused(&with(base.clone(), (name, wrong)), &format!("granite.{name} that is not a number from 0.0001 to 10000"));
+            refused(
+                &with(base.clone(), (name, wrong)),
+                &format!("granite.{name} that is not a number from 0.0001 to 10000"),
+            );
         }
     }
     refused(&named("granite"), "has no metadata granite.logit_scale");
