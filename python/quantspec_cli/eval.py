@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import output, prompts, render, report, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
-from .options import PAGES_MAX, PAGES_MIN, whole
+from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +19,32 @@ if TYPE_CHECKING:
 
 # 1,713 tokens of the demo model: scored in seconds.
 SAMPLE = Path(__file__).with_name("sample.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """How a cache is quantised in place of the engine's own way.
+
+    Attributes:
+        k_axis: the elements that share a group of keys: tokens of one "channel", or channels of one "token".
+        v_axis: likewise of values.
+        group: most elements of a group.
+        truncated: drafts read the least of the 8-bit codes that share an upper nibble, not their centre.
+    """
+
+    k_axis: str
+    v_axis: str
+    group: int
+    truncated: bool
+
+    @staticmethod
+    def of(k_axis: str | None, v_axis: str | None, group: str | None, *, truncated: bool) -> Ablation | None:
+        """The ablation of some flags; those not given are the engine's own. None if none is given."""
+        if not (k_axis or v_axis or group or truncated):
+            return None
+        return Ablation(
+            k_axis=k_axis or AXES[0], v_axis=v_axis or AXES[1], group=int(group or GROUPS[-1]), truncated=truncated
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +57,7 @@ class Request:
         sensitivity: also score the default draft with each kind of matrices in 8 bits.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
+        ablation: a cache with other groups or codes than the engine's own; None is the engine's.
         output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
     """
@@ -42,6 +70,7 @@ class Request:
     context: int
     sensitivity: bool
     draft_pages: str | None
+    ablation: Ablation | None
     output: str | None
     report: str | None
     as_json: bool
@@ -62,6 +91,8 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             f"or --context {request.tokens - 2} or less",
         )
     budgets = _budgets(request.draft_pages)
+    if request.ablation is not None:
+        _refuse_with_ablation(request)
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     inputs = [] if request.prompt is None else [request.prompt]
@@ -77,6 +108,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             "model": model.name,
             "prompt": name,
             "context": request.context,
+            **_ablation(request, options),
             **_scores(model, ids, request, options, budgets),
         }
         scores = "\n".join(lines(found)) + "\n"
@@ -90,6 +122,17 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if stdout is not None:
         stdout.write(scores)
     return output.Done()
+
+
+def _refuse_with_ablation(request: Request) -> None:
+    """Raises for comparisons that read the engine's own cache."""
+    for flag, given in (("--draft-pages", request.draft_pages is not None), ("--sensitivity", request.sensitivity)):
+        if given:
+            raise UsageError(
+                f"{flag} reads the engine's own cache",
+                f"leave out {flag}, or --k-axis, --v-axis, --group and --kv-rounding {TRUNCATE}",
+                option=flag[2:].replace("-", "_"),
+            )
 
 
 def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
@@ -116,6 +159,15 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
             "give a longer text, or lower --tokens or --context",
         )
     return ids
+
+
+def _ablation(request: Request, options: EngineOptions) -> dict[str, Any]:
+    """The ablation, as in the document; nothing if there is none."""
+    if request.ablation is None:
+        return {}
+    found = dataclasses.asdict(request.ablation)
+    rounding = TRUNCATE if found.pop("truncated") else options.kv_rounding
+    return {"ablation": {**found, "kv_rounding": rounding}}
 
 
 def _budgets(given: str | None) -> list[int]:
@@ -154,6 +206,7 @@ def _scores(
             ids,
             draft_precision=options.draft_precision,
             pages=budgets,
+            ablated=None if request.ablation is None else dataclasses.astuple(request.ablation),
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
@@ -168,6 +221,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
         f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",
+        *(_groups(found["ablation"]) if "ablation" in found else ()),
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]
@@ -191,3 +245,9 @@ def lines(found: dict[str, Any]) -> list[str]:
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report
+
+
+def _groups(ablation: dict[str, Any]) -> list[str]:
+    """The ablation for people."""
+    keys, values, group, rounding = (ablation[name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
+    return [f"cache: keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"]

@@ -125,6 +125,7 @@ pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::
     crate::backend::Options {
         slots: 1,
         planes: Planes::of(&[View::Full]),
+        ablation: None,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
         page_masses: false,

@@ -3,7 +3,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
-use crate::options::{rounding, sensitive, target_weights, weights_name};
+use crate::options::{ablation, rounding, sensitive, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::{Sensitive, TargetWeights, View};
@@ -26,8 +26,8 @@ fn options(tokens: usize, threads: Option<usize>, weights: &str, kv_rounding: &s
 
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", draft_precision="auto",
-    pages=Vec::new(),
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", ablated=None,
+    draft_precision="auto", pages=Vec::new(),
     draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
@@ -39,6 +39,7 @@ pub(crate) fn scores<'py>(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    ablated: Option<(String, String, usize, bool)>,
     draft_precision: &str,
     pages: Vec<usize>,
     draft_cache: Option<(PathBuf, usize)>,
@@ -46,6 +47,7 @@ pub(crate) fn scores<'py>(
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let mut options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
+    options.ablation = ablated.as_ref().map(ablation).transpose().map_err(to_python)?;
     let weights = options.weights;
     let precision = sensitive(draft_precision).map_err(to_python)?;
     let raised = Raised::default();
@@ -57,6 +59,12 @@ pub(crate) fn scores<'py>(
     let (place, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
+        if options.ablation.is_some() && place.gpu().is_some() {
+            return Err(Error::usage(
+                format!("{} reads no cache with other groups or truncated codes", place.name()),
+                "add --device cpu",
+            ));
+        }
         let read =
             place.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
         options.sensitive = precision.unwrap_or(read);
