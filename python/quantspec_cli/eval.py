@@ -221,7 +221,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
         f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",
-        *(_groups(found["ablation"]) if "ablation" in found else ()),
+        *([f"cache: {render.groups(found['ablation'])}"] if "ablation" in found else ()),
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]
@@ -245,9 +245,3 @@ def lines(found: dict[str, Any]) -> list[str]:
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report
-
-
-def _groups(ablation: dict[str, Any]) -> list[str]:
-    """The ablation for people."""
-    keys, values, group, rounding = (ablation[name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
-    return [f"cache: keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"]
