@@ -120,11 +120,12 @@ def rounded_activations(x: Array) -> Array:
 
 @dataclass
 class Llama:
-    """A Llama: full weights, or draft weights (4 bits, a head of 8, int8 activations)."""
+    """A Llama: full weights, or draft weights (4 bits, a head of 8, int8 activations) except of the `exact` layers."""
 
     config: dict[str, Any]
     tensors: dict[str, Array]
     draft: bool = False
+    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         config = self.config
@@ -135,12 +136,14 @@ class Llama:
         self.head = self.tensors.get("lm_head.weight", self.embedding)
         if self.draft:
             self.tensors = {
-                name: rounded_weights(w, 4) if name.endswith("_proj.weight") else w for name, w in self.tensors.items()
+                name: rounded_weights(w, 4) if name.endswith("_proj.weight") and name[:-7] not in self.exact else w
+                for name, w in self.tensors.items()
             }
             self.head = rounded_weights(self.head, 8)
 
     def _linear(self, x: Array, name: str) -> Array:
-        out = (rounded_activations(x) if self.draft else x) @ self.tensors[f"{name}.weight"].T
+        rounded = self.draft and name not in self.exact
+        out = (rounded_activations(x) if rounded else x) @ self.tensors[f"{name}.weight"].T
         bias = self.tensors.get(f"{name}.bias")
         return out if bias is None else out + bias
 

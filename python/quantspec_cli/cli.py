@@ -560,6 +560,11 @@ def bench(
     is_flag=True,
     help="Also score the default draft with each kind of matrices in 8 bits, and what that gains for its bytes.",
 )
+@click.option(
+    "--sensitivity-layers",
+    is_flag=True,
+    help="As --sensitivity, and each matrix of each layer alone in the target's precision (CPU; slow).",
+)
 @_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag
 @device_flags

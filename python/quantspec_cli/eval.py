@@ -55,6 +55,7 @@ class Request:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
         sensitivity: also score the default draft with each kind of matrices in 8 bits.
+        sensitivity_layers: also with each matrix of each layer alone; implies `sensitivity`.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
         ablation: a cache with other groups or codes than the engine's own; None is the engine's.
@@ -69,6 +70,7 @@ class Request:
     tokens: int | None
     context: int
     sensitivity: bool
+    sensitivity_layers: bool
     draft_pages: str | None
     ablation: Ablation | None
     output: str | None
@@ -126,7 +128,11 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
 
 def _refuse_with_ablation(request: Request) -> None:
     """Raises for comparisons that read the engine's own cache."""
-    for flag, given in (("--draft-pages", request.draft_pages is not None), ("--sensitivity", request.sensitivity)):
+    for flag, given in (
+        ("--draft-pages", request.draft_pages is not None),
+        ("--sensitivity", request.sensitivity),
+        ("--sensitivity-layers", request.sensitivity_layers),
+    ):
         if given:
             raise UsageError(
                 f"{flag} reads the engine's own cache",
@@ -197,9 +203,12 @@ def _scores(
     directory = str(model.directory)
     # First, as it may refuse the weights.
     sensitivity = {}
-    if request.sensitivity:
+    if request.sensitivity or request.sensitivity_layers:
         with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
-            sensitivity = {"sensitivity": _native.sensitivity(directory, ids, on_progress=on_progress, **common)}
+            scores = _native.sensitivity(
+                directory, ids, layers=request.sensitivity_layers, on_progress=on_progress, **common
+            )
+            sensitivity = {"sensitivity": scores}
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
         found = _native.evaluate(
             directory,
@@ -241,7 +250,21 @@ def lines(found: dict[str, Any]) -> list[str]:
         value = "-" if score["value"] is None else f"{score['value']:.3f}"
         added = f"+{score['added_share']:.1%}"
         report.append(f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%} {added:>12} {value:>7}")
+    report += _by_layer(found.get("sensitivity", {}))
     for pages, choices in found.get("page_choices", {}).items():
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report
+
+
+def _by_layer(sensitivity: dict[str, Any]) -> list[str]:
+    """Acceptance by the layer and kind of the one matrix in the target's precision; nothing without such scores."""
+    kinds = {name: score["layers"] for name, score in sensitivity.items() if "layers" in score}
+    if not kinds:
+        return []
+    rows = zip(*kinds.values(), strict=True)
+    return [
+        "",
+        f"{'exact':<10}" + "".join(f"{name:>10}" for name in kinds),
+        *(f"layer {layer:<4}" + "".join(f"{rate:10.2%}" for rate in row) for layer, row in enumerate(rows)),
+    ]
