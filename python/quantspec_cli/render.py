@@ -11,7 +11,7 @@ from .errors import one_line
 from .output import abandon
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -140,6 +140,12 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def groups(ablation: Mapping[str, Any]) -> str:
+    """The groups and the rounding of a cache, as in the document of `eval`."""
+    keys, values, group, rounding = (ablation[name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
+    return f"keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"
 
 
 def percent(value: float | None) -> str:

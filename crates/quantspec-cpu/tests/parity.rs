@@ -8,6 +8,7 @@ mod paths;
 mod random;
 
 use paths::paths;
+use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{Extent, G};
 use quantspec_core::config::{Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
@@ -178,6 +179,38 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
                 _ => 0.01,
             };
             assert!(error < bound, "{shape:?} {plan:?} {simd:?}: off by {error} deviations, {weights:?}");
+        }
+    }
+}
+
+/// Caches with other groups are close to the reference's with the same, and closer than the engine's own.
+#[test]
+fn ablations_match_the_reference() {
+    let turned = Ablation { key_axis: Axis::Token, value_axis: Axis::Channel, group: 16, truncated: false };
+    for seed in [0, 1] {
+        let shape = SHAPES[seed];
+        let checkpoint = shape.checkpoint(seed as u64 + 1);
+        let ids = random::tokens(shape.vocab, 5 * G + 12, 99 + seed as u64);
+        let prompt = 5 * G - 9;
+        let of = |ablation| Options { ablation, ..options(ids.len()) };
+        for ablation in [turned, Ablation { truncated: true, ..Ablation::OWN }] {
+            let options = of(Some(ablation));
+            let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+            for simd in paths() {
+                let mut backend = load(&checkpoint, &options, simd);
+                assert_eq!(backend.memory(), quantspec_cpu::plan(&checkpoint, &options));
+                let mut own = load(&checkpoint, &of(None), simd);
+                for view in [View::Upper, View::Both] {
+                    let plan = (Weights::Full, view, Pages::All);
+                    let expected = decode(&mut reference, &ids, prompt, 5, plan);
+                    let near = worst(&decode(&mut backend, &ids, prompt, 5, plan), &expected);
+                    assert!(near < 0.01, "{ablation:?} {view:?} {simd:?} {shape:?}: off by {near} deviations");
+                    if view == View::Upper {
+                        let far = worst(&decode(&mut own, &ids, prompt, 5, plan), &expected);
+                        assert!(near < 0.3 * far, "{ablation:?} {simd:?} {shape:?}: {near}, {far}");
+                    }
+                }
+            }
         }
     }
 }
