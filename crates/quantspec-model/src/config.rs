@@ -485,7 +485,7 @@ fn rotated(fields: &Fields, scaling: Option<&Fields>, family: &Family, head_dim:
         return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor})", place.place)));
     }
     let dim = (head_dim as f64 * factor) as usize;
-    if !(HEAD_DIM.start()..=&head_dim).contains(&&dim) || dim % 2 != 0 {
+    if !(*HEAD_DIM.start()..=head_dim).contains(&dim) || !dim.is_multiple_of(2) {
         return Err(absurd(format!(
             "{}: {NAME} {factor} rotates {dim} of {head_dim} channels, not an even number from {}",
             place.place,

@@ -459,7 +459,7 @@ impl<B: Backend> Engine<B> {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let most = GAMMA_MAX.min(remaining.saturating_sub(1));
         let policy = &self.method.policy;
-        let copied = if self.is_alone() { policy.longest() } else { policy.gamma() };
+        let copied = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
         let wanted = match (self.copies(slot, copied.min(most)), &self.method.drafter) {
             (_, None) => 0,
             (0, Some(_)) if self.watches(slot) => policy.gamma_limit(),

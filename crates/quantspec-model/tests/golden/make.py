@@ -254,14 +254,17 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
     ),
     # Queries, keys and values in one matrix, gate and up in another; two shards.
     "phi3": ({"config": PHI3}, 40, 2),
-    # LongRoPE on the first 48 of 64 channels. More tokens than the original context: transformers then uses the long factors in
-    # every row. `short` has the whole context as its original one.
+    # LongRoPE on the first 48 of 64 channels. More tokens than the original context: transformers then uses the long factors
+    # in every row. `short` has the whole context as its original one.
     "phi3-long": (
         {
             "config": PHI4,
             "short": PHI4 | {"max_position_embeddings": 64, "original_max_position_embeddings": 64},
             "new": without(PHI4, "rope_scaling", "rope_theta", "partial_rotary_factor")
-            | {"rope_parameters": LONGROPE | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 1.1}},
+            | {
+                "rope_parameters": LONGROPE
+                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 1.1}
+            },
             "unscaled": PHI4 | {"rope_scaling": None},
         },
         40,
