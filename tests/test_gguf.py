@@ -329,6 +329,13 @@ def test_flags_of_a_sentencepiece_tokenizer(tmp_path: Path, small: Inner) -> Non
 SPLITS = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
     "default": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
+    "refact": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        False,
+        False,
+    ),
     "llama-bpe": (["I", "'m", " ", "123", "45", " HTTPServer", "...\n\n", " ", " e", "\u0301"], True, True),
     "qwen2": (["I", "'m", " ", "1", "2", "3", "4", "5", " HTTPServer", "...\n\n", " ", " é"], False, False),
     "tekken": (

@@ -6,6 +6,7 @@
 //! Letters follow Leviathan et al.: p is the target's distribution, q the draft's, γ the number of drafted tokens of a round.
 #![forbid(unsafe_code)]
 
+pub mod ablation;
 pub mod attend;
 pub mod cache;
 pub mod config;

@@ -533,7 +533,7 @@ impl Bench {
         for &rows in rows {
             let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());
-            let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
+            let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab, 1.0f32];
             let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;
             report(timed("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
             let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };

@@ -195,6 +195,16 @@ const HEADS_OF_256: [Model; 5] = [
     Model::new("mistral", "BF16", (2, 2, 256)).untied().sized((104, 152, 309)),
 ];
 
+/// Layers without position embedding, constant factors, and heads of which three quarters are rotated.
+const FAMILIES: [Model; 6] = [
+    Model::new("smollm3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
+    Model::new("granite", "BF16", (6, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
+    Model::new("phi3", "F32", (4, 2, 64)).sized((120, 136, 259)),
+    Model::new("smollm3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
+    Model::new("granite", "F16", (4, 1, 128)).untied().sized((104, 200, 2050)),
+    Model::new("phi3", "BF16", (6, 2, 128)).untied().sized((152, 312, 257)).second_prompt(520),
+];
+
 type Plan = (Weights, View, Pages);
 
 /// What verifies and commits.
@@ -422,12 +432,27 @@ fn models_with_heads_of_256() {
     compare(&HEADS_OF_256);
 }
 
+#[test]
+fn families_with_angles_and_factors_of_their_own() {
+    compare(&FAMILIES);
+}
+
 /// Weights in nibbles compared with the CPU backend on a checkpoint of the dequantised values. Drafts read a different
 /// target's cache there; their GEMMs are compared in the tests of `hierarchy`.
 #[test]
 fn weights_in_nibbles() {
     let Some(device) = device() else { return };
-    let models = [HEADS_OF_64[0], HEADS_OF_64[4], HEADS_OF_128[0], HEADS_OF_128[1], HEADS_OF_128[4], HEADS_OF_256[0]];
+    let models = [
+        HEADS_OF_64[0],
+        HEADS_OF_64[4],
+        HEADS_OF_128[0],
+        HEADS_OF_128[1],
+        HEADS_OF_128[4],
+        HEADS_OF_256[0],
+        FAMILIES[1],
+        FAMILIES[3],
+        FAMILIES[5],
+    ];
     let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {

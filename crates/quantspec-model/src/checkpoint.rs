@@ -10,9 +10,10 @@ use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
 use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
+use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Sensitive};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, Sensitive};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -411,21 +412,43 @@ impl Checkpoint {
         }
         match &self.weights {
             Weights::SafeTensors { shards, places, quantised } => {
-                let Some(&place) = places.get(&part) else {
-                    return quantised.read(shards, &part.name(), rows, out);
-                };
-                read_at(
-                    shards,
-                    TensorLocation { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place },
-                    out,
-                )
+                let mut rest = out;
+                for rows in self.stored_rows(part, rows) {
+                    let (out, after) = rest.split_at_mut(rows.len() * row_bytes);
+                    rest = after;
+                    let Some(&place) = places.get(&part) else {
+                        quantised.read(shards, &part.name(), rows, out)?;
+                        continue;
+                    };
+                    let offset = place.offset + rows.start as u64 * row_bytes as u64;
+                    read_at(shards, TensorLocation { offset, ..place }, out)?;
+                }
+                Ok(())
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
         }
     }
 
-    /// Reads some rows as f32, `[rows][columns]`.
+    /// The file's rows for some rows of a matrix, in order, as ranges of consecutive ones. Rows of Q and K are permuted if only some
+    /// channels are rotated ([`crate::rope`]); families with such heads have no biases or norms of queries and keys.
+    fn stored_rows(&self, part: Part, rows: Range<usize>) -> Vec<Range<usize>> {
+        let ModelConfig { head_dim, rope: Rope { dim, .. }, .. } = self.config;
+        if dim == head_dim || !matches!(part, Part::Layer(_, Q | K)) {
+            return vec![rows];
+        }
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for row in rows {
+            let stored = row / head_dim * head_dim + stored_channel(row % head_dim, head_dim, dim);
+            match ranges.last_mut() {
+                Some(last) if last.end == stored => last.end += 1,
+                _ => ranges.push(stored..stored + 1),
+            }
+        }
+        ranges
+    }
+
+    /// Reads some rows as f32, `[rows][columns]`; the weight of the final norm with the factor on the logits.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
@@ -444,7 +467,12 @@ impl Checkpoint {
         {
             let width = self.shape(part).1;
             let first = rows.start * width;
-            quantised.read_stored(shards, &part.name(), rows, out)?;
+            let mut rest = &mut *out;
+            for rows in self.stored_rows(part, rows) {
+                let (out, after) = rest.split_at_mut(rows.len() * width);
+                rest = after;
+                quantised.read_stored(shards, &part.name(), rows, out)?;
+            }
             return self.check_finite(part, first, out);
         }
         let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
@@ -469,6 +497,9 @@ impl Checkpoint {
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
             self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
+            if part == Part::FinalNorm {
+                out.iter_mut().for_each(|x| *x *= self.config.scales.logits);
+            }
             self.check_finite(part, first * width, out)?;
         }
         Ok(())

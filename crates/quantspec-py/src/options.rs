@@ -1,6 +1,7 @@
 //! Conversion of Python arguments to engine options.
 
 use pyo3::prelude::*;
+use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_core::policy::Policy;
@@ -147,6 +148,16 @@ pub(crate) fn rounding(name: &str) -> Result<Rounding> {
     one_of("kv_rounding", name, &[("balanced", Rounding::Balanced), ("paper", Rounding::Paper)])
 }
 
+/// The ablation of (axis of the keys, axis of the values, elements of a group, truncated codes).
+pub(crate) fn ablation((keys, values, group, truncated): &(String, String, usize, bool)) -> Result<Ablation> {
+    let axis = |flag, name: &str| one_of(flag, name, &[("channel", Axis::Channel), ("token", Axis::Token)]);
+    if !(1..=G).contains(group) {
+        return Err(Error::usage(format!("group is {group}"), format!("use 1 to {G}")));
+    }
+    let (key_axis, value_axis) = (axis("k_axis", keys)?, axis("v_axis", values)?);
+    Ok(Ablation { key_axis, value_axis, group: *group, truncated: *truncated })
+}
+
 impl Request<'_> {
     /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
@@ -242,6 +253,7 @@ impl Request<'_> {
                 prompt_capacity: self.prompt_capacity,
                 planes: Planes::of(&views),
                 rounding,
+                ablation: None,
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
                 sensitive: sensitive.filter(|_| self.every_view || needs.draft_weights).unwrap_or_default(),

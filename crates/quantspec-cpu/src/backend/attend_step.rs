@@ -69,8 +69,9 @@ impl Reads<'_> {
                 }
                 None => {
                     let visible = vec![G; rows.len()];
-                    let next = next.map(|page| self.cache.full(head, page));
-                    attend::full_page(self.simd, state, rows, self.cache.full(head, page), &visible, next);
+                    let read = |page| self.cache.full(self.step.view, head, page);
+                    let next = next.map(read);
+                    attend::full_page(self.simd, state, rows, read(page), &visible, next);
                 }
             }
         }
@@ -174,12 +175,12 @@ impl CpuBackend {
                 };
                 let pages = match step.pages {
                     // Scores need quantised keys; without them the newest pages are read.
-                    Pages::Best(_) if cache.planes().upper => {
+                    Pages::Best(_) if cache.has_nibbles() => {
                         score(&mut bounds);
                         best_pages(&bounds, n)
                     }
                     Pages::Snap { .. } => {
-                        if step.choose_pages && snap.is_due(step.pages, now) && cache.planes().upper {
+                        if step.choose_pages && snap.is_due(step.pages, now) && cache.has_nibbles() {
                             score(&mut snap.refreshed);
                         }
                         let scores = snap.current();
@@ -231,7 +232,10 @@ impl CpuBackend {
             }
         }
         let (rounding, width) = (self.options.rounding, self.rows.places.width);
-        let planes = attend::Planes::of(step.view, step.weights);
+        let planes = match self.options.ablation {
+            None => attend::Planes::of(step.view, step.weights),
+            Some(_) => None,
+        };
         let qkv = &self.rows.qkv;
         let partials = Partials { data: DisjointSlice::new(&mut self.rows.partials), heads, parts, d };
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();

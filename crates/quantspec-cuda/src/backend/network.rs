@@ -183,7 +183,7 @@ impl CudaBackend {
                 arguments.extend(args![table.upper(), lower, table.stride()]);
             }
         }
-        arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
+        arguments.extend(args![hidden, self.config.hidden, self.config.vocab, self.config.scales.embedding]);
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
@@ -217,7 +217,7 @@ impl CudaBackend {
                 let heads = Heads {
                     rows: self.layout.rows,
                     bias: address(&weights.qkv_bias),
-                    cos_sin: self.layout.cos_sin,
+                    cos_sin: self.angles(layer, self.layout.cos_sin),
                     q: space.q.at(0),
                     rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
                     scale,
@@ -241,7 +241,7 @@ impl CudaBackend {
             address(&weights.qkv_bias),
             q_norm,
             k_norm,
-            self.layout.cos_sin,
+            self.angles(layer, self.layout.cos_sin),
             &space.q,
             &self.cache.ring_k,
             &self.cache.ring_v,
