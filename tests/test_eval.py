@@ -19,9 +19,10 @@ import llama_numpy
 import numpy as np
 import pytest
 
-from quantspec_cli import bench, hub
 from quantspec_cli import eval as evaluation
-from quantspec_cli.engine import Model
+from quantspec_cli import hub
+from quantspec_cli.bench import grid
+from quantspec_cli.model import Model
 from quantspec_cli.tokenizer import Tokenizer
 
 # Three pages and a piece: from position 256 on, queries read quantised pages.
@@ -338,7 +339,7 @@ def test_acceptance_of_a_trained_model() -> None:
     from quantspec_cli import _native
 
     directory = Path(folder) / "seed-mha"
-    ids = Model.open(str(directory)).tokenizer.encode(gzip.decompress(bench.BOOK.read_bytes()).decode())
+    ids = Model.open(str(directory)).tokenizer.encode(gzip.decompress(grid.BOOK.read_bytes()).decode())
     middle = (len(ids) - 8192) // 2
     found = _native.evaluate(str(directory), ids[middle : middle + 8192], context=8192 - 512)
     assert found["positions"] == 511

@@ -501,6 +501,7 @@ def bench(
       quantspec bench -m DIR -p 512 -n 128 -d 0,4096,16384 -r 3
     """
     from . import bench as measure
+    from .bench.grid import Request
 
     options = EngineOptions(
         device=device,
@@ -519,7 +520,7 @@ def bench(
 
         form = flags["output_format"]
         return side_by_side(*compare, output_format=form, place=flags["output"], as_json=flags["as_json"])
-    request = measure.Request(**flags)
+    request = Request(**flags)
     if what is None:
         return measure.bench(request, options)
     asked = ctx.get_parameter_source("n_depth") is not ParameterSource.DEFAULT

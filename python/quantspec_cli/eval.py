@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output, prompts, render, report, settings
-from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
+from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _budgets(given: str | None) -> list[int]:
     """The numbers of pages of a comma list, each once."""
     if given is None:
         return []
-    from .bench import numbers
+    from .lists import numbers
 
     found = numbers("--draft-pages", given)
     for count in found:

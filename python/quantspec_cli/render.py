@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from .errors import one_line
-from .output import abandon
+from .output import redirect_to_null
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def console() -> Console:
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
             """Rich would close standard output and exit: a closed stderr must not lose the answer."""
-            abandon(sys.stderr)
+            redirect_to_null(sys.stderr)
 
     return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
 

@@ -215,11 +215,15 @@ impl Run {
             let stats = engine.stats();
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
-        texts.into_iter().enumerate().map(|(slot, text)| (text, engine.take_logprobs(slot).expect("told"))).collect()
+        texts
+            .into_iter()
+            .enumerate()
+            .map(|(slot, text)| (text, engine.take_logprobs(slot).expect("log-probabilities")))
+            .collect()
     }
 }
 
-/// Drafts with another candidate in each round, regardless of promises.
+/// Drafts with another candidate in each round, regardless of forecasts.
 #[derive(Debug)]
 struct InTurn {
     drafter: Box<dyn Drafter>,
@@ -235,8 +239,8 @@ impl Drafter for InTurn {
         self.drafter.margins()
     }
 
-    fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
-        self.drafter.copies(slot, most, par)
+    fn copies(&self, slot: usize, most: usize, break_even: &dyn Fn(usize) -> Option<f64>) -> usize {
+        self.drafter.copies(slot, most, break_even)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
@@ -738,13 +742,13 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
                 Run::ar().decode_and_tell(&model, prompt, &sampler, 140, Some(5)).remove(0)
             })
             .collect();
-        for (tokens, told) in &alone {
-            assert_eq!(tokens.len(), told.len());
-            for (token, told) in tokens.iter().zip(told) {
-                assert_eq!(told.top.len(), 5);
-                assert!(told.top.is_sorted_by(|a, b| a.1 >= b.1));
+        for (tokens, logprobs) in &alone {
+            assert_eq!(tokens.len(), logprobs.len());
+            for (token, logprob) in tokens.iter().zip(logprobs) {
+                assert_eq!(logprob.top.len(), 5);
+                assert!(logprob.top.is_sorted_by(|a, b| a.1 >= b.1));
                 // Greedy without penalties takes the likeliest.
-                assert!(sampler.accept != Accept::Greedy || told.top[0] == (*token, told.logprob));
+                assert!(sampler.accept != Accept::Greedy || logprob.top[0] == (*token, logprob.logprob));
             }
         }
         for (method, gamma) in [("quantspec", 5), ("ngram", 4), ("w4", 12)] {

@@ -304,7 +304,7 @@ fn masks_depend_on_the_text_alone() {
 }
 
 /// A text with its log-probabilities. An automatic policy reads the margin of every drafted token.
-fn told(
+fn decode_logprobs(
     engine: &mut Engine<CudaBackend>,
     method: Method,
     prompt: &[u32],
@@ -320,9 +320,9 @@ fn told(
         engine.draft(&[(slot, gamma)]).unwrap();
         text.extend(engine.verify().unwrap().remove(0).tokens);
     }
-    let told = engine.take_logprobs(slot).unwrap();
+    let logprobs = engine.take_logprobs(slot).unwrap();
     engine.finish(slot);
-    (text, told)
+    (text, logprobs)
 }
 
 #[test]
@@ -335,14 +335,14 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
         let penalties = Penalties::new(1.2, 0.1, 0.0, 4).unwrap();
         let penalised = [Accept::Greedy, Accept::Replay].map(|accept| sampler(accept, 5, 0).penalised(penalties));
         for sampler in [sampler(Accept::Greedy, 0, 0), penalised[0].clone(), penalised[1].clone()] {
-            let plain = told(&mut engine, method(View::Both, None), &prompt, &sampler, 200);
+            let plain = decode_logprobs(&mut engine, method(View::Both, None), &prompt, &sampler, 200);
             assert_eq!(plain.0.len(), plain.1.len());
             if sampler.penalties.is_none() {
-                assert!(plain.0.iter().zip(&plain.1).all(|(token, told)| told.top[0] == (*token, told.logprob)));
+                assert!(plain.0.iter().zip(&plain.1).all(|(token, of)| of.top[0] == (*token, of.logprob)));
             }
             let auto = Method { policy: Policy::auto(12), ..method(View::Both, Some(drafting("quantspec"))) };
             for method in [method(View::Both, Some(drafting("quantspec"))), auto, lookup(View::Both)] {
-                assert!(told(&mut engine, method, &prompt, &sampler, 200) == plain, "{sampler:?}");
+                assert!(decode_logprobs(&mut engine, method, &prompt, &sampler, 200) == plain, "{sampler:?}");
             }
         }
     }

@@ -198,13 +198,18 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
-    /// Applies RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
-    fn rotate(&self, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
+    /// Applies a layer's RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
+    fn rotate(&self, layer: usize, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
         for (row, &(position, length)) in places.iter().enumerate() {
             let channels = row * half..(row + 1) * half;
-            self.rope.fill(position, length, &mut cos[channels.clone()], &mut sin[channels]);
+            let (cos, sin) = (&mut cos[channels.clone()], &mut sin[channels]);
+            if self.config.rotates(layer) {
+                self.rope.fill(position, length, cos, sin);
+            } else {
+                self.rope.fill_unrotated(cos, sin);
+            }
         }
         tensor(|| {
             let x = x.reshape((places.len(), heads, 2 * half))?;
@@ -238,7 +243,7 @@ impl ReferenceBackend {
             q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
             k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
         }
-        Ok([self.rotate(&q, heads, places)?, self.rotate(&k, kv_heads, places)?, v])
+        Ok([self.rotate(layer, &q, heads, places)?, self.rotate(layer, &k, kv_heads, places)?, v])
     }
 
     /// Attention of one decode row, [1][q_width].
@@ -585,7 +590,8 @@ impl Network for ReferenceBackend {
             }
         };
         let (table, _) = self.weight(Part::Embedding, Weights::Full)?;
-        let hidden = tensor(|| table.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu)?, 0))?;
+        let scale = f64::from(self.config.scales.embedding);
+        let hidden = tensor(|| table.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu)?, 0)? * scale)?;
         let hidden = match pass {
             Pass::Step(_) => (0..tokens.len()).map(|row| tensor(|| hidden.narrow(0, row, 1))).collect::<Result<_>>()?,
             Pass::Prefill(_) => vec![hidden],

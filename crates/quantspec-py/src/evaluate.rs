@@ -70,8 +70,9 @@ pub(crate) fn scores<'py>(
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
-        let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
-        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
+        let other_bytes =
+            stored.as_ref().map_or(Ok(0), |stored| Ok(place.memory_plan(models, stored, 0)?.needed_bytes))?;
+        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(other_bytes))?;
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let text = (&tokens[..], context, &pages[..]);

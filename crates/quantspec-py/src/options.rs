@@ -62,9 +62,9 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
+    /// [`crate::device::ChosenDevice::resolve_auto`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
-    /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::settle`]);
+    /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::resolve_auto`]);
     /// `options` has none.
     pub(crate) auto_precision: bool,
     /// The view of the cache that a draft reads, and its most tokens.

@@ -6,7 +6,7 @@ use crate::cache::Cache;
 use crate::dispatch::Simd;
 use crate::linear::{self, row_stride};
 use crate::memory::DisjointSlice;
-use crate::pool::{Deal, share, share_by_cost};
+use crate::pool::{WorkQueues, share, share_by_cost};
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
 use quantspec_core::{Error, Result};
@@ -242,11 +242,11 @@ impl CpuBackend {
         let cost = |i: usize| items[i].cost(group);
         let states = DisjointSlice::new(&mut self.states);
         let context = Reads { simd, step, cache, planes, rounding, group };
-        let deal = Deal::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
+        let work = WorkQueues::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            while let Some(item) = deal.take(thread) {
+            while let Some(item) = work.take(thread) {
                 let item = &items[item];
                 for r in 0..item.rows * group {
                     let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
