@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
 from . import conversation, files, hub, schema, settings, template
@@ -22,6 +22,7 @@ from .instruct import Recommended
 from .options import EngineOptions, GenerateOptions, schema_text, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
+from .signals import WAIT_S
 from .text import Text, Thinking
 from .tokenizer import Tokenizer
 
@@ -444,7 +445,7 @@ class Batch:
             with self._turn:
                 if not self._open:
                     raise StopIteration
-                index, item, last = self._items.get()
+                index, item, last = _next(self._items)
                 self._open -= last
                 if isinstance(item, str):
                     return Piece(index, item, last)
@@ -483,6 +484,15 @@ def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
     items.put((index, item, last))
+
+
+def _next(items: SimpleQueue[tuple[int, str | BaseException, bool]]) -> tuple[int, str | BaseException, bool]:
+    """Waits for the next item, ready for Ctrl-C."""
+    while True:
+        try:
+            return items.get(timeout=WAIT_S)
+        except Empty:
+            continue
 
 
 class _Lease:
