@@ -10,7 +10,7 @@ ci:
 test *args:
     QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model
     for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
-        echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_read every_method the_selection || exit; \
+        echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_are_processed every_method the_selection || exit; \
     done
     python -m pytest -q -m "not slow and not gpu" {{args}} tests
 

@@ -156,11 +156,14 @@ fn cases() -> Vec<Case> {
     exactness::cases(full())
 }
 
+/// A case of every method, with chunks of prompts from single blocks to several layers.
 #[test]
 fn prompts_are_processed_between_the_rounds_of_others() {
     let prompts: Vec<Vec<u32>> = [300, 900, 129, 640].iter().map(|&n| book(n, n)).collect();
-    let methods = [1, 700, 4000].into_iter().zip(["quantspec", "w4", "ngram"]);
-    let cases = methods.map(|(chunk_rows, method)| Case { chunk_rows, ..Case::new(method, Pages::All, &[4], 4) });
+    let mut chunks = [1, 700, 4000].into_iter().cycle();
+    let of = |entry: &draft::Entry| cases().into_iter().find(|case| case.method == entry.name && case.batch >= 3);
+    let cases = draft::METHODS.iter().map(|entry| of(entry).expect("a case in a batch"));
+    let cases = cases.map(|case| Case { chunk_rows: chunks.next().expect("endless"), ..case });
     law_of_both(demo(), &prompts, 160, &cases.collect::<Vec<_>>());
 }
 
