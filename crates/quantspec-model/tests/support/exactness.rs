@@ -298,16 +298,15 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
     };
     let mut all: Vec<Case> = selection(full).into_iter().map(of).collect();
     all.push(Case::new("ar", Pages::All, &[0], 8));
-    let mut gammas = [&[4][..], &[1, 16, 0, 7, 3], &[7], &[12], &[4, 0, 9], &[2], &[5], &[16, 1]].into_iter().cycle();
-    for (index, entry) in
-        draft::METHODS.iter().filter(|entry| !matches!(entry.source, draft::Source::Nothing)).enumerate()
-    {
+    let mut gammas = [&[4][..], &[12], &[7], &[1, 16, 0, 7, 3], &[4, 0, 9], &[2], &[5], &[16, 1]].into_iter().cycle();
+    let drafting = draft::METHODS.iter().filter(|entry| !matches!(entry.source, draft::Source::Nothing));
+    for (index, entry) in drafting.enumerate() {
         for (b, batch) in BATCHES.into_iter().enumerate() {
+            let turn = b + usize::from(entry.copies);
             let pages = match entry.own_pages() {
-                Some(Pages::Snap { .. }) => {
-                    [(2, 1), (3, 1), (2, 0)].map(|(pages, refresh)| Pages::Snap { pages, refresh })[b]
-                }
-                Some(_) => [Pages::Window(3), Pages::Window(2), Pages::Window(16)][b],
+                Some(Pages::Snap { .. }) if turn % 2 == 0 => Pages::Snap { pages: 2, refresh: 0 },
+                Some(Pages::Snap { .. }) => Pages::Snap { pages: 3, refresh: 1 },
+                Some(_) => Pages::Window([3, 2, 16][turn % 3]),
                 None => PAGES[(index + b) % 3],
             };
             // Eight sequences take as long as the smaller batches together; all methods decode them by the same code.
