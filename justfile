@@ -12,7 +12,7 @@ test *args:
     for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
         echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_are_processed every_method the_selection || exit; \
     done
-    python -m pytest -q -m "not slow and not gpu" {{args}} tests
+    python -m pytest -n 2 --dist worksteal -q -m "not slow and not gpu" {{args}} tests
 
 # All tests that need no GPU, against the wheel, as in README and CI
 test-all *args:
