@@ -59,11 +59,10 @@ test-arm *args:
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
 
-# Kernels, then bench and single passes of a small trained checkpoint, widened to the 1-billion-parameter shape
+# Kernels, then bench of a small trained checkpoint, widened to the 1-billion-parameter shape
 bench-cpu source depths="0,4096" repetitions="3" seconds="1": (bench-kernels "--max-time" seconds)
     test -f target/wide-1b/model.safetensors || python tools/widen.py {{source}} target/wide-1b --times 4 --layers 18
     quantspec bench -m target/wide-1b -p 512 -d {{depths}} -r {{repetitions}}
-    cargo run --release -p quantspec-cpu --example timing -- target/wide-1b "$(nproc)" {{replace(depths, ',', ' ')}}
 
 # The same at depth 0, once, in a few minutes
 bench-cpu-quick source: (bench-cpu source "0" "1" "0.05")

@@ -6,8 +6,8 @@
     python benchmarks/llama_cpp.py --quick                the same in a minute on a small model, without a file
     python benchmarks/run.py --render                     render docs/benchmarks.md
 
-The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. llama.cpp decodes in
-two blocks, one before quantspec and one after it. A number is the median of its repetitions, a ratio one of medians.
+The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. The programs alternate.
+A number is the median of its repetitions at one memory bandwidth, a ratio one of such medians.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ try:
     import numpy as np
     from gguf import GGMLQuantizationType as Kind
 
+    from quantspec_cli import _native
+
     # It has no types.
     xllamacpp = importlib.import_module("xllamacpp")
     library = importlib.import_module("xllamacpp.xllamacpp")
@@ -42,6 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/llama_cpp.json"
 KINDS = ("Q8_0", "Q4_1", "Q4_K_M")
 METHODS = "ar-int8,quantspec"
+# Most rounds of both engines, and samples of each at one memory bandwidth that suffice.
+ROUNDS = 4
+ENOUGH = 2
 
 # Names in GGUF of a layer's tensors, of the others.
 LAYER = {
@@ -208,43 +213,76 @@ def quantspec(path: Path, weights: str, options: argparse.Namespace) -> list[dic
     return rows
 
 
-def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One file."""
-    sys.stderr.write(f"measuring {path.name}\n")
-    peer = LlamaCpp(path, max(options.depths) + options.tokens + 64, options.threads)
-    samples: dict[int, list[float]] = {depth: [] for depth in options.depths}
+def bandwidth() -> float:
+    """GB/s that this machine reads now."""
+    return float(_native.doctor()["cpu"]["read_gb_per_s"])
 
-    def block() -> None:
+
+# Tokens per second, and GB/s around them.
+Samples = list[tuple[float, float]]
+
+
+def common(samples: dict[str, Samples]) -> tuple[float, dict[str, list[float]]]:
+    """The memory bandwidth at which each engine has most samples, and each engine's tokens per second within 10 % of it."""
+
+    def near(speed: float) -> dict[str, list[float]]:
+        return {
+            engine: [found for found, at in of_engine if abs(at / speed - 1) < 0.1]
+            for engine, of_engine in samples.items()
+        }
+
+    speeds = [at for of_engine in samples.values() for _, at in of_engine]
+    best = max(speeds, key=lambda speed: sorted(map(len, near(speed).values())))
+    return best, near(best)
+
+
+def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One file. Memory of a shared machine has changing speeds: the engines alternate until each has `ENOUGH` samples at one
+    of them, for at most `ROUNDS` rounds, and the rows are medians of these.
+    """
+    sys.stderr.write(f"measuring {path.name} in {weights}\n")
+    peer = LlamaCpp(path, max(options.depths) + options.tokens + 64, options.threads)
+    samples: dict[int, dict[str, Samples]] = {depth: {} for depth in options.depths}
+    accepted: dict[int, float | None] = {}
+    for _ in range(ROUNDS):
         for depth in options.depths:
             peer.decode(depth, 8)
-            samples[depth] += [peer.decode(depth, options.tokens) for _ in range(options.repetitions)]
-
-    block()
-    rows = quantspec(path, weights, options)
-    block()
+            for _ in range(options.repetitions):
+                before = bandwidth()
+                found = peer.decode(depth, options.tokens)
+                samples[depth].setdefault("llama.cpp", []).append((found, (before + bandwidth()) / 2))
+        for row in quantspec(path, weights, options):
+            speeds = [1e3 / ms for ms in row["samples_ms_per_token"]]
+            pairs = zip(speeds, row["samples_bandwidth_gb_per_s"], strict=True)
+            samples[row["n_depth"]].setdefault(row["method"], []).extend(pairs)
+            accepted[row["n_depth"]] = row["acceptance_rate"] or accepted.get(row["n_depth"])
+        if all(len(found) >= ENOUGH for depth in options.depths for found in common(samples[depth])[1].values()):
+            break
     peer.close()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for depth in options.depths:
-        found.append({"engine": "llama.cpp", "depth": depth, "tokens_per_s": statistics.median(samples[depth])})
-        for row in rows:
-            if (row["test"], row["n_depth"]) == ("tg", depth):
-                speed = 1e3 / statistics.median(row["samples_ms_per_token"])
-                found.append(
-                    {
-                        "engine": row["method"],
-                        "depth": depth,
-                        "tokens_per_s": speed,
-                        "ratio": speed / found[-1 if row["method"] == "ar" else -2]["tokens_per_s"],
-                        "acceptance_rate": row["acceptance_rate"],
-                    }
-                )
-    return {"file": path.name, "bytes": path.stat().st_size, "weights": weights, "rows": found}
+        at, by_engine = common(samples[depth])
+        median = {engine: statistics.median(speeds) if speeds else None for engine, speeds in by_engine.items()}
+        peer_speed = median["llama.cpp"]
+        for engine, speed in median.items():
+            rows.append(
+                {
+                    "engine": engine,
+                    "depth": depth,
+                    "gb_per_s": at,
+                    "samples": len(by_engine[engine]),
+                    "tokens_per_s": speed,
+                    "ratio": speed / peer_speed if speed and peer_speed else None,
+                    "acceptance_rate": accepted[depth] if engine == "quantspec" else None,
+                }
+            )
+    return {"file": path.name, "bytes": path.stat().st_size, "weights": weights, "rows": rows}
 
 
 def main() -> None:
     """Measures."""
-    parser = argparse.ArgumentParser(description="Measure quantspec beside llama.cpp on the same GGUF files.")
-    parser.add_argument("files", nargs="*", type=Path, help="more GGUF files; one with Q8 in its name is kept in int8")
+    parser = argparse.ArgumentParser(description="Measure quantspec and llama.cpp on the same GGUF files.")
+    parser.add_argument("files", nargs="*", type=Path, help="more GGUF files, each measured in int8 and in int4")
     parser.add_argument("--quick", action="store_true", help="a small model and few tokens, printed and not written")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
@@ -265,7 +303,7 @@ def main() -> None:
             write_gguf(wide, path, mix, quantise)
             cases.append(compare(path, "int8" if mix == "Q8_0" else "int4", options))
             path.unlink()
-        cases += [compare(path, "int8" if "Q8" in path.name else "int4", options) for path in options.files]
+        cases += [compare(path, weights, options) for path in options.files for weights in ("int8", "int4")]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     measured = {
         "commit": commit.stdout.strip(),

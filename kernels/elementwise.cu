@@ -40,17 +40,18 @@ struct IntoInt8 {
 };
 
 DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)); }
+DEV float4 times(float4 a, float f) { return make_float4(__fmul_rn(a.x, f), __fmul_rn(a.y, f), __fmul_rn(a.z, f), __fmul_rn(a.w, f)); }
 
 // ---- embedding ----
 //
 // embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width]. A row's token is its own, which is then
-// stored in its window (slot * window_pitch + offset), or the window's. Without `rows` it is tokens[row]. hidden f32 [row][width]. Grid (rows), block
-// 256. `load` gives eight values of a row from column k on, a multiple of 8; the last four of a row's last eight may be outside.
+// stored in its window (slot * window_pitch + offset), or the window's. Without `rows` it is tokens[row]. hidden f32 [row][width], times `scale`.
+// Grid (rows), block 256. `load` gives eight values of a row from column k on, a multiple of 8; the last four of a row's last eight may be outside.
 //
 // A step begins with this kernel, so its loads are issued together.
 struct Eight { float4 low, high; };
 template <class Load>
-DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
+DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, float scale, Load load) {
   constexpr int AT_ONCE = 4, ACROSS = 256 * 8;
   grid_trigger();
   grid_wait();
@@ -75,16 +76,16 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int k = first + i * ACROSS;
-      if (k < width) *(float4*)(to + k) = x[i].low;
-      if (k + 4 < width) *(float4*)(to + k + 4) = x[i].high;
+      if (k < width) *(float4*)(to + k) = times(x[i].low, scale);
+      if (k + 4 < width) *(float4*)(to + k + 4) = times(x[i].high, scale);
     }
   }
 }
 #define EMBED(NAME, T)                                                                                                                                  \
   KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
-                                             float* hidden, int width, int vocab) {                                                                     \
+                                             float* hidden, int width, int vocab, float scale) {                                                        \
     const int atoms = (width + 63) / 64;                                                                                                                \
-    embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {                                                            \
+    embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {                                                     \
       const size_t line = ((size_t)(token / 16) * atoms + k / 64) * 16 + token % 16;                                                                    \
       const uint4 v = __ldg((const uint4*)(table + line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8));                                                      \
       auto low = [](uint32_t x) { return T::to_float((uint16_t)x); };                                                                                   \
@@ -95,8 +96,8 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
 EMBED(bf16, Bf16)
 EMBED(f16, Half)
 KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
-                                        int vocab) {
-  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {
+                                        int vocab, float scale) {
+  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {
     const float4* from = (const float4*)(table + (size_t)token * width + k);
     return Eight{__ldg(from), k + 4 < width ? __ldg(from + 1) : make_float4(0, 0, 0, 0)};
   });
@@ -104,8 +105,8 @@ KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int windo
 
 // embed_planes: the same for a table in planes.
 KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper, const uint8_t* lower,
-                                           int stride, float* hidden, int width, int vocab) {
-  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {
+                                           int stride, float* hidden, int width, int vocab, float scale) {
+  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {
     float w[8];
     plane_weights(w, upper, lower, token, k, stride);
     return Eight{make_float4(w[0], w[1], w[2], w[3]), make_float4(w[4], w[5], w[6], w[7])};

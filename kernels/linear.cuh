@@ -238,7 +238,7 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // is eight pieces, one per warp, of one tile (of two tiles for 4-bit blocks). A warp reads only its own part of x. The tiles of a pass alternate by
 // chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, of 16 or 17 KB each. They saturate memory; behind more of them, inputs and results would queue. The first loads of a block
+// Chunks in flight, of 16 or 17 KB each. They saturate memory; more of them would delay inputs and results. The first loads of a block
 // compete with the end of the previous kernel, so fewer are allowed.
 constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.

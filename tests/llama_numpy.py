@@ -120,11 +120,12 @@ def rounded_activations(x: Array) -> Array:
 
 @dataclass
 class Llama:
-    """A Llama: full weights, or draft weights (4 bits, a head of 8, int8 activations)."""
+    """A Llama: full weights, or draft weights (4 bits, a head of 8, int8 activations) except of the `exact` layers."""
 
     config: dict[str, Any]
     tensors: dict[str, Array]
     draft: bool = False
+    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         config = self.config
@@ -135,12 +136,14 @@ class Llama:
         self.head = self.tensors.get("lm_head.weight", self.embedding)
         if self.draft:
             self.tensors = {
-                name: rounded_weights(w, 4) if name.endswith("_proj.weight") else w for name, w in self.tensors.items()
+                name: rounded_weights(w, 4) if name.endswith("_proj.weight") and name[:-7] not in self.exact else w
+                for name, w in self.tensors.items()
             }
             self.head = rounded_weights(self.head, 8)
 
     def _linear(self, x: Array, name: str) -> Array:
-        out = (rounded_activations(x) if self.draft else x) @ self.tensors[f"{name}.weight"].T
+        rounded = self.draft and name not in self.exact
+        out = (rounded_activations(x) if rounded else x) @ self.tensors[f"{name}.weight"].T
         bias = self.tensors.get(f"{name}.bias")
         return out if bias is None else out + bias
 
@@ -205,18 +208,50 @@ class Llama:
 VIEWS = {"fp16": None, "int8": 1, "int4": 0}
 
 
-def _view(k: Array, v: Array, quantised: int, view: str) -> tuple[Array, Array]:
+@dataclass(frozen=True)
+class Groups:
+    """Elements of the cache that share a scale: at most `size` tokens of a "channel", or channels of a "token" in a head.
+
+    Attributes:
+        truncated: view int4 reads the least of the codes that share an upper nibble.
+    """
+
+    keys: str = "channel"
+    values: str = "token"
+    size: int = G
+    truncated: bool = False
+
+
+OWN = Groups()
+
+
+def _quantised(x: Array, axis: str, groups: Groups, which: int) -> Array:
+    """Whole pages of keys or values, [tokens][kv heads][d], through view int4 (0) or int8 (1)."""
+    tokens, heads, d = x.shape
+    size = min(groups.size, d if axis == "token" else G)
+    shape = (tokens // size, size, heads, d) if axis == "channel" else (tokens, heads, d // size, size)
+    along = 1 if axis == "channel" else 3
+    grouped = x.reshape(shape)
+    read = balanced(grouped, along)[which]
+    if groups.truncated and which == 0:
+        # The centre of sixteen codes is 7.5 steps above the least of them.
+        read = read - 7.5 * (grouped.max(along, keepdims=True) - grouped.min(along, keepdims=True)) / 255
+    return read.reshape(x.shape)
+
+
+def _view(k: Array, v: Array, quantised: int, view: str, groups: Groups) -> tuple[Array, Array]:
     """Keys and values visible to a query: the first `quantised` tokens through a view, later ones as stored."""
     which = VIEWS[view]
     if which is None or quantised == 0:
         return k, v
-    pages = k[:quantised].reshape(-1, G, *k.shape[1:])
-    keys = balanced(pages, 1)[which].reshape(quantised, *k.shape[1:])  # per channel, over a page's tokens
-    values = balanced(v[:quantised], 2)[which]  # per token, over a head's channels
+    keys = _quantised(k[:quantised], groups.keys, groups, which)
+    values = _quantised(v[:quantised], groups.values, groups, which)
     return np.concatenate((keys, k[quantised:])), np.concatenate((values, v[quantised:]))
 
 
-def evaluate(model: Llama, ids: Array, view: str, drafts: dict[str, tuple[Llama, str]]) -> dict[str, Any]:
+def evaluate(
+    model: Llama, ids: Array, view: str, drafts: dict[str, tuple[Llama, str]], groups: Groups = OWN
+) -> dict[str, Any]:
     """Log-probabilities of every position under a target view, and of each draft, decoding a page's rows at once.
 
     Rows of one page share Q(p), the number of quantised tokens they see. Returns {"target": [n][vocab], name: ...}.
@@ -233,14 +268,14 @@ def evaluate(model: Llama, ids: Array, view: str, drafts: dict[str, tuple[Llama,
             q, k, v = model.qkv(layer, x, positions)
             keys, values = (np.concatenate((old, half(new))) for old, new in zip(past[layer], (k, v), strict=True))
             seen.append((keys, values))
-            keys, values = _view(keys, values, quantised, view)
+            keys, values = _view(keys, values, quantised, view, groups)
             x = model.rest(layer, x, model.attend(q, keys, values, positions[:, None] >= tokens))
         out["target"].append(log_softmax(model.logits(x)))
         for name, (draft, draft_view) in drafts.items():
             x = draft.embedding[ids[positions]]
             for layer in range(draft.layers):
                 q, k, v = draft.qkv(layer, x, positions)
-                keys, values = _view(*seen[layer], quantised, draft_view)
+                keys, values = _view(*seen[layer], quantised, draft_view, groups)
                 # A row sees the target's keys and values before it, and its own.
                 own_k, own_v = np.concatenate((keys, half(k))), np.concatenate((values, half(v)))
                 visible = np.concatenate((positions[:, None] > tokens, np.eye(len(positions), dtype=bool)), 1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import quantspec_cli
 from quantspec_cli import Engine, QuantspecError
-from quantspec_cli.engine import Prompt
+from quantspec_cli.model import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

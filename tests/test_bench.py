@@ -16,10 +16,13 @@ import fake_native
 import pytest
 from conftest import copy_demo
 
-from quantspec_cli import bench, hub, render
-from quantspec_cli.bench import Method, Sample
-from quantspec_cli.engine import Model
+from quantspec_cli import hub, lists, render
+from quantspec_cli.bench import grid, samples
+from quantspec_cli.bench import measure as measuring
+from quantspec_cli.bench.grid import Method
+from quantspec_cli.bench.samples import Sample
 from quantspec_cli.errors import DeviceError, InternalError, UsageError
+from quantspec_cli.model import Model
 
 CONTRACT = {
     *(
@@ -62,7 +65,7 @@ SPECULATIVE = {"draft_ms", "verify_ms", "round_ms", "loop_us"}
     ],
 )
 def test_lists(text: str, values: list[int]) -> None:
-    assert bench.numbers("-d", text) == values
+    assert lists.numbers("-d", text) == values
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_lists(text: str, values: list[int]) -> None:
 )
 def test_nonsense_lists(text: str) -> None:
     with pytest.raises(UsageError, match="-d"):
-        bench.numbers("-d", text)
+        lists.numbers("-d", text)
 
 
 @pytest.mark.parametrize(
@@ -109,27 +112,27 @@ def test_nonsense_lists(text: str) -> None:
     ],
 )
 def test_lists_with_words(text: str, values: list[int | str]) -> None:
-    assert bench.numbers_or("--gamma", text, ("auto",), 0, 16) == values
+    assert lists.numbers_or("--gamma", text, ("auto",), 0, 16) == values
 
 
 def test_pages_are_a_list_with_ranges_too() -> None:
-    assert bench.numbers_or("--draft-pages", "all,8-64*2,4294967296,auto", ("all", "auto"), 2, 2**32) == [
+    assert lists.numbers_or("--draft-pages", "all,8-64*2,4294967296,auto", ("all", "auto"), 2, 2**32) == [
         *("all", 8, 16, 32, 64, 2**32, "auto"),
     ]
 
 
 def test_methods_cross_gammas_and_pages() -> None:
-    assert bench.methods("ar-fp16,ar,quantspec", ["auto", 4], ["all", 8]) == [
+    assert grid.methods("ar-fp16,ar,quantspec", ["auto", 4], ["all", 8]) == [
         Method("ar", "fp16"),
         Method("ar", "int8"),
         *(Method("quantspec", "int8", gamma, pages) for gamma in ("auto", 4) for pages in ("all", 8)),
     ]
     # Prompt lookup reads no pages.
-    assert bench.methods("ngram", [2, 4], ["all", 8]) == [Method("ngram", "int8", 2), Method("ngram", "int8", 4)]
-    assert bench.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
+    assert grid.methods("ngram", [2, 4], ["all", 8]) == [Method("ngram", "int8", 2), Method("ngram", "int8", 4)]
+    assert grid.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
     # A window is never all pages.
-    assert bench.methods("window", [3], ["all"]) == [Method("window", "int8", 3, 16)]
-    assert bench.methods("window+ngram-fp16", [3], ["all", 8]) == [Method("window+ngram", "fp16", 3, 8)]
+    assert grid.methods("window", [3], ["all"]) == [Method("window", "int8", 3, 16)]
+    assert grid.methods("window+ngram-fp16", [3], ["all", 8]) == [Method("window+ngram", "fp16", 3, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,7 @@ def test_rejection_keeps_the_distribution_and_not_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantspec: Callable[..., Any]
 ) -> None:
     compared: list[object] = []
-    monkeypatch.setattr(bench, "_check_equal", compared.append)
+    monkeypatch.setattr(measuring, "check_equal", compared.append)
     arguments = "bench -p 0 -n 24 -r 2 -g 3 --methods ar,quantspec -o jsonl --accept"
     for accept in ("replay", "rejection"):
         path = tmp_path / accept
@@ -264,18 +267,18 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
     base = [sample(2.0, 36, 37), sample(1.0, 62, 64), sample(1.5, 36, 64), sample(2.0, 36, 36)]
     runs = [sample(1.0, 37, 36), sample(0.8, 64, 62), sample(0.5, 36, 36), sample(0.5, 62, 62)]
     # Memory speed changed during the third baseline and the last pair.
-    found = bench._speedup(runs, base)
+    found = samples.speedup(runs, base)
     assert found["speedup"] == pytest.approx((2.0 + 1.25) / 2)
     assert found["speedup_repetitions"] == 2
-    assert bench._speedup(runs, None)["speedup"] is None
-    assert bench._speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
+    assert samples.speedup(runs, None)["speedup"] is None
+    assert samples.speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
     # One of the two was delayed: 2 GB in 11 seconds at 40 GB/s.
     steady = [Sample(10.0, 1e9, (40.0, 40.0)), Sample(1.0, 1e9, (40.0, 40.0))]
-    assert bench._share(steady) == pytest.approx(2 / 11 / 40)
-    assert bench._share([]) is None
+    assert samples.bandwidth_share(steady) == pytest.approx(2 / 11 / 40)
+    assert samples.bandwidth_share([]) is None
 
 
 def test_a_checkpoint_is_not_read_between_measurements(
@@ -310,10 +313,10 @@ def test_different_tokens_are_an_error() -> None:
         Method("ar", "fp16"): Sample(1, 1, (30.0, 30.0), tokens=[1, 3]),
         Method("quantspec", "int8", 4): Sample(1, 1, (30.0, 30.0), tokens=[1, 2]),
     }
-    bench._check_equal(runs)
+    samples.check_equal(runs)
     runs[Method("kv4", "int8", 4)] = Sample(1, 1, (30.0, 30.0), tokens=[1, 3])
     with pytest.raises(InternalError, match="kv4 and ar emitted different tokens from the int8 target"):
-        bench._check_equal(runs)
+        samples.check_equal(runs)
 
 
 @pytest.mark.parametrize(
@@ -386,8 +389,8 @@ def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> N
             yield {"test": "tg", "n_gen": number}
         raise end
 
-    monkeypatch.setattr(bench.Bench, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(bench.Bench, "rows", rows)
+    monkeypatch.setattr(measuring.Bench, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(measuring.Bench, "rows", rows)
 
 
 @pytest.mark.parametrize(
@@ -737,7 +740,7 @@ def engine() -> Any:
 def ids(count: int) -> list[int]:
     import gzip
 
-    return Model.open(None).tokenizer.encode(gzip.decompress(bench.BOOK.read_bytes()).decode())[:count]
+    return Model.open(None).tokenizer.encode(gzip.decompress(grid.BOOK.read_bytes()).decode())[:count]
 
 
 def decode(engine: Any, slot: int, tokens: int) -> list[int]:

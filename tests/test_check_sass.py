@@ -87,7 +87,7 @@ PARTED = [
 
 
 @pytest.mark.parametrize(
-    ("there", "behind"),
+    ("inside", "after"),
     [
         ("@!P1 BRA `(.L_x_2) ;", WAIT_BEHIND),
         ("BRA.DIV UR4, `(.L_x_2) ;", PARTED),
@@ -96,11 +96,11 @@ PARTED = [
 )
 @pytest.mark.parametrize("spills", [0, 1])
 def test_blocks_after_a_kernel_belong_to_the_loop_they_jump_back_to(
-    check: ModuleType, there: str, behind: list[str], spills: int
+    check: ModuleType, inside: str, after: list[str], spills: int
 ) -> None:
-    loop = [".L_x_1:", LOAD, there, ".L_x_3:", PRODUCT, "@P0 BRA `(.L_x_1) ;"]
+    loop = [".L_x_1:", LOAD, inside, ".L_x_3:", PRODUCT, "@P0 BRA `(.L_x_1) ;"]
     between = [SPILL, "STG.E [R2.64], R3 ;", "EXIT ;"]
-    code = disassembly("some_kernel", *loop, *between, *behind, *[SPILL] * spills, "BRA `(.L_x_3) ;")
+    code = disassembly("some_kernel", *loop, *between, *after, *[SPILL] * spills, "BRA `(.L_x_3) ;")
     (kernel,) = check.kernels(code)
     (body,) = kernel.main_loops
     assert not any(text.startswith(("STG", "EXIT")) for text in body)

@@ -207,6 +207,13 @@ def test_a_device_that_does_not_exist_is_a_usage_error(driver: Driver, device: s
     outcome.assert_error(2, f"device {device} does not exist, the driver shows {devices}", "doctor")
 
 
+def test_a_gpu_has_no_ablations(driver: Driver) -> None:
+    for flags in (("--group", "64"), ("--kv-rounding", "truncate")):
+        command = ("eval", "--tokens", "30", *flags)
+        driver(*command).assert_error(2, "cuda:0 reads no cache with other groups", "--device cpu")
+        assert driver(*command, "--device", "cpu").code == 0
+
+
 def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
     driver(*DECODE, says="busy=1").assert_error(1, "CUDA_ERROR_DEVICE_UNAVAILABLE", "to itself")
     # No device was named, so another GPU is used; the CPU would be far slower.

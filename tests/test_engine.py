@@ -21,8 +21,9 @@ from conftest import copy_demo
 
 import quantspec_cli
 from quantspec_cli import Engine, QuantspecError, background, loop
-from quantspec_cli.engine import Prompt, Statistics
+from quantspec_cli.engine import Statistics
 from quantspec_cli.errors import DoesNotFitError, InputError, UsageError
+from quantspec_cli.model import Prompt
 from quantspec_cli.options import GenerateOptions
 from quantspec_cli.text import Text
 

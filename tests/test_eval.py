@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import json
 import math
 import os
 import pty
@@ -17,9 +19,10 @@ import llama_numpy
 import numpy as np
 import pytest
 
-from quantspec_cli import bench, hub
 from quantspec_cli import eval as evaluation
-from quantspec_cli.engine import Model
+from quantspec_cli import hub
+from quantspec_cli.bench import grid
+from quantspec_cli.model import Model
 from quantspec_cli.tokenizer import Tokenizer
 
 # Three pages and a piece: from position 256 on, queries read quantised pages.
@@ -57,6 +60,61 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
         acceptance = np.exp(np.minimum(logs, int8)).sum(-1).mean()
         assert drafts[name]["acceptance"] == pytest.approx(acceptance, abs=tolerance)
         assert drafts[name]["top1"] == pytest.approx((logs.argmax(-1) == int8.argmax(-1)).mean(), abs=0.02)
+
+
+# Scores of several caches, in a process whose kernels have f32 activations: BF16 ones would hide what groups change.
+SCORES = """
+import json, sys
+from quantspec_cli import _native
+model, ids, caches = json.load(sys.stdin)
+caches = [cache and tuple(cache) for cache in caches]
+print(json.dumps([_native.evaluate(model, ids, context=256, device="cpu", ablated=cache) for cache in caches]))
+"""
+
+
+@pytest.mark.slow
+def test_ablations_agree_with_numpy() -> None:
+    own = llama_numpy.Groups()
+    caches = [
+        own,
+        llama_numpy.Groups(keys="token", size=32),
+        llama_numpy.Groups(values="channel", size=64),
+        llama_numpy.Groups(truncated=True),
+    ]
+    ids = sample()
+    found = subprocess.run(
+        [sys.executable, "-c", SCORES],
+        input=json.dumps([str(hub.demo()), ids, [None, *(dataclasses.astuple(cache) for cache in caches)]]),
+        capture_output=True,
+        env={**os.environ, "QUANTSPEC_SIMD": "scalar"},
+        text=True,
+        check=True,
+    )
+    engine, *ablated = json.loads(found.stdout)
+    model, tokens = llama_numpy.Llama(*llama_numpy.load(hub.demo())), np.array(ids)
+    # From position 256 on, rows read a quantised page.
+    full = llama_numpy.evaluate(model, tokens, "fp16", {})["target"][256:-1]
+    for scores, cache in zip(ablated, caches, strict=True):
+        expected = llama_numpy.evaluate(model, tokens, "int8", {"kv4": (model, "int4")}, cache)
+        int8, kv4 = expected["target"][256:-1], expected["kv4"][256:-1]
+        int4 = llama_numpy.evaluate(model, tokens, "int4", {}, cache)["target"][256:-1]
+        targets = scores["targets"]
+        # Any two of these caches differ by more than the tolerances.
+        for name, logs, tolerance in (("int8", int8, 0.15), ("int4", int4, 0.02)):
+            assert targets[name]["kld"] == pytest.approx((np.exp(full) * (full - logs)).sum(-1).mean(), rel=tolerance)
+        acceptance = np.exp(np.minimum(kv4, int8)).sum(-1).mean()
+        assert scores["drafts"]["kv4"]["acceptance"] == pytest.approx(acceptance, abs=2e-4), cache
+        # Targets with an FP16 cache do not depend on its groups.
+        assert targets["fp16"] == engine["targets"]["fp16"]
+        # Groups of the cache change what weights alone cost by its error only.
+        assert scores["drafts"]["w4"]["acceptance"] == pytest.approx(engine["drafts"]["w4"]["acceptance"], abs=1e-3)
+    # The engine's own groups are an ablation that changes nothing but f16 rounding.
+    assert own == llama_numpy.OWN
+    for name in ("int8", "int4"):
+        assert ablated[0]["targets"][name]["nll"] == pytest.approx(engine["targets"][name]["nll"], abs=2e-4)
+    for name in ("quantspec", "kv4", "w4"):
+        acceptance = engine["drafts"][name]["acceptance"]
+        assert ablated[0]["drafts"][name]["acceptance"] == pytest.approx(acceptance, abs=5e-4), name
 
 
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
@@ -102,6 +160,24 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert set(found["targets"]["int8"]) == {"nll", "perplexity", "kld", "top1"}
     assert set(found["drafts"]["quantspec"]) == {"acceptance", "top1"}
     assert outcome.stderr == ""
+
+
+def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
+    command = ["eval", "--tokens", "40", "--device", "cpu"]
+    plain = quantspec(*command, "--json").json
+    assert "ablation" not in plain
+    for flags, ablation in [
+        (["--k-axis", "token"], ("token", "token", 128, "balanced")),
+        (["--v-axis", "channel", "--kv-rounding", "paper"], ("channel", "channel", 128, "paper")),
+        (["--group", "32"], ("channel", "token", 32, "balanced")),
+        (["--kv-rounding", "truncate"], ("channel", "token", 128, "truncate")),
+    ]:
+        found = quantspec(*command, *flags, "--json").json
+        assert found.pop("ablation") == dict(zip(("k_axis", "v_axis", "group", "kv_rounding"), ablation, strict=True))
+        # The text is shorter than a page, so no score depends on groups.
+        assert found == plain
+    lines = quantspec(*command, "--k-axis", "token", "--group", "64").stdout.splitlines()
+    assert lines[1:3] == ["cache: keys by token, values by token, groups of 64, rounding balanced", ""]
 
 
 def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
@@ -157,6 +233,11 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--context", "1712"], 1, ("sample.txt has 1713 tokens; 1714 were requested", "--context")),
         (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens; 1714 were requested",)),
         (["--tokens", "200000"], 3, ("200000 tokens", "context of 131072", "--tokens 131072")),
+        (["--k-axis", "head"], 2, ("'head'", "'channel', 'token'")),
+        (["--group", "48"], 2, ("'48'", "'32', '64', '128'")),
+        (["--kv-rounding", "floor"], 2, ("'floor'", "'truncate'")),
+        (["--v-axis", "channel", "--draft-pages", "4"], 2, ("--draft-pages reads the engine's own cache",)),
+        (["--kv-rounding", "truncate", "--sensitivity"], 2, ("--sensitivity reads the engine's own", "leave out")),
         (["--prompt", "/no/such/book"], 1, ("/no/such/book does not exist",)),
         (["--output", "/no/such/folder/report"], 1, ("/no/such/folder",)),
         (["--device", "tpu"], 2, ("tpu",)),
@@ -258,7 +339,7 @@ def test_acceptance_of_a_trained_model() -> None:
     from quantspec_cli import _native
 
     directory = Path(folder) / "seed-mha"
-    ids = Model.open(str(directory)).tokenizer.encode(gzip.decompress(bench.BOOK.read_bytes()).decode())
+    ids = Model.open(str(directory)).tokenizer.encode(gzip.decompress(grid.BOOK.read_bytes()).decode())
     middle = (len(ids) - 8192) // 2
     found = _native.evaluate(str(directory), ids[middle : middle + 8192], context=8192 - 512)
     assert found["positions"] == 511

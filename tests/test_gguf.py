@@ -60,16 +60,25 @@ def demo_weights() -> dict[str, Array]:
 
 def save_safetensors(folder: Path, weights: dict[str, Array], dtype: str) -> None:
     """Vectors in F32, matrices in a type."""
-    header, body = {}, b""
+    stored = {}
     for name, values in weights.items():
         kind = "F32" if values.ndim == 1 else dtype
         match kind:
             case "BF16":
-                data = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+                data = (values.view(np.uint32) >> 16).astype(np.uint16)
             case "F16":
-                data = values.astype(np.float16).tobytes()
+                data = values.astype(np.float16)
             case _:
-                data = values.tobytes()
+                data = values
+        stored[name] = (kind, data)
+    save_tensors(folder, stored)
+
+
+def save_tensors(folder: Path, tensors: dict[str, tuple[str, Array]]) -> None:
+    """Writes model.safetensors: by name, a type and an array of its bits."""
+    header, body = {}, b""
+    for name, (kind, values) in tensors.items():
+        data = np.ascontiguousarray(values).tobytes()
         header[name] = {"dtype": kind, "shape": values.shape, "data_offsets": [len(body), len(body) + len(data)]}
         body += data
     text = json.dumps(header).encode()
@@ -320,6 +329,13 @@ def test_flags_of_a_sentencepiece_tokenizer(tmp_path: Path, small: Inner) -> Non
 SPLITS = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
     "default": (pre_tokenizers.ByteLevel(add_prefix_space=False), False, False),
+    "refact": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        False,
+        False,
+    ),
     "llama-bpe": (["I", "'m", " ", "123", "45", " HTTPServer", "...\n\n", " ", " e", "\u0301"], True, True),
     "qwen2": (["I", "'m", " ", "1", "2", "3", "4", "5", " HTTPServer", "...\n\n", " ", " é"], False, False),
     "tekken": (

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 from quantspec_cli import Engine, instruct
 from quantspec_cli.conversation import parsed_arguments
-from quantspec_cli.engine import Generation, Model, Prompt
+from quantspec_cli.engine import Generation
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
+from quantspec_cli.model import Model, Prompt
 from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions
 
 Run = Callable[..., Outcome]
@@ -357,7 +358,7 @@ def test_small_models_that_recommend_nothing_are_penalised(
     opened = Model.open(model)
     prompt = opened.prompt("D", instruction="I")
     unset = frozenset(GenerateOptions.__dataclass_fields__)
-    settled, _ = instruct.settle(opened, [prompt], settled, unset=unset, arguments={}, context=99)
+    settled, _ = instruct.resolve_defaults(opened, [prompt], settled, unset=unset, arguments={}, context=99)
     assert settled.frequency_penalty == 0
     monkeypatch.setattr(instruct, "_SMALL_WEIGHTS", instruct._weights(opened.info))
     assert penalties(*ask, model=model) == none
@@ -407,7 +408,7 @@ def test_a_repeating_answer_is_noted() -> None:
     loop = [*range(5), *([*range(20, 33)] * 3)]
 
     def note(tokens: list[int], reason: str = "length") -> str:
-        return " ".join(instruct.cuts(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
+        return " ".join(instruct.truncation_notes(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
 
     assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4")
     assert "repeats" not in note(loop[:-13])

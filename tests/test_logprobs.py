@@ -10,9 +10,9 @@ import pytest
 from conftest import Outcome
 
 from quantspec_cli import Engine
-from quantspec_cli.engine import Prompt
 from quantspec_cli.errors import DoesNotFitError, UsageError
 from quantspec_cli.eval import SAMPLE
+from quantspec_cli.model import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Inner
 
-from quantspec_cli import bench, lower_bound
+from quantspec_cli import lower_bound
+from quantspec_cli.bench import grid
 from quantspec_cli.tokenizer import Tokenizer, _byte_level
 
-BOOK = gzip.decompress(bench.BOOK.read_bytes()).decode()
+BOOK = gzip.decompress(grid.BOOK.read_bytes()).decode()
 CHINESE = (
     "\u6211\u4eec\u5728\u591c\u91cc\u8d70\u8fc7\u4e86\u957f\u957f\u7684\u8def\uff0c\u6ca1\u6709\u4eba\u8bf4\u8bdd\u3002"
 )
@@ -150,7 +151,7 @@ def test_a_prompt_far_beyond_the_context_takes_little_memory(sentence: str) -> N
         "    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "    return used if sys.platform == 'darwin' else used << 10\n"
         "import fake_native; fake_native.install()\n"
-        "from quantspec_cli.engine import Model\n"
+        "from quantspec_cli.model import Model\n"
         "from quantspec_cli.errors import DoesNotFitError\n"
         "model = Model.open(); model.prompt('some text')\n"
         "document = sys.argv[1] * (8_000_000 // len(sys.argv[1].encode()))\n"

@@ -11,7 +11,7 @@ from conftest import copy_demo
 
 import quantspec_cli
 from quantspec_cli import Engine, _native
-from quantspec_cli.engine import Model, planned
+from quantspec_cli.model import Model, planned
 from quantspec_cli.options import METHODS, EngineOptions, Method
 
 DEMO = Path(quantspec_cli.__file__).with_name("demo")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_gguf import write_demo
 
 from quantspec_cli import Engine, _native, hub, predict, sizes
-from quantspec_cli.engine import Model
+from quantspec_cli.model import Model
 from quantspec_cli.options import EngineOptions
 from quantspec_cli.predict import Curve, Load, Machine
 

@@ -252,6 +252,14 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
         "Divergence from the FP16 cache",
         "Views of the cache",
     ]
+    flags = ("--tokens", "600", "--context", "590", "--device", "cpu", "--report", str(place))
+    found = quantspec("eval", *flags, "--draft-pages", "2,3", "--json").json
+    page = parsed(place.read_text())
+    assert page.titles[1] == "Acceptance by pages"
+    for scores in found["page_choices"].values():
+        assert all(f"{score['acceptance']:.1%}" in page.text for score in scores.values())
+    assert quantspec("eval", *flags, "--k-axis", "token").code == 0
+    assert "keys by token, values by token, groups of 128, rounding balanced" in parsed(place.read_text()).text
 
 
 def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from conftest import Outcome, chat_model
 
 from quantspec_cli import Engine, schema
-from quantspec_cli.engine import Model
 from quantspec_cli.errors import InputError, UsageError
+from quantspec_cli.model import Model
 from quantspec_cli.options import GenerateOptions
 
 Run = Callable[..., Outcome]
@@ -136,7 +136,7 @@ def test_masks_after_drafts_are_those_of_the_text() -> None:
             fresh.advance(text)
             assert fresh.mask([]) == mask, text
             allowed = [token for token in tokens if mask[token // 8] >> token % 8 & 1]
-            # A walk of drafted tokens, the last of which may be forbidden, leaves nothing behind.
+            # A walk of drafted tokens, the last of which may be forbidden, leaves no state.
             drafted: list[int] = []
             while len(drafted) < 4 and (after := walked.mask(drafted)) is not None:
                 drafted.append(

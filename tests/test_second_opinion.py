@@ -16,7 +16,7 @@ from conftest import DEMO
 from llama_numpy import Array, G, Llama, half
 
 from quantspec_cli import Engine
-from quantspec_cli.engine import Prompt
+from quantspec_cli.model import Prompt
 from quantspec_cli.selftest import cut_prompts
 
 NEW = 100
@@ -180,9 +180,9 @@ def test_every_token_is_the_one_the_equations_choose(
         for at, token in enumerate(answer.tokens):
             logits = penalised(decoder.logits, options, prompt, answer.tokens[:at])
             surely, perhaps = (scores(logits, decoder.position, options, slack) for slack in (-0.1, 0.1))
-            behind = surely.max() - perhaps
-            assert behind[token] < LEAD, (length, decoder.position, token, behind[token])
-            clear += np.sum(behind < LEAD) == 1
+            distance = surely.max() - perhaps
+            assert distance[token] < LEAD, (length, decoder.position, token, distance[token])
+            clear += np.sum(distance < LEAD) == 1
             decoder.step(token)
     # The comparison is meaningful only if most positions have a clear winner.
     assert clear > NEW

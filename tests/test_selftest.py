@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import DEMO, Outcome, copy_demo
 
-from quantspec_cli.engine import Model
+from quantspec_cli.model import Model
 from quantspec_cli.options import COMBINED, METHODS
 from quantspec_cli.selftest import FEW, GAMMAS, LENGTHS, cut_prompts, first_difference
 

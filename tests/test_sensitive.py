@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import llama_numpy
+import numpy as np
 import pytest
 from conftest import Outcome
 
 from quantspec_cli import Engine, _native, hub
+from quantspec_cli import eval as evaluation
+from quantspec_cli.engine import Model
 from quantspec_cli.errors import UsageError
 from quantspec_cli.options import SENSITIVE, EngineOptions
 
@@ -38,6 +46,43 @@ def test_every_kind_is_scored_alone(quantspec: Run) -> None:
     assert chosen["draft_precision"] == "down"
     assert chosen["drafts"]["quantspec"]["acceptance"] == scores["down"]["acceptance"]
     assert chosen["targets"] == found["targets"]
+
+
+# In a process whose kernels have f32 activations: BF16 ones would hide what one matrix gains.
+MATRICES = """
+import json, sys
+from quantspec_cli import _native
+model, ids = json.load(sys.stdin)
+print(json.dumps(_native.sensitivity(model, ids, device="cpu", layers=True)))
+"""
+
+
+@pytest.mark.slow
+def test_each_matrix_is_scored_alone(quantspec: Run) -> None:
+    ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:60]
+    found = subprocess.run(
+        [sys.executable, "-c", MATRICES],
+        input=json.dumps([str(hub.demo()), ids]),
+        capture_output=True,
+        env={**os.environ, "QUANTSPEC_SIMD": "scalar"},
+        text=True,
+        check=True,
+    )
+    scores = json.loads(found.stdout)
+    assert "layers" not in scores["none"]
+    model, tokens = llama_numpy.Llama(*llama_numpy.load(hub.demo())), np.array(ids)
+    assert all(len(scores[kind]["layers"]) == model.layers for kind in SENSITIVE)
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate-up": ("gate", "up"), "down": ("down",)}
+    for kind, layer in (("qkv", 0), ("o", 5), ("gate-up", 2), ("down", 0), ("down", 5)):
+        block = "self_attn" if kind in {"qkv", "o"} else "mlp"
+        exact = tuple(f"model.layers.{layer}.{block}.{part}_proj" for part in parts[kind])
+        draft = llama_numpy.Llama(model.config, model.tensors, draft=True, exact=exact)
+        logs = llama_numpy.evaluate(model, tokens, "int8", {"draft": (draft, "int4")})
+        acceptance = np.exp(np.minimum(logs["draft"], logs["target"])[:-1]).sum(-1).mean()
+        assert scores[kind]["layers"][layer] == pytest.approx(acceptance, abs=5e-4), (kind, layer)
+    lines = quantspec("eval", "--tokens", "20", "--sensitivity-layers", "--device", "cpu").stdout.splitlines()
+    assert lines[-7].split() == ["exact", *SENSITIVE]
+    assert [line.split()[:2] for line in lines[-6:]] == [["layer", str(layer)] for layer in range(model.layers)]
 
 
 def test_the_table_names_every_kind(quantspec: Run) -> None:

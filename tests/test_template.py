@@ -182,7 +182,7 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: st
 
 
 def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: Path) -> None:
-    from quantspec_cli.engine import Model
+    from quantspec_cli.model import Model
 
     source = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
     model = Model.open(chat_model(tmp_path / "chat", source))
@@ -194,7 +194,7 @@ def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: 
 
 
 def test_a_base_model_gets_plain_text_and_a_note(fake: Any, quantspec: Run) -> None:
-    from quantspec_cli.engine import Model
+    from quantspec_cli.model import Model
 
     model = Model.open(None)
     prompt = model.prompt("D", instruction="I", system_prompt="S")

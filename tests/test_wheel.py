@@ -22,7 +22,8 @@ import pytest
 from conftest import DEMO, Outcome
 
 from quantspec_cli import Engine, hub
-from quantspec_cli.engine import Prompt, Statistics
+from quantspec_cli.engine import Statistics
+from quantspec_cli.model import Prompt
 
 Run = Callable[..., Outcome]
 

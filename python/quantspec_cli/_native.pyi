@@ -229,6 +229,7 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    ablated: tuple[str, str, int, bool] | None = None,
     draft_precision: str = "auto",
     pages: Sequence[int] = ...,
     draft_cache: tuple[str, int] | None = None,
@@ -239,6 +240,8 @@ def evaluate(
     `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
+    `ablated` is a cache with other groups than the engine's, on a CPU: axis of keys and of values ("channel" or "token"),
+    elements of a group (1 to 128), and whether drafts read truncated codes.
     `on_progress` is called with tokens done and in total: the context once for each of three targets, and positions. Also
     returns cached_drafts and note, as in `Engine.info`.
     """
@@ -252,12 +255,14 @@ def sensitivity(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    layers: bool = False,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrices alone, by kind.
 
     acceptance and top1; added_bytes of a draft step, added_share of its weights, and value, the acceptance gained over that
-    share (None of "none").
+    share (None of "none"). With `layers`, on a CPU: layers of a kind, the acceptance if its matrix of one layer alone is read
+    in the target's precision, for each layer.
     """
 
 def planned(

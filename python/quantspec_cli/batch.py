@@ -31,9 +31,9 @@ from . import (
     schema,
     sources,
 )
-from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, longest, look, room
-from .cluster import Cluster, Order
-from .engine import Engine, Model, Stream, check_folder
+from .batch_plan import OF_DOCUMENT, Fingerprints, Job, Reader, Request, Workload, dry_run, find_work, longest, room
+from .cluster import Cluster, WorkerSpec
+from .engine import Engine, Stream, check_folder
 from .errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -44,11 +44,13 @@ from .errors import (
     internal,
 )
 from .journal import Journal
+from .model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Generation, Prompt
+    from .engine import Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
@@ -130,7 +132,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         progress=render.on_terminal() and not request.quiet,
     )
     context = model.resolve_context(request.ctx_size)
-    options = _settled(request, options, model, context)
+    options = _with_defaults(request, options, model, context)
     reader = Reader(model, request, options, context)
     names = ("instruction", "system_prompt", "template_args", "long")
     request_fields = {name: getattr(request, name) for name in names}
@@ -139,21 +141,21 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     elsewhere = {"context": context, "device": engine_options.device, "packages": packages}
-    prints = Prints(
+    fingerprints = Fingerprints(
         model_print, answer_print, fingerprint.of_answer(answer_print, engine_options, options, **elsewhere)
     )
     places = {source: outputs[source.name] for source in found}
     if request.dry_run:
         rows, rates = journal.peek(out)
-        survey = look(request, places, rows, prints)
-        return dry_run(request, engine_options, survey, reader, rates.get(prints.model, {}))
+        workload = find_work(request, places, rows, fingerprints)
+        return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
     with report.opened(request.report, taken) as page, Journal(out, replace=not request.resume) as kept:
-        survey = look(request, places, kept.rows(), prints)
-        return _Run(request, kept, survey, reader, prints, page=page).run(engine_options, found)
+        workload = find_work(request, places, kept.rows(), fingerprints)
+        return _Run(request, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
 
 
-def _settled(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
+def _with_defaults(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
     """The options, with the model's recommendations for all that the user did not set, as in `run`; notes report them."""
     sample = model.prompt(
         "A document.",
@@ -162,7 +164,7 @@ def _settled(request: Request, options: GenerateOptions, model: Model, context: 
         template_args=request.template_args,
         context=context,
     )
-    options, notes = instruct.settle(
+    options, notes = instruct.resolve_defaults(
         model, [sample], options, unset=request.unset, arguments=request.template_args, context=context
     )
     schema.check(model, [sample], options.json_schema)
@@ -241,14 +243,14 @@ class _Run:
         self,
         request: Request,
         kept: Journal,
-        survey: Survey,
+        workload: Workload,
         reader: Reader,
-        prints: Prints,
+        fingerprints: Fingerprints,
         *,
         page: output.AtomicFile | None,
     ) -> None:
-        self.request, self.journal, self.survey, self.reader = request, kept, survey, reader
-        self._prints, self._page = prints, page
+        self.request, self.journal, self.workload, self.reader = request, kept, workload, reader
+        self._fingerprints, self._page = fingerprints, page
         self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -259,16 +261,16 @@ class _Run:
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
-        request, survey = self.request, self.survey
+        request, workload = self.request, self.workload
         quiet = request.quiet
         if not quiet:
-            for name in survey.edited:
+            for name in workload.edited:
                 render.note(f"warning: the answer to {name} was changed after it was written; it stays as it is")
-            if survey.again:
-                render.note(f"{survey.again} of the documents are done again: they or the options changed")
+            if workload.again:
+                render.note(f"{workload.again} of the documents are done again: they or the options changed")
         started = time.perf_counter()
-        foreign = self.journal.begin({job.source.name: job.output for job in survey.todo}, replace=not request.resume)
-        view = batch_view.View(len(found), len(survey.skipped), shown=not quiet)
+        foreign = self.journal.begin({job.source.name: job.output for job in workload.todo}, replace=not request.resume)
+        view = batch_view.View(len(found), len(workload.skipped), shown=not quiet)
         todo = self._examined(set(foreign), view)
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
@@ -282,7 +284,7 @@ class _Run:
                     engine_options,
                     self.reader,
                     context=longest(self.reader, todo),
-                    model_print=self._prints.model,
+                    model_print=self._fingerprints.model,
                 )
                 parallel = min(engine.parallel, len(todo))
             # Longest first, so that no long document decodes alone at the end.
@@ -307,15 +309,15 @@ class _Run:
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
-            for number, job in enumerate(self.survey.todo, 1):
+            for number, job in enumerate(self.workload.todo, 1):
                 started = time.perf_counter()
-                error = _foreign(self.request, job) if job.source.name in foreign else self.reader.examine(job)
+                error = _unknown_file(self.request, job) if job.source.name in foreign else self.reader.examine(job)
                 if error is None:
                     todo.append(job)
                 else:
                     failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
                 if on_progress is not None:
-                    on_progress(number, len(self.survey.todo))
+                    on_progress(number, len(self.workload.todo))
         # Printed after the bar has been removed.
         for result in failed:
             view.finished(result)
@@ -435,7 +437,7 @@ class _Run:
                 outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
         self.finished.append(outcome)
         done, result = outcome.answer is not None, outcome.to_json()
-        basis = self._prints.answer if done else self._prints.failure
+        basis = self._fingerprints.answer if done else self._fingerprints.failure
         if isinstance(outcome.error, FileError):
             basis = ""  # the folder may be repaired before the next run, with the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
@@ -472,7 +474,7 @@ class _Run:
             names = ("prefill_tokens_per_s", "decode_tokens_per_s")
             if all(stats[name] for name in names):
                 rates = {name: stats[name] for name in names}
-                self.journal.keep_rates(engine.info["device"], self._prints.model, rates)
+                self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates)
         stats |= {"wall_s": wall_s, "documents_per_hour": 3600 * done / wall_s if done else None}
         document = {
             "quantspec": __version__,
@@ -480,7 +482,7 @@ class _Run:
             "documents": len(found),
             "done": done,
             "failed": len(failed),
-            "skipped": len(self.survey.skipped),
+            "skipped": len(self.workload.skipped),
             "results": results,
             "stats": stats,
         }
@@ -505,7 +507,7 @@ def _is_cut(outcome: Outcome) -> bool:
     return outcome.answer is not None and outcome.answer.generation.stop_reason == "length"
 
 
-def _foreign(request: Request, job: Job) -> FileError:
+def _unknown_file(request: Request, job: Job) -> FileError:
     place = sources.shown(str(Path(request.out) / job.output))
     return FileError(
         f"{place} exists and was not written by this batch", "move it away, or replace it with --no-resume"
@@ -516,18 +518,18 @@ def _cluster(
     address: str, request: Request, engine_options: EngineOptions, reader: Reader, *, context: int, model_print: str
 ) -> Cluster:
     """The workers of a Ray cluster, with room for the longest document."""
-    order = Order(
+    spec = WorkerSpec(
         model=request.model,
         revision=request.revision,
         offline=request.offline,
-        print=model_print,
+        fingerprint=model_print,
         options=engine_options,
         prompt_cache=request.prompt_cache,
         context=context,
         parallel=request.parallel,
     )
-    cluster = Cluster(address, order)
-    reader.bound_by_memory = cluster.context < order.context
+    cluster = Cluster(address, spec)
+    reader.bound_by_memory = cluster.context < spec.context
     reader.context = min(reader.context, cluster.context) if reader.bound_by_memory else reader.context
     if cluster.failure is not None and not request.quiet:
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")

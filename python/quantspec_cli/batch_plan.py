@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__, batch_view, output, prompts, render, sources
-from .engine import planned
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
+from .model import planned
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Model, Prompt, Stream
+    from .engine import Stream
     from .journal import Row
+    from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
@@ -93,7 +94,7 @@ class Job:
 
 
 @dataclass
-class Survey:
+class Workload:
     """The documents of a run, grouped by what has to be done."""
 
     todo: list[Job] = field(default_factory=list)
@@ -103,9 +104,11 @@ class Survey:
     edited: list[str] = field(default_factory=list)
 
 
-def look(request: Request, places: Mapping[Source, str], rows: Mapping[str, Row], prints: Prints) -> Survey:
+def find_work(
+    request: Request, places: Mapping[Source, str], rows: Mapping[str, Row], fingerprints: Fingerprints
+) -> Workload:
     """Finds the pending documents: new, changed, or interrupted."""
-    survey = Survey()
+    workload = Workload()
     with render.progress("looking at documents", shown=not request.quiet) as on_progress:
         for number, (source, place) in enumerate(places.items(), 1):
             row, job = rows.get(source.name), Job(source, place)
@@ -116,18 +119,23 @@ def look(request: Request, places: Mapping[Source, str], rows: Mapping[str, Row]
                     job.sha256 = None  # reading it again says why
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 size = _size(Path(request.out) / job.output)
-                if row.status == "done" and same and row.fingerprint == prints.answer and size is not None:
-                    survey.skipped.append(source)
-                    survey.edited += [source.shown] if size != row.size else []
+                if row.status == "done" and same and row.fingerprint == fingerprints.answer and size is not None:
+                    workload.skipped.append(source)
+                    workload.edited += [source.shown] if size != row.size else []
                     continue
-                if row.status == "failed" and same and row.fingerprint == prints.failure and not request.retry_failed:
-                    survey.failed.append(source)
+                if (
+                    row.status == "failed"
+                    and same
+                    and row.fingerprint == fingerprints.failure
+                    and not request.retry_failed
+                ):
+                    workload.failed.append(source)
                     continue
-                survey.again += row.status == "done"
-            survey.todo.append(job)
+                workload.again += row.status == "done"
+            workload.todo.append(job)
             if on_progress is not None:
                 on_progress(number, len(places))
-    return survey
+    return workload
 
 
 def _size(path: Path) -> int | None:
@@ -146,7 +154,7 @@ def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
 
 
 @dataclass(frozen=True)
-class Prints:
+class Fingerprints:
     """Fingerprints of a run: of its model, of everything its answers depend on, and of everything its failures depend on."""
 
     model: str
@@ -261,7 +269,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 
 def _pages(tokens: int) -> int:
-    """Tokens rounded up to whole pages, at least one page."""
+    """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
     return max(tokens // PAGE, 1) * PAGE
 
 
@@ -282,7 +290,7 @@ def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, 
 def dry_run(
     request: Request,
     engine_options: EngineOptions,
-    survey: Survey,
+    workload: Workload,
     reader: Reader,
     rates: Mapping[str, Mapping[str, float]],
 ) -> output.Done:
@@ -291,7 +299,7 @@ def dry_run(
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []
     with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, job in enumerate(survey.todo, 1):
+        for number, job in enumerate(workload.todo, 1):
             error = reader.examine(job)
             ready += [job] if error is None else []
             rows.append(
@@ -304,7 +312,7 @@ def dry_run(
                 }
             )
             if on_progress is not None:
-                on_progress(number, len(survey.todo))
+                on_progress(number, len(workload.todo))
     context, parallel, pool, wanted = room(request, engine_options, reader, ready)
     plan = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool)
     if context < wanted:
@@ -321,11 +329,11 @@ def dry_run(
     document = {
         "quantspec": __version__,
         "model": reader.model.name,
-        "documents": len(survey.todo) + len(survey.skipped) + len(survey.failed),
+        "documents": len(workload.todo) + len(workload.skipped) + len(workload.failed),
         "to_do": len(possible),
         "refused": len(rows) - len(possible),
-        "failed": len(survey.failed),
-        "skipped": len(survey.skipped),
+        "failed": len(workload.failed),
+        "skipped": len(workload.skipped),
         "prompt_tokens": sum(row["prompt_tokens"] for row in possible),
         "new_tokens": sum(row["new_tokens"] for row in possible),
         "context": context,

@@ -14,9 +14,12 @@ from . import __version__, settings
 from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
+    AXES,
+    GROUPS,
     KV_ROUNDINGS,
     KV_TARGETS,
     LOGPROBS_MAX,
+    TRUNCATE,
     WEIGHTS,
     EngineOptions,
     GenerateOptions,
@@ -498,6 +501,7 @@ def bench(
       quantspec bench -m DIR -p 512 -n 128 -d 0,4096,16384 -r 3
     """
     from . import bench as measure
+    from .bench.grid import Request
 
     options = EngineOptions(
         device=device,
@@ -516,7 +520,7 @@ def bench(
 
         form = flags["output_format"]
         return side_by_side(*compare, output_format=form, place=flags["output"], as_json=flags["as_json"])
-    request = measure.Request(**flags)
+    request = Request(**flags)
     if what is None:
         return measure.bench(request, options)
     asked = ctx.get_parameter_source("n_depth") is not ParameterSource.DEFAULT
@@ -541,25 +545,50 @@ def bench(
     help="Compare choices of this many pages for a draft: best, snap, window, and as many single best tokens.",
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
-@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
+@_choice_flag(
+    "--kv-rounding",
+    (*KV_ROUNDINGS, TRUNCATE),
+    text="How keys and values are rounded. With truncate, drafts cut balanced codes instead of reading their centre (CPU).",
+)
+@click.option("--k-axis", type=click.Choice(AXES), help="Quantise keys along this axis (CPU).  [default: channel]")
+@click.option("--v-axis", type=click.Choice(AXES), help="Quantise values along this axis (CPU).  [default: token]")
+@click.option(
+    "--group", type=click.Choice(GROUPS), help="Most elements that share a scale in the cache (CPU).  [default: 128]"
+)
 @draft_precision_flag
 @click.option(
     "--sensitivity",
     is_flag=True,
     help="Also score the default draft with each kind of matrices in 8 bits, and what that gains for its bytes.",
 )
+@click.option(
+    "--sensitivity-layers",
+    is_flag=True,
+    help="As --sensitivity, and each matrix of each layer alone in the target's precision (CPU; slow).",
+)
 @_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag
 @device_flags
 @json_flag
 def evaluate(
-    *, device: str, threads: int | None, weights: str, kv_rounding: str, draft_precision: str, **flags: Any
+    *,
+    device: str,
+    threads: int | None,
+    weights: str,
+    kv_rounding: str,
+    draft_precision: str,
+    k_axis: str | None,
+    v_axis: str | None,
+    group: str | None,
+    **flags: Any,
 ) -> Done:
     """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
-    from .eval import Request
+    from .eval import Ablation, Request
     from .eval import evaluate as execute
 
+    ablation = Ablation.of(k_axis, v_axis, group, truncated=kv_rounding == TRUNCATE)
+    rounding = KV_ROUNDINGS[0] if kv_rounding == TRUNCATE else kv_rounding
     options = EngineOptions(
-        device=device, threads=threads, weights=weights, kv_rounding=kv_rounding, draft_precision=draft_precision
+        device=device, threads=threads, weights=weights, kv_rounding=rounding, draft_precision=draft_precision
     )
-    return execute(Request(**flags), options)
+    return execute(Request(ablation=ablation, **flags), options)

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
 from .batch_plan import PARALLEL
-from .engine import Engine, Model, planned
+from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
+from .model import Model, planned
 
 if TYPE_CHECKING:
-    from .engine import Generation, Prompt
+    from .engine import Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
 
 # Interval at which a thread that waits for an answer checks if the batch is to end, in seconds.
@@ -33,11 +35,11 @@ _DEATHS_OF_ONE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class WorkerSpec:
     """What a worker must load.
 
     Attributes:
-        print: fingerprint of the driver's model; a worker with another one is refused.
+        fingerprint: of the driver's model; a worker with another one is refused.
         context: tokens of the longest sequence, if a worker's memory allows it.
         parallel: most concurrent sequences of a worker; None chooses.
     """
@@ -45,7 +47,7 @@ class Order:
     model: str | None
     revision: str | None
     offline: bool
-    print: str
+    fingerprint: str
     options: EngineOptions
     prompt_cache: str | None
     context: int
@@ -55,23 +57,26 @@ class Order:
 class Worker:
     """An engine in a process of the cluster."""
 
-    def __init__(self, order: Order) -> None:
-        model = Model.open(order.model, revision=order.revision, offline=order.offline)
-        if fingerprint.of_model(model) != order.print:
+    def __init__(self, spec: WorkerSpec) -> None:
+        model = Model.open(spec.model, revision=spec.revision, offline=spec.offline)
+        if fingerprint.of_model(model) != spec.fingerprint:
             raise ModelError(
                 f"a worker's model {model.directory} is not the one that the batch was started with",
                 "give all nodes the same files, or name a revision of a hub id",
             )
-        plan = planned(model, order.options, context=order.context)
-        self._context = order.context if plan["fits"] else max(1, min(order.context, plan["longest_context"]))
-        self._parallel = order.parallel or PARALLEL[plan["device"].partition(":")[0]]
+        plan = planned(model, spec.options, context=spec.context)
+        self._context = spec.context if plan["fits"] else max(1, min(spec.context, plan["longest_context"]))
+        self._parallel = spec.parallel or PARALLEL[plan["device"].partition(":")[0]]
         while (
-            self._parallel > 1
-            and not planned(model, order.options, context=self._context, batch=self._parallel)["fits"]
+            self._parallel > 1 and not planned(model, spec.options, context=self._context, batch=self._parallel)["fits"]
         ):
             self._parallel -= 1
         self._engine = Engine(
-            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache or True
+            model,
+            spec.options,
+            context=self._context,
+            batch=self._parallel,
+            prompt_cache=spec.prompt_cache or True,
         )
 
     def room(self) -> tuple[int, int]:
@@ -87,7 +92,7 @@ class Worker:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _WorkerHandle:
     """The driver's handle of a worker."""
 
     actor: Any
@@ -106,7 +111,7 @@ class Cluster:
         failure: why a worker could not start, if another one could.
     """
 
-    def __init__(self, address: str, order: Order) -> None:
+    def __init__(self, address: str, spec: WorkerSpec) -> None:
         """Starts a worker on every GPU, or node, and waits until each has loaded its model.
 
         Raises:
@@ -122,14 +127,14 @@ class Cluster:
             ) from error
         self._ray = ray
         # Standard output is reserved for the report; Ray would print messages about its nodes there.
-        self._silence = contextlib.ExitStack()
-        nowhere = self._silence.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-        self._silence.enter_context(contextlib.redirect_stdout(nowhere))
+        self._redirects = contextlib.ExitStack()
+        devnull = self._redirects.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        self._redirects.enter_context(contextlib.redirect_stdout(devnull))
         try:
             _look_for(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
-            self._silence.close()
+            self._redirects.close()
             raise DeviceError(
                 f"no Ray cluster at {address!r:.100}: {error}"[:300],
                 "start one with: ray start --head, or correct --ray",
@@ -138,33 +143,33 @@ class Cluster:
         self.failure: QuantspecError | None = None
         self._changed = threading.Condition()
         try:
-            self._seats = self._started(order)
+            self._handles = self._started(spec)
         except BaseException:
-            self._leave()
+            self._shut_down()
             raise
-        self.workers = len(self._seats)
-        self.parallel = sum(seat.free for seat in self._seats)
-        self.context = max(seat.context for seat in self._seats)
+        self.workers = len(self._handles)
+        self.parallel = sum(handle.free for handle in self._handles)
+        self.context = max(handle.context for handle in self._handles)
 
-    def _started(self, order: Order) -> list[_Seat]:
+    def _started(self, spec: WorkerSpec) -> list[_WorkerHandle]:
         ray = self._ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote = ray.remote(Worker)
         # A worker's calls use this many threads, and `room` one more.
-        threads = (order.parallel or max(PARALLEL.values())) + 1
+        threads = (spec.parallel or max(PARALLEL.values())) + 1
         actors = []
         for node in ray.nodes():
             if not node["Alive"]:
                 continue
-            gpus = 0 if order.options.device == "cpu" else int(node["Resources"].get("GPU", 0))
+            gpus = 0 if spec.options.device == "cpu" else int(node["Resources"].get("GPU", 0))
             for _ in range(max(1, gpus)):
                 there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
                 actor = remote.options(
                     num_gpus=min(1, gpus), num_cpus=0, scheduling_strategy=there, max_concurrency=threads
                 )
-                actors.append(actor.remote(order))
-        seats: list[_Seat] = []
+                actors.append(actor.remote(spec))
+        handles: list[_WorkerHandle] = []
         for actor in actors:
             try:
                 context, parallel = ray.get(actor.room.remote())
@@ -173,12 +178,12 @@ class Cluster:
                     "a worker of the Ray cluster died as it began", "see the logs of its nodes (ray logs)"
                 )
             else:
-                seats.append(_Seat(actor, context, parallel))
-        if self.failure is not None and (isinstance(self.failure, ModelError) or not seats):
+                handles.append(_WorkerHandle(actor, context, parallel))
+        if self.failure is not None and (isinstance(self.failure, ModelError) or not handles):
             raise self.failure
-        if not seats:
+        if not handles:
             raise DeviceError("the Ray cluster has no node", "start one with: ray start")
-        return seats
+        return handles
 
     def generate(self, prompt: Prompt, options: GenerateOptions, stopping: threading.Event) -> Generation:
         """One answer from any worker with room; if the worker dies, from another one.
@@ -191,8 +196,8 @@ class Cluster:
         ray = self._ray
         deaths = 0
         while True:
-            seat = self._taken(prompt, len(prompt.ids) + options.max_new_tokens, stopping)
-            reference = seat.actor.generate.remote(prompt, options)
+            handle = self._acquire(prompt, len(prompt.ids) + options.max_new_tokens, stopping)
+            reference = handle.actor.generate.remote(prompt, options)
             dead = False
             try:
                 while not ray.wait([reference], timeout=_LOOK_S)[0]:
@@ -207,7 +212,7 @@ class Cluster:
             else:
                 return generation
             finally:
-                self._left(seat, dead=dead)
+                self._release(handle, dead=dead)
             deaths += 1
             if deaths >= _DEATHS_OF_ONE:
                 raise DoesNotFitError(
@@ -215,34 +220,34 @@ class Cluster:
                     "check the memory of the nodes; --retry-failed tries the document again",
                 )
 
-    def _taken(self, prompt: Prompt, needed: int, stopping: threading.Event) -> _Seat:
+    def _acquire(self, prompt: Prompt, needed: int, stopping: threading.Event) -> _WorkerHandle:
         """Takes a free place of the worker with the most of them."""
         with self._changed:
             while not stopping.is_set():
-                if not self._seats:
+                if not self._handles:
                     raise DeviceError(
                         f"all {self.lost} workers of the Ray cluster died",
                         "check its nodes, and run the command again",
                     )
-                large = [seat for seat in self._seats if seat.context >= needed]
+                large = [handle for handle in self._handles if handle.context >= needed]
                 if not large:
-                    longest = max(seat.context for seat in self._seats)
+                    longest = max(handle.context for handle in self._handles)
                     raise DoesNotFitError(
                         f"{prompt.name} and its answer need {needed} tokens; {longest} fit into a worker's memory",
                         "add a node with more memory, or use --long map-reduce",
                     )
-                seat = max(large, key=lambda seat: seat.free)
-                if seat.free:
-                    seat.free -= 1
-                    return seat
+                handle = max(large, key=lambda handle: handle.free)
+                if handle.free:
+                    handle.free -= 1
+                    return handle
                 self._changed.wait(_LOOK_S)
         raise KeyboardInterrupt
 
-    def _left(self, seat: _Seat, *, dead: bool) -> None:
+    def _release(self, handle: _WorkerHandle, *, dead: bool) -> None:
         with self._changed:
-            seat.free += 1
-            if dead and seat in self._seats:
-                self._seats.remove(seat)
+            handle.free += 1
+            if dead and handle in self._handles:
+                self._handles.remove(handle)
                 self.lost += 1
             self._changed.notify_all()
 
@@ -252,13 +257,13 @@ class Cluster:
 
     def close(self) -> None:
         """Ends the workers and disconnects from the cluster."""
-        for seat in self._seats:
-            self._ray.kill(seat.actor)
-        self._leave()
+        for handle in self._handles:
+            self._ray.kill(handle.actor)
+        self._shut_down()
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         self._ray.shutdown()
-        self._silence.close()
+        self._redirects.close()
 
 
 def _look_for(address: str) -> None:

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import bench, files, output
+from . import files, output
+from .bench import tables
 from .errors import InputError, one_line
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ DEVIATIONS = 2.0
 def compare(first: str, second: str, *, output_format: str, place: str | None, as_json: bool) -> output.Done:
     """Prints the measurements in both files; the caller prints the document of `--json`."""
     with output.opened(place, [first, second]) as file:
-        sink = bench.sink_of(file, as_json=as_json)
+        sink = tables.sink_of(file, as_json=as_json)
         rows = list(compared(read(first), read(second), first, second))
-        table = bench.writer(output_format, Compared, sink)
+        table = tables.writer(output_format, Compared, sink)
         for row in rows:
             table.row(row)
         table.close()
@@ -149,7 +150,7 @@ def _shown(row: Row) -> str:
     return f"{row['method']} {row['kv_target']}, {row['test']}{row['n_prompt'] or row['n_gen']} at {row['n_depth']}"
 
 
-class Compared(bench.Markdown):
+class Compared(tables.Markdown):
     """Both times, and the speed of the second against the first."""
 
     HEAD = (

@@ -11,24 +11,22 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
-from . import conversation, files, hub, schema, settings, template
-from .errors import DoesNotFitError, ModelError, UsageError, native_errors
-from .instruct import Recommended
-from .options import EngineOptions, GenerateOptions, schema_text, shown, whole
+from . import schema, settings
+from .errors import UsageError, native_errors
+from .model import Model, Prompt
+from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
 from .signals import WAIT_S
-from .text import Text, Thinking
-from .tokenizer import Tokenizer
+from .text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
 
 # Default context of `Engine.load`: enough for long documents, with a cache that fits on a laptop for most models.
 DEFAULT_CONTEXT = 32_768
-# A document of this size is encoded in 0.1 s and 15 MB, so the error that it does not fit can state its exact length.
-CHEAP_CHARACTERS = 100_000
 
 
 class MethodStatistics(TypedDict):
@@ -124,35 +120,6 @@ class Arguments(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt as token ids.
-
-    Attributes:
-        ids: the tokens, including special ones.
-        continues: the answer continues the prompt's text instead of replying to it.
-        name: its name in messages.
-        thinking: how a reply marks the model's thinking; None if the model has no thinking blocks.
-    """
-
-    ids: list[int]
-    continues: bool = True
-    name: str = "the prompt"
-    thinking: Thinking | None = None
-
-    def __post_init__(self) -> None:
-        """Accepts any iterable of ids, for example a NumPy array."""
-        ids: Any = self.ids
-        try:
-            # An array's `tolist` yields Python integers.
-            listed = None if isinstance(ids, str | bytes) else list(ids.tolist() if hasattr(ids, "tolist") else ids)
-        except TypeError:
-            listed = None
-        if listed is None:
-            raise UsageError(f"the ids of {self.name} are {shown(ids):.60}", "give a list of token ids")
-        object.__setattr__(self, "ids", listed)
-
-
-@dataclass(frozen=True)
 class Generation:
     """A finished answer.
 
@@ -171,196 +138,6 @@ class Generation:
     stop_reason: str
     thinking: str | None = None
     logprobs: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True)
-class Model:
-    """A checkpoint with its tokenizer, before any weight is loaded.
-
-    Attributes:
-        name: the name it was requested by.
-        directory: its files, or the one GGUF file (the first of a split one).
-        offline: a draft model is looked up in the download cache only.
-    """
-
-    name: str
-    directory: Path
-    info: dict[str, Any] = field(repr=False)
-    tokenizer: Tokenizer = field(repr=False)
-    offline: bool = False
-    _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    _grammars: dict[str, schema.Grammar] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def open(
-        cls, model: str | None = None, *, revision: str | None = None, offline: bool = False, progress: bool = False
-    ) -> Model:
-        """Finds (or downloads) a model and checks its configuration and tokenizer."""
-        from . import _native
-
-        directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
-        if not files.is_file(directory) and not files.is_file(directory / "config.json"):
-            raise ModelError(
-                f"{directory} has no config.json",
-                "give a directory with config, tokenizer and safetensors, or a GGUF file",
-            )
-        with native_errors():
-            info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
-
-    def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
-        """Path of the checkpoint that drafts for this one, None if none is given. Refuses one with another tokenizer."""
-        if name is None or name in self._draft_models:
-            return name and self._draft_models[name]
-        draft = Model.open(name, offline=self.offline, progress=progress)
-        difference = self.tokenizer.difference(draft.tokenizer)
-        if difference is not None:
-            raise ModelError(
-                f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
-                "use a smaller model of the same family, with the same tokenizer",
-            )
-        self._draft_models[name] = str(draft.directory)
-        return self._draft_models[name]
-
-    @property
-    def context(self) -> int:
-        """Longest context of the checkpoint, in tokens."""
-        return int(self.info["max_positions"])
-
-    @cached_property
-    def eos(self) -> frozenset[int]:
-        """Ids that end a text: the checkpoint's, or the tokenizer's if the checkpoint names none."""
-        ids = frozenset(self.info["eos"])
-        fallback = self.tokenizer.id_of(self.tokenizer.special.get("eos_token"))
-        return ids or (frozenset() if fallback is None else frozenset({fallback}))
-
-    @cached_property
-    def chat_template(self) -> str | None:
-        """The checkpoint's chat template."""
-        return template.find(self.directory, self.tokenizer.config)
-
-    @cached_property
-    def recommended(self) -> Recommended:
-        """What the checkpoint's generation_config.json recommends."""
-        return Recommended.read(self.directory)
-
-    @cached_property
-    def _vocabulary(self) -> schema.Vocabulary:
-        return schema.Vocabulary(self)
-
-    def grammar(self, json_schema: Mapping[str, Any] | str) -> schema.Grammar:
-        """The grammar of a JSON schema for answers of this model.
-
-        Raises:
-            UsageError: the schema, or the model's tokenizer, is not supported.
-        """
-        text = schema_text(json_schema)
-        if text not in self._grammars:
-            # Callers come with one schema at a time.
-            self._grammars.clear()
-            self._grammars[text] = self._vocabulary.compile(text)
-        return self._grammars[text]
-
-    @property
-    def sampling_defaults(self) -> dict[str, Any]:
-        """Options of `Engine.generate` that the checkpoint's generation_config.json recommends for sampling and penalties;
-        empty if it has none.
-        """
-        return {**self.recommended.sampling, **self.recommended.penalties}
-
-    def prompt(
-        self,
-        document: str | None = None,
-        *,
-        messages: Iterable[Mapping[str, str]] | None = None,
-        instruction: str | None = None,
-        system_prompt: str | None = None,
-        template_args: Mapping[str, Any] | None = None,
-        name: str = "the prompt",
-        context: int | None = None,
-    ) -> Prompt:
-        """Encodes a document: as it is, or as a conversation if there is an instruction or a system prompt. Or encodes
-        `messages` of several turns, each {"role": "system" | "user" | "assistant", "content": text}, the last one the
-        user's.
-
-        `template_args` are arguments of the chat template: {"enable_thinking": True} turns on thinking in models that
-        support it. A document that cannot fit the context (by default the model's) is refused before it is encoded.
-        """
-        limit = self.context if context is None else context
-        arguments = conversation.checked_arguments({} if template_args is None else template_args)
-        turns = None if messages is None else conversation.checked(messages)
-        if turns is not None:
-            if not (document is None and instruction is None and system_prompt is None):
-                raise UsageError("messages and a document exclude each other", "put all of it into messages")
-            document = "".join(turn["content"] for turn in turns)
-        _check_text(name, document)
-        document = cast("str", document)
-        for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
-            if text is not None:
-                _check_text(what, text)
-        self._check_length(name, document, limit)
-        converses = turns is not None or instruction is not None or system_prompt is not None
-        if converses and self.chat_template is not None:
-            turns = turns or template.messages(document, instruction, system_prompt)
-            text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
-        if turns is not None or arguments:
-            what = "template arguments" if turns is None else "messages"
-            why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
-            if self.chat_template is None:
-                why, hint = "the model has none", "use an instruct model, or leave them out"
-            option = "thinking" if template.THINKING in arguments else "template_arg"
-            raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
-        if converses:
-            return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
-        return Prompt(self.tokenizer.encode(document), name=name)
-
-    def _check_length(self, name: str, document: str, limit: int) -> None:
-        """Refuses a document that cannot fit before encoding it, which takes over 100 bytes of memory per character."""
-        # Few texts have 8 characters per token. A chat template may strip white space around the document.
-        cheap = max(8 * limit, CHEAP_CHARACTERS)
-        if len(document) <= cheap or self.tokenizer.least_tokens(document.strip(), limit + 1) <= limit:
-            return
-        larger = f"raise the context, up to the model's {self.context}, or " if limit < self.context else ""
-        raise DoesNotFitError(
-            f"{name} has {len(document)} characters and more than {limit} tokens; the context is {limit}",
-            f"{larger}split the document or choose a model with a longer context",
-        )
-
-    def check_fits(self, prompt: Prompt, max_new_tokens: int, context: int) -> int:
-        """Tokens of the prompt and its answer together; an error with the numbers if that exceeds the context."""
-        length, needed = len(prompt.ids), len(prompt.ids) + max_new_tokens
-        if needed <= context:
-            return needed
-        hints = []
-        if length < context:
-            hints.append(f"ask for at most {context - length} new tokens (-n)")
-        if max_new_tokens < context:
-            hints.append(f"shorten the prompt to {context - max_new_tokens} tokens")
-        if context < self.context:
-            hints.append(f"raise the context, up to the model's {self.context}")
-        raise DoesNotFitError(
-            f"{prompt.name} has {length} tokens and {max_new_tokens} new ones make {needed}; the context is {context}",
-            " or ".join(hints) or "choose a model with a longer context",
-        )
-
-    def resolve_context(self, wanted: int | None) -> int:
-        """A context in tokens: the requested one (None or 0: the model's), checked against the model's."""
-        if not wanted:
-            return self.context
-        if wanted < 0:
-            raise UsageError(
-                f"ctx_size is {wanted}",
-                "use a positive number of tokens, or 0 for the model's context",
-                option="ctx_size",
-            )
-        if wanted > self.context:
-            raise DoesNotFitError(
-                f"a context of {wanted} tokens exceeds the model's {self.context}",
-                f"use at most {self.context}, or a model with a longer context",
-                option="ctx_size",
-            )
-        return wanted
 
 
 class Piece(NamedTuple):
@@ -504,34 +281,11 @@ class _Lease:
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
-def planned(
-    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
-) -> dict[str, Any]:
-    """Memory of an engine, before any weight is read: `_native.plan` of these options."""
-    from . import _native
-
-    with native_errors():
-        return _native.plan(
-            str(model.directory),
-            capacity=context,
-            slots=batch,
-            pool_tokens=pool,
-            draft_model=model.draft_model(options.draft_model),
-            **options.native(),
-        )
-
-
 def check_folder(folder: object) -> None:
     """Refuses values that are not a path for a folder of prompts."""
     if not isinstance(folder, str) or not folder or "\0" in folder:
         raise UsageError(f"prompt_cache is {shown(folder):.60}", "name a folder", option="prompt_cache")
     check_utf8("the name of the prompt cache", folder)
-
-
-def _check_text(name: str, text: object) -> None:
-    if not isinstance(text, str):
-        raise UsageError(f"{name} is {shown(text):.60}", "give a text")
-    check_utf8(name, text)
 
 
 def _check_callback(name: str, callback: object) -> None:

@@ -25,7 +25,7 @@ from .errors import (
     internal,
     interrupted,
 )
-from .output import Done, abandon, unwritable
+from .output import Done, redirect_to_null, unwritable
 from .signals import SIGNALS
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ def main() -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        abandon(sys.stdout)
+        redirect_to_null(sys.stdout)
         code = code or EXIT_PIPE_CLOSED
     try:
         sys.stderr.flush()
     except OSError:  # notes without a reader
-        abandon(sys.stderr)
+        redirect_to_null(sys.stderr)
     return code
 
 
@@ -89,7 +89,7 @@ def execute(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         failure = interrupted(SIGNALS.number)
     except BrokenPipeError:
-        abandon(sys.stdout)
+        redirect_to_null(sys.stdout)
         return EXIT_PIPE_CLOSED
     except MemoryError:
         failure = DoesNotFitError("out of memory", "use a shorter prompt or a smaller model")
@@ -118,11 +118,11 @@ def _wants_json(arguments: Sequence[str]) -> bool:
     for argument in arguments:
         if not value and argument in {"--json", "--"}:
             return argument == "--json"
-        value = not value and _takes_the_next(argument, with_value)
+        value = not value and _takes_next_argument(argument, with_value)
     return False
 
 
-def _takes_the_next(argument: str, with_value: Container[str]) -> bool:
+def _takes_next_argument(argument: str, with_value: Container[str]) -> bool:
     """True if the next argument is the value of this flag. In a group of short flags (-qm) the last one may take it, unless
     an earlier one takes the rest of the argument (-mq).
     """
@@ -176,7 +176,7 @@ def _write(document: str) -> None:
             sys.stdout.write(document)
             sys.stdout.flush()
     except BaseException:
-        abandon(sys.stdout)
+        redirect_to_null(sys.stdout)
         raise
 
 
@@ -200,7 +200,7 @@ def _fail(error: QuantspecError, *, as_json: bool) -> int:
         sys.stderr.write(error.render() + "\n")
         sys.stderr.flush()
     except OSError:
-        abandon(sys.stderr)
+        redirect_to_null(sys.stderr)
     if as_json and sys.stdout is not None:
         with suppress(OSError, KeyboardInterrupt):
             _write(_line(error.to_json()))

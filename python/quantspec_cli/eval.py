@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import output, prompts, render, report, settings
-from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
-from .options import PAGES_MAX, PAGES_MIN, whole
+from .model import Model
+from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,32 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """How a cache is quantised in place of the engine's own way.
+
+    Attributes:
+        k_axis: the elements that share a group of keys: tokens of one "channel", or channels of one "token".
+        v_axis: likewise of values.
+        group: most elements of a group.
+        truncated: drafts read the least of the 8-bit codes that share an upper nibble, not their centre.
+    """
+
+    k_axis: str
+    v_axis: str
+    group: int
+    truncated: bool
+
+    @staticmethod
+    def of(k_axis: str | None, v_axis: str | None, group: str | None, *, truncated: bool) -> Ablation | None:
+        """The ablation of some flags; those not given are the engine's own. None if none is given."""
+        if not (k_axis or v_axis or group or truncated):
+            return None
+        return Ablation(
+            k_axis=k_axis or AXES[0], v_axis=v_axis or AXES[1], group=int(group or GROUPS[-1]), truncated=truncated
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """Arguments of one `quantspec eval`.
 
@@ -28,8 +55,10 @@ class Request:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
         sensitivity: also score the default draft with each kind of matrices in 8 bits.
+        sensitivity_layers: also with each matrix of each layer alone; implies `sensitivity`.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
+        ablation: a cache with other groups or codes than the engine's own; None is the engine's.
         output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
     """
@@ -41,7 +70,9 @@ class Request:
     tokens: int | None
     context: int
     sensitivity: bool
+    sensitivity_layers: bool
     draft_pages: str | None
+    ablation: Ablation | None
     output: str | None
     report: str | None
     as_json: bool
@@ -62,6 +93,8 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             f"or --context {request.tokens - 2} or less",
         )
     budgets = _budgets(request.draft_pages)
+    if request.ablation is not None:
+        _refuse_with_ablation(request)
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     inputs = [] if request.prompt is None else [request.prompt]
@@ -77,6 +110,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             "model": model.name,
             "prompt": name,
             "context": request.context,
+            **_ablation(request, options),
             **_scores(model, ids, request, options, budgets),
         }
         scores = "\n".join(lines(found)) + "\n"
@@ -90,6 +124,21 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if stdout is not None:
         stdout.write(scores)
     return output.Done()
+
+
+def _refuse_with_ablation(request: Request) -> None:
+    """Raises for comparisons that read the engine's own cache."""
+    for flag, given in (
+        ("--draft-pages", request.draft_pages is not None),
+        ("--sensitivity", request.sensitivity),
+        ("--sensitivity-layers", request.sensitivity_layers),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag} reads the engine's own cache",
+                f"leave out {flag}, or --k-axis, --v-axis, --group and --kv-rounding {TRUNCATE}",
+                option=flag[2:].replace("-", "_"),
+            )
 
 
 def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
@@ -118,11 +167,20 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     return ids
 
 
+def _ablation(request: Request, options: EngineOptions) -> dict[str, Any]:
+    """The ablation, as in the document; nothing if there is none."""
+    if request.ablation is None:
+        return {}
+    found = dataclasses.asdict(request.ablation)
+    rounding = TRUNCATE if found.pop("truncated") else options.kv_rounding
+    return {"ablation": {**found, "kv_rounding": rounding}}
+
+
 def _budgets(given: str | None) -> list[int]:
     """The numbers of pages of a comma list, each once."""
     if given is None:
         return []
-    from .bench import numbers
+    from .lists import numbers
 
     found = numbers("--draft-pages", given)
     for count in found:
@@ -145,15 +203,19 @@ def _scores(
     directory = str(model.directory)
     # First, as it may refuse the weights.
     sensitivity = {}
-    if request.sensitivity:
+    if request.sensitivity or request.sensitivity_layers:
         with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
-            sensitivity = {"sensitivity": _native.sensitivity(directory, ids, on_progress=on_progress, **common)}
+            scores = _native.sensitivity(
+                directory, ids, layers=request.sensitivity_layers, on_progress=on_progress, **common
+            )
+            sensitivity = {"sensitivity": scores}
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
         found = _native.evaluate(
             directory,
             ids,
             draft_precision=options.draft_precision,
             pages=budgets,
+            ablated=None if request.ablation is None else dataclasses.astuple(request.ablation),
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
@@ -168,6 +230,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
         f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",
+        *([f"cache: {render.groups(found['ablation'])}"] if "ablation" in found else ()),
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]
@@ -187,7 +250,21 @@ def lines(found: dict[str, Any]) -> list[str]:
         value = "-" if score["value"] is None else f"{score['value']:.3f}"
         added = f"+{score['added_share']:.1%}"
         report.append(f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%} {added:>12} {value:>7}")
+    report += _by_layer(found.get("sensitivity", {}))
     for pages, choices in found.get("page_choices", {}).items():
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report
+
+
+def _by_layer(sensitivity: dict[str, Any]) -> list[str]:
+    """Acceptance by the layer and kind of the one matrix in the target's precision; nothing without such scores."""
+    kinds = {name: score["layers"] for name, score in sensitivity.items() if "layers" in score}
+    if not kinds:
+        return []
+    rows = zip(*kinds.values(), strict=True)
+    return [
+        "",
+        f"{'exact':<10}" + "".join(f"{name:>10}" for name in kinds),
+        *(f"layer {layer:<4}" + "".join(f"{rate:10.2%}" for rate in row) for layer, row in enumerate(rows)),
+    ]

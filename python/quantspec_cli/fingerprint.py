@@ -11,7 +11,7 @@ from . import __version__, files
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .engine import Model
+    from .model import Model
     from .options import EngineOptions, GenerateOptions
 
 # Files of a checkpoint that affect an answer.

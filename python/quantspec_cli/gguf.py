@@ -40,12 +40,15 @@ _SPLITS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
     "smollm": None,
+    "refact": None,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}",
     "tekken": _TEKKEN,
 }
+# These split digits from each other and from words: SmolLM 1 and 2, and Granite 3.
+_DIGITS = {"smollm", "refact"}
 # These keep a word that is a token whole, and begin every text with BOS unless the file says otherwise.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 
@@ -168,7 +171,7 @@ def _byte_level(fields: _Fields, vocabulary: Vocabulary) -> tuple[tokenizers.Tok
         inner.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(split), behavior="isolated"), byte_level]
         )
-    elif name == "smollm":
+    elif name in _DIGITS:
         inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     else:
         inner.pre_tokenizer = byte_level

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from .engine import Generation, Model, Prompt
+    from .engine import Generation
+    from .model import Model, Prompt
 
 
 # Length of a repetition, in tokens, that marks a looping text: longer than phrases that a good answer repeats.
@@ -70,7 +71,7 @@ class Recommended:
         )
 
 
-def settle(
+def resolve_defaults(
     model: Model,
     prompts: Sequence[Prompt],
     options: GenerateOptions,
@@ -136,7 +137,7 @@ def _weights(info: Mapping[str, Any]) -> int:
     return int(info["hidden"] * (info["vocab"] + info["layers"] * width))
 
 
-def cuts(
+def truncation_notes(
     names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
 ) -> Iterator[str]:
     """Notes about replies, and answers by a JSON schema, that the token limit cut."""

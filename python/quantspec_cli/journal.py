@@ -8,6 +8,7 @@ belongs to one process at a time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -278,7 +279,7 @@ class Journal:
                 before = os.fstat(descriptor).st_size
                 if os.write(descriptor, raw) != len(raw):
                     os.ftruncate(descriptor, before)
-                    raise OSError(28, os.strerror(28))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(descriptor)
         except OSError as error:

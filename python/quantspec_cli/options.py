@@ -70,6 +70,11 @@ COMBINED = {
 METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
+# Ablations of `eval`: drafts that read truncated codes; axes and sizes of groups in the cache. The engine's own are the first
+# axis of keys, the second of values, and the last size.
+TRUNCATE = "truncate"
+AXES = ("channel", "token")
+GROUPS = ("32", "64", "128")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
 # Matrices that a draft may read in 8 bits (Sensitive::KINDS in quantspec-core).
 SENSITIVE = ("qkv", "o", "gate-up", "down")

@@ -70,7 +70,7 @@ class Stdout:
             raise unwritable(error) from error
 
 
-class Nowhere:
+class NullSink:
     """Discards answers, which appear in a document of `--json` instead."""
 
     def write(self, text: str) -> None:
@@ -317,7 +317,7 @@ def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iter
         failures.append(error)
 
 
-def abandon(stream: TextIO | None) -> None:
+def redirect_to_null(stream: TextIO | None) -> None:
     """Redirects a standard stream to nothing, so that the flush at exit does not fail on a closed pipe."""
     if stream is None:
         return
@@ -329,5 +329,5 @@ def abandon(stream: TextIO | None) -> None:
 
 def unwritable(error: OSError) -> FileError:
     """The error for a standard output that accepts no more data; redirects it to nothing."""
-    abandon(sys.stdout)
+    redirect_to_null(sys.stdout)
     return FileError(f"standard output cannot be written: {reason(error)}", "free some space or write somewhere else")

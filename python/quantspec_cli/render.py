@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from .errors import one_line
-from .output import abandon
+from .output import redirect_to_null
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -28,7 +28,7 @@ def console() -> Console:
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
             """Rich would close standard output and exit: a closed stderr must not lose the answer."""
-            abandon(sys.stderr)
+            redirect_to_null(sys.stderr)
 
     return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
@@ -140,6 +140,12 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def groups(ablation: Mapping[str, Any]) -> str:
+    """The groups and the rounding of a cache, as in the document of `eval`."""
+    keys, values, group, rounding = (ablation[name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
+    return f"keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"
 
 
 def percent(value: float | None) -> str:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render, schema
-from .engine import Engine, Model, check_folder
+from .engine import Engine, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
+from .model import Model
 from .options import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Batch, Generation, Prompt
+    from .engine import Batch, Generation
+    from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .prompts import Document
 
@@ -86,7 +88,7 @@ def _run(
             )
             for document in documents
         ]
-        options, notes = instruct.settle(
+        options, notes = instruct.resolve_defaults(
             model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
         )
         if not request.as_json and not request.quiet:
@@ -109,7 +111,7 @@ def _run(
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, engine.info)
 
-        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
+        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.NullSink())
         shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
@@ -124,7 +126,7 @@ def _run(
     if request.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not request.quiet:
-        for line in instruct.cuts(shown, encoded, generations, schema=options.json_schema is not None):
+        for line in instruct.truncation_notes(shown, encoded, generations, schema=options.json_schema is not None):
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)

@@ -244,7 +244,7 @@ class Scheduler:
         except _CancelledError:
             self._end(slot)
         except BaseException as error:  # includes a callback's exceptions
-            self._leave(slot).deliver(error, True)
+            self._remove(slot).deliver(error, True)
         else:
             if first is None:
                 # At most doubled: a prompt's first rows are cheaper than its last.
@@ -252,7 +252,7 @@ class Scheduler:
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
                 self._reading = None
-                self._hand_on(slot, [first])
+                self._deliver(slot, [first])
 
     def _decoding(self) -> list[int]:
         """The slots whose prompts are complete."""
@@ -282,7 +282,7 @@ class Scheduler:
             self._fail_all(error)
             return
         for slot, tokens in emitted:
-            self._hand_on(slot, tokens)
+            self._deliver(slot, tokens)
 
     def _round_of_each(self, slots: Sequence[int]) -> None:
         """Repeats a round, one sequence at a time and without drafts, to find the sequence with non-finite values, or whose
@@ -293,11 +293,11 @@ class Scheduler:
                 with native_errors():
                     ((_, tokens),) = loop.step(self.native, [slot], lambda _: 0)
             except QuantspecError as error:
-                self._leave(slot).deliver(error, True)
+                self._remove(slot).deliver(error, True)
             else:
-                self._hand_on(slot, tokens)
+                self._deliver(slot, tokens)
 
-    def _hand_on(self, slot: int, tokens: Sequence[int]) -> None:
+    def _deliver(self, slot: int, tokens: Sequence[int]) -> None:
         """Appends tokens to the slot's text; a text that ends leaves the batch."""
         request = self._running[slot]
         if request.sampling.get("logprobs") is not None:
@@ -307,14 +307,14 @@ class Scheduler:
         if before:
             self.kept_tokens += len(request.text.tokens) - before
         if request.text.stop_reason is not None:
-            self._leave(slot)
+            self._remove(slot)
         request.deliver(piece, request.text.stop_reason is not None)
 
     def _end(self, slot: int) -> None:
         """Ends a sequence that was cancelled."""
-        _interrupted(self._leave(slot))
+        _interrupted(self._remove(slot))
 
-    def _leave(self, slot: int) -> Request:
+    def _remove(self, slot: int) -> Request:
         """Frees a slot."""
         request = self._running.pop(slot)
         if slot == self._reading:
@@ -325,7 +325,7 @@ class Scheduler:
 
     def _fail_all(self, error: QuantspecError) -> None:
         for slot in list(self._running):
-            self._leave(slot).deliver(error, True)
+            self._remove(slot).deliver(error, True)
 
 
 def _closed() -> UsageError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import llguidance
 
-    from .engine import Model, Prompt
+    from .model import Model, Prompt
 
 # White space between JSON's tokens: a space, or a line break with indentation. JSON allows any amount, which a greedy
 # model may write without end.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import loop, render
-from .engine import Engine, Model
+from .engine import Engine
 from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
+from .model import Model
 from .options import COMBINED, GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
 from .output import Done, Stdout
 from .text import Text

@@ -25,14 +25,14 @@ class Signals:
     """The signals received, and whether one ends the command immediately."""
 
     def __init__(self) -> None:
-        self._came: list[int] = []
+        self._received: list[int] = []
         self._echo_until = 0.0
         self._held = False
 
     @property
     def number(self) -> int:
         """What interrupted the command."""
-        return self._came[0] if self._came else signal.SIGINT
+        return self._received[0] if self._received else signal.SIGINT
 
     def listen(self) -> None:
         """From here on a signal raises KeyboardInterrupt."""
@@ -59,8 +59,8 @@ class Signals:
             self._held = False
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
-        now, first = time.monotonic(), not self._came
-        self._came.append(number)
+        now, first = time.monotonic(), not self._received
+        self._received.append(number)
         if not first and now < self._echo_until:
             return
         self._echo_until = now + ECHO_S

@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3" or "phi3".
+    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3" or "granite".
     pub family: String,
     /// Decoder layers.
     pub layers: usize,
@@ -21,10 +21,14 @@ pub struct ModelConfig {
     pub vocab: usize,
     /// Longest context the checkpoint was trained for, in tokens.
     pub max_positions: usize,
-    /// Epsilon of every RMSNorm.
+    /// Epsilon of every RMSNorm. For Granite it is the checkpoint's, divided by the square of the residual multiplier ([`Scales`]).
     pub rms_eps: f32,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// True for each layer without position embedding (SmolLM3); empty if every layer has it.
+    pub no_rope: Vec<bool>,
+    /// Constant factors of the network.
+    pub scales: Scales,
     /// The LM head is the embedding.
     pub tied_embeddings: bool,
     /// Q, K and V projections have biases.
@@ -42,6 +46,11 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Whether a layer rotates its queries and keys.
+    pub fn rotates(&self, layer: usize) -> bool {
+        !self.no_rope.get(layer).copied().unwrap_or(false)
+    }
+
     /// Query heads that share one key/value head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
@@ -55,6 +64,31 @@ impl ModelConfig {
     /// Width of all key (or value) heads together.
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
+    }
+}
+
+/// Constant factors of a network, all 1 except in Granite.
+///
+/// Granite multiplies the embedding by μ, every branch by ρ before it is added to the residual stream, and divides the logits by s.
+/// Here the residual stream is divided by ρ, so branches are added as they are: RMSNorm of a scaled vector is the same if ε is scaled
+/// with its square.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scales {
+    /// Factor on the embedding: μ/ρ.
+    pub embedding: f32,
+    /// Factor on the attention scores q·k/√head_dim: √head_dim times Granite's attention multiplier. The angle tables hold its root.
+    pub scores: f64,
+    /// Factor on the weight of the final norm: 1/s.
+    pub logits: f32,
+}
+
+impl Scales {
+    /// No factors.
+    pub const NONE: Scales = Scales { embedding: 1.0, scores: 1.0, logits: 1.0 };
+
+    /// Of μ, ρ, s, and the factor on the scores.
+    pub fn of(embedding: f64, residual: f64, logits: f64, scores: f64) -> Scales {
+        Scales { embedding: (embedding / residual) as f32, scores, logits: (1.0 / logits) as f32 }
     }
 }
 
@@ -82,8 +116,10 @@ impl Dtype {
 /// Rotary position embedding; names follow Hugging Face's `rope_scaling`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base θ of the inverse frequencies θ^(−2i/d).
+    /// Base θ of the inverse frequencies θ^(−2i/dim).
     pub theta: f64,
+    /// Channels of a head that are rotated, from 4 to head_dim; even. In the checkpoint they come first.
+    pub dim: usize,
     /// How the frequencies are changed for long contexts.
     pub scaling: RopeScaling,
 }
@@ -116,10 +152,12 @@ pub enum RopeScaling {
         /// Context of the pre-training, in tokens.
         original: usize,
     },
-    /// One stretch per channel pair, as GGUF files store Llama 3's scaling.
+    /// One stretch per channel pair: LongRoPE (Ding et al. 2024), and GGUF files that store Llama 3's scaling.
     Factors {
-        /// Stretch of each channel pair, `[head_dim / 2]`.
+        /// Stretch of each channel pair, `[dim / 2]`.
         factors: Vec<f32>,
+        /// Factor on cos and sin, which scales the attention logits.
+        attention_factor: f64,
     },
     /// YaRN (Peng et al. 2023), with its attention temperature.
     Yarn {

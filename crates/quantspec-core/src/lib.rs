@@ -6,17 +6,18 @@
 //! Letters follow Leviathan et al.: p is the target's distribution, q the draft's, γ the number of drafted tokens of a round.
 #![forbid(unsafe_code)]
 
+pub mod ablation;
 pub mod attend;
 pub mod cache;
 pub mod config;
 pub mod error;
+pub mod forecast;
 pub mod grammar;
 pub mod layout;
 pub mod logprob;
 pub mod penalty;
 pub mod plan;
 pub mod policy;
-pub mod promise;
 pub mod quantize;
 pub mod report;
 pub mod sample;

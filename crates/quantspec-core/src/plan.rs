@@ -128,7 +128,7 @@ pub fn largest_fitting(most: usize, bytes: usize, needed_bytes: impl Fn(usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Dtype, Rope, RopeScaling, View};
+    use crate::config::{Dtype, Rope, RopeScaling, Scales, View};
 
     fn llama_8b() -> ModelConfig {
         ModelConfig {
@@ -142,7 +142,9 @@ mod tests {
             vocab: 128_256,
             max_positions: 131_072,
             rms_eps: 1e-5,
-            rope: Rope { theta: 5e5, scaling: RopeScaling::None },
+            rope: Rope { theta: 5e5, dim: 128, scaling: RopeScaling::None },
+            no_rope: Vec::new(),
+            scales: Scales::NONE,
             tied_embeddings: false,
             qkv_bias: false,
             output_bias: false,

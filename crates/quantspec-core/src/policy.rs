@@ -9,7 +9,7 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
-use crate::promise::expected_tokens;
+use crate::forecast::expected_tokens;
 use crate::stop::Stop;
 use std::collections::BTreeMap;
 
@@ -29,14 +29,14 @@ const PROBE_GAMMA: usize = 4;
 /// Timings kept per entry; timings after which an entry counts regardless of the others; rounds after which an unused row
 /// count is dropped.
 const KEPT: usize = 7;
-const BELIEVED: usize = 2;
+const RELIABLE: usize = 2;
 const STALE_ROUNDS: usize = 256;
 /// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
 const SLOPE: f64 = 0.02;
 /// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
 /// A plain step is timed again, up to this many times, if more rows took less than this share of it.
-const DEAR: (usize, f64) = (3, 0.9);
+const RETIMED: (usize, f64) = (3, 0.9);
 /// Drafted tokens over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
@@ -85,7 +85,7 @@ struct Choice {
 #[derive(Clone, Debug)]
 struct Candidate {
     /// Expected tokens in the time of a plain step; 0 if it cannot draft.
-    promise: f64,
+    forecast: f64,
     /// Seconds of one step.
     step: Timings,
     /// Accepted tokens per judged token.
@@ -101,7 +101,7 @@ impl Candidate {
     fn new() -> Candidate {
         // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
         let (acceptance, margins) = (Ratio(4.0, 5.0), Ratio(2.0, 2.0 / MARGIN_SCALE));
-        Candidate { promise: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
+        Candidate { forecast: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
     /// Below 1, where the geometric sum has a closed form.
@@ -156,8 +156,8 @@ impl Costs {
     fn seconds(&self, rows: usize) -> Option<f64> {
         match self.0.get(&rows) {
             None => self.line(rows, 1),
-            Some(own) if own.recent.len() >= BELIEVED => Some(own.seconds),
-            Some(own) => Some(self.line(rows, BELIEVED).map_or(own.seconds, |line| line.min(own.seconds))),
+            Some(own) if own.recent.len() >= RELIABLE => Some(own.seconds),
+            Some(own) => Some(self.line(rows, RELIABLE).map_or(own.seconds, |line| line.min(own.seconds))),
         }
     }
 
@@ -199,18 +199,18 @@ impl Policy {
     }
 
     /// γ of the next round if drafting ends by [`Policy::stop`]: up to twice as many, rarely reached.
-    pub fn reach(&self) -> usize {
+    pub fn gamma_limit(&self) -> usize {
         if self.min_acceptance() > 0.0 { (2 * self.next.gamma).min(self.max) } else { self.next.gamma }
     }
 
     /// Largest γ of any round.
-    pub fn longest(&self) -> usize {
+    pub fn gamma_max(&self) -> usize {
         self.max
     }
 
     /// Tokens that a round of one sequence must emit to be as fast as the fastest choice, if it verifies `gamma` tokens that
     /// cost nothing to draft. Infinite before a plain step was timed; `None` for a fixed γ.
-    pub fn par(&self, gamma: usize) -> Option<f64> {
+    pub fn break_even(&self, gamma: usize) -> Option<f64> {
         let (plain, verify) = (self.verify.seconds(self.batch), self.verify.seconds(self.batch * (gamma + 1)));
         (!self.fixed).then(|| plain.zip(verify).map_or(f64::INFINITY, |(plain, verify)| self.rate * verify / plain))
     }
@@ -234,10 +234,10 @@ impl Policy {
 
     /// Sets the expected tokens of each candidate in the time of a plain step, for the current round; 0 if it cannot draft.
     /// Candidate 0 always can. The most promising are tried first; those below the fastest choice's rate are not tried.
-    pub fn observe_promises(&mut self, promises: &[f64]) {
-        self.candidates.iter_mut().zip(promises).for_each(|(own, &promise)| own.promise = promise);
-        self.candidates[0].promise = self.candidates[0].promise.max(f64::MIN_POSITIVE);
-        self.next.candidate *= usize::from(self.candidates[self.next.candidate].promise > 0.0);
+    pub fn observe_forecasts(&mut self, forecasts: &[f64]) {
+        self.candidates.iter_mut().zip(forecasts).for_each(|(own, &forecast)| own.forecast = forecast);
+        self.candidates[0].forecast = self.candidates[0].forecast.max(f64::MIN_POSITIVE);
+        self.next.candidate *= usize::from(self.candidates[self.next.candidate].forecast > 0.0);
     }
 
     /// Records the draft of a round: `seconds` for `steps` sequential steps.
@@ -291,7 +291,7 @@ impl Policy {
         if self.next.gamma > 0 && !copied {
             (candidate.rounds, candidate.last) = (candidate.rounds + 1, round);
         }
-        self.book(rows, seconds);
+        self.account(rows, seconds);
         (self.steps, self.drafted, self.accepted) = (0, 0, 0);
         self.next = self.choose();
     }
@@ -306,8 +306,8 @@ impl Policy {
         self.plain = (usable && plain && self.steps == 0).then_some((rows, seconds));
         self.cold = self.plain.is_some() && !settled;
         if usable && (settled || !plain) {
-            let believed = before.map_or(seconds, |(_, last)| seconds.min(last / SETTLED));
-            self.verify.0.entry(rows).or_default().observe(believed, self.round);
+            let limited = before.map_or(seconds, |(_, last)| seconds.min(last / SETTLED));
+            self.verify.0.entry(rows).or_default().observe(limited, self.round);
         }
     }
 
@@ -318,7 +318,7 @@ impl Policy {
 
     /// Books the round in plain steps. Costs are those of the table, so that a single interruption does not count against
     /// drafting.
-    fn book(&mut self, rows: usize, seconds: f64) {
+    fn account(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
         let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
@@ -339,7 +339,7 @@ impl Policy {
     fn choose(&mut self) -> Choice {
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
-        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].promise > 0.0);
+        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].forecast > 0.0);
         let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
@@ -350,24 +350,25 @@ impl Policy {
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
         let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
-        let promise = |index: usize| self.candidates[index].promise;
-        let new = usable().filter(|&index| is_new(&self.candidates[index]) && promise(index) > rate);
-        let new = new.min_by(|a, b| promise(*b).total_cmp(&promise(*a)).then(last(a).cmp(&last(b))));
+        let forecast = |index: usize| self.candidates[index].forecast;
+        let new = usable().filter(|&index| is_new(&self.candidates[index]) && forecast(index) > rate);
+        let new = new.min_by(|a, b| forecast(*b).total_cmp(&forecast(*a)).then(last(a).cmp(&last(b))));
         if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
             let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
             let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
             let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
             return if drafts && candidate == fastest.candidate { fastest } else { explore };
         }
-        let known = |index: usize| promise(index) > rate || !drafts && self.candidates[index].rounds > 0;
+        let known = |index: usize| forecast(index) > rate || !drafts && self.candidates[index].rounds > 0;
         let others = || usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
         let (plain_idle, probe_plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
         let own = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
-        let dear = own.is_some_and(|own| own.recent.len() < DEAR.0 && more().any(|more| more < DEAR.1 * own.seconds));
+        let retime =
+            own.is_some_and(|own| own.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * own.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
         let (goes_on, was_plain) = (self.next.probe && (self.probing > 0.0 || self.cold), self.next.gamma == 0);
-        if plain_idle && (dear || goes_on && was_plain) {
+        if plain_idle && (retime || goes_on && was_plain) {
             return probe_plain;
         }
         if goes_on && !was_plain && others().any(|index| index == self.next.candidate) {
@@ -404,7 +405,7 @@ impl Policy {
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
         // Steps of a batch are shared. A row count timed only once is timed again unchanged.
-        let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < BELIEVED);
+        let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < RELIABLE);
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;
         }

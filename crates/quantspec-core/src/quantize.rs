@@ -221,7 +221,7 @@ pub fn quantize_page(keys: &[f16], values: &[f16], head_dim: usize, rounding: Ro
 }
 
 /// Adds the name of the quantised group to an error.
-fn named(error: Error, what: String) -> Error {
+pub(crate) fn named(error: Error, what: String) -> Error {
     Error { message: format!("{what}: {}", error.message), ..error }
 }
 

@@ -17,17 +17,15 @@
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
 //! searched freely.
 //!
-//! Groups of 32 weights that are codes times one f16 scale d keep their codes: GGUF's Q4_0 (`stored_4_bits`) and Q8_0
-//! (`stored_8_bits`). With 8 bits, `w = c·d` for c in −127..=127; the scale is ±16·d and the zero ∓128·d, both exact in
-//! f16. The sign makes codes fit in a byte: plus if no c exceeds 119, minus if none is below −119. Otherwise the zero is
-//! −120·d rounded to f16, an error of up to 0.06·d.
+//! Groups of 32 weights `n·d` with integers n keep their integers, if a file's codes were of 4 or 8 bits ([`grid_of`]): GGUF's
+//! Q4_0 and Q8_0, compressed-tensors, GPTQ and AWQ.
 
 use crate::error::{Error, Result};
 use crate::quantize::{self, Params};
 use half::f16;
 
 /// Identifies these equations in files of a model in nibbles on disk. A change of codes needs a new name.
-pub const RECIPE: &str = "nibbles 2";
+pub const RECIPE: &str = "nibbles 3";
 
 /// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
@@ -94,9 +92,8 @@ pub fn quantize_row(w: &[f32], group: usize) -> Result<Row> {
         quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8
     };
     let search = |w: &[f32], low: f32, high: f32| {
-        let stored = || stored_4_bits(w, low, high).or_else(|| stored_8_bits(w, low, high));
-        let stored = if group == SMALL_GROUP { stored() } else { None };
-        stored.map_or_else(|| search(w, low, high), Ok)
+        let grid = if group == SMALL_GROUP { grid_of(w, low, high, true) } else { None };
+        grid.map_or_else(|| search(w, low, high), Ok)
     };
     quantize_groups(w, group, search, code)
 }
@@ -111,8 +108,8 @@ pub fn quantize_row_upper(w: &[f32], group: usize) -> Result<Row> {
     };
     let search = |w: &[f32], low: f32, high: f32| {
         let whole = Params::rounded((high - low) / 15.0, low).finite()?;
-        let stored = if group == SMALL_GROUP { stored_4_bits(w, low, high) } else { None };
-        Ok(stored.unwrap_or_else(|| quantize::search(w, low, high, whole)))
+        let grid = if group == SMALL_GROUP { grid_of(w, low, high, false) } else { None };
+        Ok(grid.unwrap_or_else(|| quantize::search(w, low, high, whole)))
     };
     quantize_groups(w, group, search, code)
 }
@@ -162,37 +159,70 @@ fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
     Ok(FIRST_CODES[1..].iter().fold(start, |best, &first| quantize::better(w, best, params(first))).1)
 }
 
-/// Parameters that reproduce the codes of weights `d·(code − 8)`, codes 0..=15. In GGUF's Q4_0 the extreme has code 0, with d
-/// of either sign.
-fn stored_4_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
-    let zero = if high > -low { high } else { low };
-    let scale = f16::from_f32(zero / -8.0);
-    let (d, zero) = (scale.to_f32(), f16::from_f32(8.0 * -scale.to_f32()));
-    let lies_on = |w: f32| {
-        let code = quantize::nearest(w / d + 8.0);
-        (0.0..=15.0).contains(&code) && code * d + zero.to_f32() == w
-    };
-    (usable(d) && w.iter().all(|&w| lies_on(w))).then_some(Params { scale, zero })
+/// Parameters whose grid contains every weight of a group, if all are integers times one step d that is an f16: first a grid
+/// of 16 values, which both views have, then with `both` planes one of 256. `low` and `high` are the group's range, low < high.
+///
+/// With 256 values a narrow group takes the finest grid `d/2ʲ` that covers it, so that the upper nibbles span the group.
+/// The scale is ±d (±16·d/2ʲ), and the zero `q·d`, with sign and q chosen so that it is exact in f16 if possible. Otherwise
+/// f16 rounds it, and all weights of the group are off by the same `q·d/2048` at most: 0.008 of a step for 16 values, 0.13
+/// of a fine step for 256, 0.06 if the codes are signed.
+pub fn grid_of(w: &[f32], low: f32, high: f32, both: bool) -> Option<Params> {
+    let upper = grid_of_values(w, low, high, 15, 0);
+    if both { upper.or_else(|| grid_of_values(w, low, high, 255, 8)) } else { upper }
 }
 
-/// Parameters that reproduce the codes of weights `d·c`, c in −127..=127 with an extreme of 127.
-fn stored_8_bits(w: &[f32], low: f32, high: f32) -> Option<Params> {
-    let d = f16::from_f32(high.max(-low) / 127.0).to_f32();
-    let lies_on = |w: f32| quantize::nearest((w / d).clamp(-127.0, 127.0)) * d == w;
-    if !usable(d) || !w.iter().all(|&w| lies_on(w)) {
+/// [`grid_of`] for codes 0..=`most`, of which `offset` stands for the zero.
+fn grid_of_values(w: &[f32], low: f32, high: f32, most: i32, offset: i32) -> Option<Params> {
+    let (low, high) = (f64::from(low), f64::from(high));
+    let mut step = common_step(w, 0.999 * (high - low) / f64::from(most))?;
+    // Farther from 0, rounding the zero could move a weight to the next code.
+    let steps = |step: f64| ((low / step).round_ties_even(), (high / step).round_ties_even());
+    let (mut first, mut last) = steps(step);
+    if last - first > f64::from(most) || first.abs().max(last.abs()) > 2_048.0 {
         return None;
     }
-    let (scale, zero) = match (high <= 119.0 * d, low >= -119.0 * d) {
-        (true, _) => (16.0 * d, -128.0 * d),
-        (_, true) => (-16.0 * d, 128.0 * d),
-        _ => (16.0 * d, -120.0 * d),
+    while most > 15 && 2.0 * (last - first) <= f64::from(most) {
+        step /= 2.0;
+        (first, last) = steps(step);
+    }
+    let (first, last, fine) = (first as i32, last as i32, f64::from(if most > 15 { 16 } else { 1 }));
+    let params = |step: f64, q: i32| {
+        let (scale, zero) = (fine * step, f64::from(q) * step);
+        let params = Params { scale: f16::from_f64(scale), zero: f16::from_f64(zero) };
+        (params.scale.to_f64() == scale).then_some((params, params.zero.to_f64() == zero))
     };
-    Params { scale: f16::from_f32(scale), zero: f16::from_f32(zero) }.finite().ok()
+    // Codes n − q + offset, or those of −n with the step −d, are 0..=most.
+    let (one, exact) = params(step, roundest(last - most + offset, first + offset))?;
+    let (other, other_exact) = params(-step, roundest(-first - most + offset, offset - last))?;
+    (if exact || !other_exact { one } else { other }).finite().ok()
 }
 
-/// True if `d` can be the step of a file's codes.
-fn usable(d: f32) -> bool {
-    d != 0.0 && d.is_finite()
+/// The greatest step of which all weights are multiples; None if it is below `least`. By Euclid's algorithm with nearest
+/// multiples, exact in f64.
+fn common_step(w: &[f32], least: f64) -> Option<f64> {
+    let mut step = 0f64;
+    for &w in w {
+        let mut rest = f64::from(w).abs();
+        while rest != 0.0 {
+            if rest < least {
+                return None;
+            }
+            (step, rest) = (rest, (step - (step / rest).round_ties_even() * rest).abs());
+        }
+    }
+    Some(step)
+}
+
+/// The number from `first` to `last` with the fewest significant bits.
+fn roundest(first: i32, last: i32) -> i32 {
+    let (least, mut found) = if first > 0 { (first, last) } else { (-last, -first) };
+    if least <= 0 {
+        return 0;
+    }
+    while found & (found - 1) >= least {
+        found &= found - 1;
+    }
+    if first > 0 { found } else { -found }
 }
 
 #[cfg(test)]
@@ -219,6 +249,15 @@ mod tests {
             (row.both()[..GROUP].to_vec(), row.upper()[..GROUP].to_vec()),
             (vec![0.25; GROUP], vec![0.25; GROUP])
         );
+    }
+
+    #[test]
+    fn the_roundest_number_has_the_fewest_bits() {
+        for (first, last, found) in
+            [(119, 128, 128), (111, 120, 112), (-128, -119, -128), (-3, 5, 0), (7, 7, 7), (5, 7, 6), (-255, -1, -128)]
+        {
+            assert_eq!(roundest(first, last), found, "{first} to {last}");
+        }
     }
 
     #[test]
@@ -263,26 +302,44 @@ mod tests {
     proptest! {
         #[test]
         fn codes_of_files_are_kept(
-            codes in prop::collection::vec(-127i32..=127, 2..=SMALL_GROUP),
-            d in 1e-6f32..100.0,
-            (four, both_ends, negative) in any::<(bool, bool, bool)>(),
+            codes in prop::collection::vec(0i32..=255, 2..=SMALL_GROUP),
+            bits in prop_oneof![Just(4), Just(8)],
+            zero in 0i32..=255,
+            narrow in 0u32..4,
+            d in 1e-3f32..1.0,
+            (brain, q8_0) in any::<(bool, bool)>(),
         ) {
-            // Blocks of Q4_0 and Q8_0: the extreme has the code −8 or ±127, of either sign.
-            let (most, least) = if four { (7, -8) } else if both_ends { (127, -127) } else { (119, -127) };
-            let d = f16::from_f32(if negative { -d } else { d }).to_f32();
-            let mut codes: Vec<i32> = codes.into_iter().map(|code| code.clamp(least, most)).collect();
-            codes[0] = least;
-            if both_ends {
-                codes[1] = most;
+            let q8_0 = q8_0 && bits == 8;
+            // Codes minus a zero point, times a scale in BF16 or f16; a narrow group uses some of the codes.
+            let d = if brain { half::bf16::from_f32(d).to_f32() } else { f16::from_f32(d).to_f32() };
+            let top = 1 << bits;
+            let (zero, narrow) = (zero % top, narrow.min(bits - 1));
+            let mut steps: Vec<i32> = codes.iter().map(|code| ((code % top) >> narrow) - zero).collect();
+            // d is the greatest common divisor.
+            steps[1] = if steps[0] + zero > 0 { steps[0] - 1 } else { steps[0] + 1 };
+            if q8_0 {
+                steps.iter_mut().for_each(|n| *n = (*n).clamp(-127, 119));
+                (steps[0], steps[1]) = (-127, 119);
             }
-            let w: Vec<f32> = codes.iter().map(|&code| code as f32 * d).collect();
-            let row = quantize_row(&w, SMALL_GROUP).unwrap();
-            let off = row.both().iter().zip(&w).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            let allowed = if both_ends && !four { 0.06 * d.abs() } else { 0.0 };
-            prop_assert!(off <= allowed, "{off} of steps of {d}");
-            if four {
-                prop_assert_eq!(row.upper(), w.clone());
-                prop_assert_eq!(quantize_row_upper(&w, SMALL_GROUP).unwrap().both(), w);
+            let w: Vec<f32> = steps.iter().map(|&n| n as f32 * d).collect();
+            let off = |view: Vec<f32>| view.iter().zip(&w).map(|(a, b)| (a - b).abs() / d).fold(0.0, f32::max);
+            let both = quantize_row(&w, SMALL_GROUP).unwrap();
+            let within = |least, most| steps.iter().all(|n| (least..=most).contains(n));
+            let exact = within(-8, 7) || within(-7, 8);
+            if bits == 4 {
+                let allowed = if exact { 0.0 } else { 15.0 / 2_048.0 };
+                let upper = quantize_row_upper(&w, SMALL_GROUP).unwrap();
+                prop_assert!(off(upper.upper()) <= allowed && off(upper.both()) <= allowed, "{upper:?}");
+                prop_assert!(off(both.upper()) <= allowed && off(both.both()) <= allowed, "{both:?}");
+            } else {
+                prop_assert!(off(both.both()) <= 256.0 / 2_048.0, "{} of {steps:?}", off(both.both()));
+                // Few of the codes may be on a grid of 16 values, whose zero has other bits.
+                if off(both.upper()) > 256.0 / 2_048.0 {
+                    prop_assert!(!q8_0 || both.both() == w, "{steps:?}");
+                    let upper: Vec<u8> = both.codes.iter().map(|&code| upper(code)).collect();
+                    let (least, most) = (upper.iter().min().unwrap(), upper.iter().max().unwrap());
+                    prop_assert!(most - least >= 7, "upper nibbles {least} to {most} of {steps:?}");
+                }
             }
         }
 

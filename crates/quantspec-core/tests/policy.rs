@@ -3,8 +3,8 @@
 
 use proptest::array::uniform4;
 use proptest::prelude::*;
+use quantspec_core::forecast::{self, expected_tokens};
 use quantspec_core::policy::Policy;
-use quantspec_core::promise::{self, expected_tokens};
 use quantspec_core::sample::{Stream, uniform};
 use quantspec_core::stop::Stop;
 use std::collections::HashSet;
@@ -144,7 +144,7 @@ impl World {
             all *= stop.acceptance(self.margin(round, *i));
             all < stop.min_acceptance
         };
-        (0..policy.reach()).find(ends).map_or(policy.reach(), |i| i + 1)
+        (0..policy.gamma_limit()).find(ends).map_or(policy.gamma_limit(), |i| i + 1)
     }
 
     /// Decodes at least `tokens` tokens per sequence. Returns sums of true costs; the policy observes noisy ones.
@@ -589,8 +589,8 @@ impl Library {
         for round in 0.. {
             let visible = self.pages + emitted / self.growth;
             let usable = |index: usize| index == 0 || READ[offered[index]] <= visible / 2;
-            let promise = |index| if usable(index) { f64::INFINITY } else { 0.0 };
-            policy.observe_promises(&(0..offered.len()).map(promise).collect::<Vec<_>>());
+            let forecast = |index| if usable(index) { f64::INFINITY } else { 0.0 };
+            policy.observe_forecasts(&(0..offered.len()).map(forecast).collect::<Vec<_>>());
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
             assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
             let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
@@ -692,7 +692,7 @@ fn fixed_gamma_still_chooses_a_candidate() {
     assert_eq!(policy.gamma(), 4);
     assert!(share_of_few(&used) > 0.9, "{}", share_of_few(&used));
     // A shorter text takes its place.
-    policy.observe_promises(&[0.0; 4]);
+    policy.observe_forecasts(&[0.0; 4]);
     assert_eq!(policy.candidate(), 0);
 }
 
@@ -747,9 +747,9 @@ proptest! {
 
 #[test]
 fn copies_have_a_par_and_count_in_the_ledger() {
-    assert_eq!(Policy::fixed(5).par(3), None);
+    assert_eq!(Policy::fixed(5).break_even(3), None);
     let mut policy = Policy::auto(12);
-    assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");
+    assert_eq!(policy.break_even(3), Some(f64::INFINITY), "no plain step was timed");
     // A draft step takes 0.3 plain steps, and every drafted token is accepted: γ 12 emits 13 tokens in 4.84 plain steps.
     for _ in 0..60 {
         let gamma = policy.gamma();
@@ -759,8 +759,8 @@ fn copies_have_a_par_and_count_in_the_ledger() {
         }
         policy.observe_verify(gamma + 1, 1.0 + 0.02 * gamma as f64);
     }
-    let par = policy.par(5).unwrap();
-    assert!((par - 1.1 * 13.0 / 4.84).abs() < 0.1, "{par}");
+    let break_even = policy.break_even(5).unwrap();
+    assert!((break_even - 1.1 * 13.0 / 4.84).abs() < 0.1, "{break_even}");
     // Rejected copies cost a plain step's tokens each time, until rounds are plain.
     for _ in 0..60 {
         policy.observe_copied(12, 0);
@@ -774,7 +774,7 @@ fn copies_have_a_par_and_count_in_the_ledger() {
 struct Way {
     step: f64,
     alpha: f64,
-    known: promise::Way,
+    known: forecast::Prior,
 }
 
 /// A scenario of `--method auto`: a model, a context of 1,024 pages and a machine. Costs are in plain steps.
@@ -798,7 +798,7 @@ impl Scene {
         let kept = 1.0 - self.loss * if read < 1_024 { 4.0 / (read as f64).sqrt() } else { 0.0 };
         let alpha = kept * if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 };
         let hoped = if w4 { 0.95 } else { 0.99 };
-        let known = promise::Way { bytes: weights + cache, alpha: hoped, weights: usize::from(w4) };
+        let known = forecast::Prior { bytes: weights + cache, alpha: hoped, weights: usize::from(w4) };
         Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
     }
 
@@ -810,7 +810,7 @@ impl Scene {
         [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
     }
 
-    /// Tokens and time of the first `first` tokens, and of the rest up to `tokens`. `auto`: promises are given.
+    /// Tokens and time of the first `first` tokens, and of the rest up to `tokens`. `auto`: forecasts are given.
     fn run(
         &self,
         ways: &[Way],
@@ -820,11 +820,11 @@ impl Scene {
         [first, tokens]: [usize; 2],
     ) -> [(usize, f64); 2] {
         let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
-        let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+        let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
         let (mut parts, mut round) = ([(0, 0.0); 2], 0);
         while parts[0].0 + parts[1].0 < tokens {
             if auto {
-                policy.observe_promises(&promise::promises(&known, &policy.measured()));
+                policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()));
             }
             let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
             let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
@@ -905,15 +905,15 @@ fn several_methods_lose_little_where_none_pays() {
 }
 
 #[test]
-fn what_promises_nothing_is_not_tried() {
+fn what_has_no_forecast_is_not_tried() {
     // Without a cache to save, the target's weights take as long as the target.
     let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0 };
     let ways = scene.methods().concat();
-    let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+    let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
     let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
     let mut policy = Policy::auto(12).with_candidates(ways.len());
     for round in 0..2_000 {
-        policy.observe_promises(&promise::promises(&known, &policy.measured()));
+        policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()));
         let (gamma, candidate) = (policy.gamma(), policy.candidate());
         assert!(gamma == 0 || candidate != kv4, "round {round}");
         let accepted = (0..gamma).take_while(|&i| WORLD.uniform(round, i as u64) < ways[candidate].alpha).count();

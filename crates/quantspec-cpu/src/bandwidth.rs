@@ -13,7 +13,7 @@ const BYTES: usize = if cfg!(target_arch = "x86_64") { 64 << 20 } else { 512 << 
 
 /// Most passes, and the time after which no further pass starts.
 const PASSES: usize = 8;
-const ENOUGH: Duration = Duration::from_millis(200);
+const MEASURING_TIME: Duration = Duration::from_millis(200);
 
 /// Numbers per unit of work, so that the threads' parts are whole pages.
 const UNIT: usize = 4096;
@@ -35,7 +35,7 @@ pub fn read_gb_per_s(threads: usize) -> Result<f64> {
     };
     let (began, mut best) = (Instant::now(), 0f64);
     for pass in 0..PASSES {
-        if pass > 0 && began.elapsed() > ENOUGH {
+        if pass > 0 && began.elapsed() > MEASURING_TIME {
             break;
         }
         pool.run(&|thread| flush(mine(thread)))?;

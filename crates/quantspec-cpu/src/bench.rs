@@ -998,18 +998,18 @@ pub fn logits(vocab: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A BF16 Llama: hidden, intermediate, layers, heads, KV heads, head_dim, vocab.
-pub struct Llama {
+struct Llama {
     /// Its config.json.
-    pub config: String,
+    config: String,
     /// The start of its model.safetensors.
-    pub header: Vec<u8>,
+    header: Vec<u8>,
     /// Bytes of numbers that follow.
-    pub bytes: usize,
+    bytes: usize,
 }
 
 impl Llama {
     /// A model of that shape whose head is its embedding.
-    pub fn new([h, f, layers, heads, kv_heads, d, vocab]: [usize; 7]) -> Llama {
+    fn new([h, f, layers, heads, kv_heads, d, vocab]: [usize; 7]) -> Llama {
         let config = format!(
             r#"{{"model_type":"llama","hidden_size":{h},"intermediate_size":{f},"num_hidden_layers":{layers},
             "num_attention_heads":{heads},"num_key_value_heads":{kv_heads},"head_dim":{d},"vocab_size":{vocab},

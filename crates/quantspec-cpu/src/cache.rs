@@ -6,7 +6,7 @@
 use crate::attend::Shape;
 use crate::memory::Array;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{ModelConfig, Planes};
+use quantspec_core::config::{ModelConfig, Planes, View};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Options;
@@ -24,6 +24,8 @@ pub(crate) struct CacheSizes {
     pool: usize,
     slots: usize,
     planes: Planes,
+    /// Views Upper and Both have f16 pages instead of nibbles.
+    ablated: bool,
 }
 
 impl CacheSizes {
@@ -35,6 +37,7 @@ impl CacheSizes {
             pool: options.pages(),
             slots: options.slots,
             planes: options.planes,
+            ablated: options.ablation.is_some(),
         }
     }
 
@@ -43,16 +46,16 @@ impl CacheSizes {
         self.layers * self.kv_heads
     }
 
-    /// Bytes of this many upper, lower and f16 pages of every layer and KV head.
+    /// Bytes of this many upper, lower and f16 pages of every layer and KV head. In an ablation the first two are the f16 pages of
+    /// views Upper and Both.
     fn page_bytes(&self, pages: usize) -> [usize; 3] {
         let of = |kept: bool, bytes: usize| {
             if kept { self.heads().saturating_mul(pages).saturating_mul(bytes) } else { 0 }
         };
-        [
-            of(self.planes.upper, self.shape.upper_bytes()),
-            of(self.planes.lower, self.shape.lower_bytes()),
-            of(self.planes.full, 2 * self.shape.full_len()),
-        ]
+        let full = 2 * self.shape.full_len();
+        let [upper, lower] =
+            if self.ablated { [full; 2] } else { [self.shape.upper_bytes(), self.shape.lower_bytes()] };
+        [of(self.planes.upper, upper), of(self.planes.lower, lower), of(self.planes.full, full)]
     }
 
     /// Bytes of the upper, lower and f16 pages of the pool, and of the rings.
@@ -69,12 +72,21 @@ pub(crate) struct Slot {
     pub(crate) upper: Array<u8>,
     pub(crate) lower: Array<u8>,
     pub(crate) full: Array<u16>,
+    /// f16 pages of views Upper and Both in an ablation.
+    pub(crate) ablated: [Array<u16>; 2],
 }
 
 impl Slot {
     fn new(sizes: &CacheSizes, pages: usize) -> Result<Slot> {
         let [upper, lower, full] = sizes.page_bytes(pages);
-        Ok(Slot { pages, upper: Array::zeros(upper)?, lower: Array::zeros(lower)?, full: Array::zeros(full / 2)? })
+        let (nibbles, ablated) = if sizes.ablated { ([0; 2], [upper, lower]) } else { ([upper, lower], [0; 2]) };
+        Ok(Slot {
+            pages,
+            upper: Array::zeros(nibbles[0])?,
+            lower: Array::zeros(nibbles[1])?,
+            full: Array::zeros(full / 2)?,
+            ablated: [Array::zeros(ablated[0] / 2)?, Array::zeros(ablated[1] / 2)?],
+        })
     }
 }
 
@@ -145,10 +157,15 @@ impl Cache {
         &slot.lower[(first + page) * bytes..][..bytes]
     }
 
-    /// An f16 page.
-    pub(crate) fn full(&self, head: usize, page: usize) -> &[u16] {
+    /// The f16 page of a view: of Full, and in an ablation of any.
+    pub(crate) fn full(&self, view: View, head: usize, page: usize) -> &[u16] {
         let (len, (slot, first)) = (self.sizes.shape.full_len(), self.place(head));
-        &slot.full[(first + page) * len..][..len]
+        let pages = match view {
+            View::Upper => &slot.ablated[0],
+            View::Both => &slot.ablated[1],
+            View::Full => &slot.full,
+        };
+        &pages[(first + page) * len..][..len]
     }
 
     /// Offset of the ring's page that holds page `page` of the sequence.
@@ -162,8 +179,7 @@ impl Cache {
     }
 
     /// An error if the planes of a view are not kept.
-    pub(crate) fn check(&self, view: quantspec_core::config::View) -> Result<()> {
-        use quantspec_core::config::View;
+    pub(crate) fn check(&self, view: View) -> Result<()> {
         let planes = self.sizes.planes;
         let kept = match view {
             View::Upper => planes.upper,
@@ -176,5 +192,10 @@ impl Cache {
     /// The planes kept.
     pub(crate) fn planes(&self) -> Planes {
         self.sizes.planes
+    }
+
+    /// True if pages have nibbles; in an ablation none have.
+    pub(crate) fn has_nibbles(&self) -> bool {
+        self.sizes.planes.upper && !self.sizes.ablated
     }
 }

@@ -21,7 +21,7 @@ use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
 use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
-use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO};
+use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO, grid_of};
 use quantspec_core::{Error, Result};
 
 /// Outputs of a tile.
@@ -261,9 +261,8 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let stored = stored_4_bits(x, low, high).or_else(|| if both { stored_8_bits(x, low, high) } else { None });
-    let found = if let Some(stored) = stored {
-        stored
+    let found = if let Some(grid) = grid_of(x, low, high, both) {
+        (grid.scale.to_bits(), grid.zero.to_bits())
     } else if both {
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
@@ -279,43 +278,6 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
     found
-}
-
-/// Core's parameters of weights that were 4-bit codes.
-#[inline(always)]
-fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
-    let extreme = if high > -low { high } else { low };
-    let scale = f16_bits(extreme / -8.0);
-    let d = f16_value(scale);
-    let zero = f16_bits(8.0 * -d);
-    let lies_on = |x: f32| {
-        let code = rint_i32(x / d + 8.0);
-        ((0..=15).contains(&code)) & (code as f32 * d + f16_value(zero) == x)
-    };
-    (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then_some((scale, zero))
-}
-
-/// Core's parameters of weights that were 8-bit codes.
-#[inline(always)]
-fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
-    let d = f16_value(f16_bits(high.max(-low) / 127.0));
-    let lies_on = |x: f32| rint_i32((x / d).clamp(-127.0, 127.0)) as f32 * d == x;
-    if !usable(d) || !x.iter().fold(true, |all, &x| all & lies_on(x)) {
-        return None;
-    }
-    let (scale, zero) = match (high <= 119.0 * d, low >= -119.0 * d) {
-        (true, _) => (16.0 * d, -128.0 * d),
-        (_, true) => (-16.0 * d, 128.0 * d),
-        _ => (16.0 * d, -120.0 * d),
-    };
-    let params = (f16_bits(scale), f16_bits(zero));
-    (f16_is_finite(params.0) && f16_is_finite(params.1)).then_some(params)
-}
-
-/// True if `d` can be the step of a file's codes.
-#[inline(always)]
-fn usable(d: f32) -> bool {
-    d != 0.0 && d.is_finite()
 }
 
 /// The four codes of a vector's outputs, low nibbles' and high nibbles' words: byte b of word l is output l, k = b.
@@ -825,8 +787,8 @@ mod tests {
         let mut w = noise.normals(n * k);
         w[..k].fill(0.5);
         for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2) {
-            let beside = if n % 3 == 0 { 4.0 } else { 0.0 };
-            row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 % 5 - 2));
+            let offset = if n % 3 == 0 { 4.0 } else { 0.0 };
+            row.iter_mut().for_each(|w| *w = (*w + offset) * 2f32.powi(n as i32 % 5 - 2));
         }
         w
     }

@@ -13,7 +13,7 @@ use crate::dispatch::{Simd, portable};
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
-use crate::pool::{Deal, Pool, share};
+use crate::pool::{Pool, WorkQueues, share};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -241,7 +241,7 @@ pub(crate) fn run(
     if !fits {
         return Err(Error::internal("a linear layer was given activations of another shape"));
     }
-    let units = Deal::new(units, threads);
+    let units = WorkQueues::new(units, threads);
     pool.run(&|thread| {
         let mut tile = vec![0f32; per * m * PANEL];
         let mut scratch = Scratch::new(simd, input, m);

@@ -80,7 +80,7 @@ impl PageMasses {
     }
 
     /// Destination of the queries of a block; those of the prompt's end are kept.
-    pub(crate) fn take_in(&mut self, block: &Block) -> Rows<'_> {
+    pub(crate) fn add_queries(&mut self, block: &Block) -> Rows<'_> {
         let end = block.start + block.rows;
         let first = if self.q.is_empty() {
             usize::MAX
@@ -214,7 +214,7 @@ mod tests {
                 // The state of a layer does not affect the next one.
                 for _ in 0..2 {
                     for range in blocks.windows(2) {
-                        let rows = last.take_in(&Block {
+                        let rows = last.add_queries(&Block {
                             slot: 0,
                             prompt: &prompt,
                             start: range[0],

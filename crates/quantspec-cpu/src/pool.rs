@@ -1,7 +1,7 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
 //! The caller is thread 0; the workers spin on an epoch for a moment and then park. Work is split into items whose results do
-//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`Deal`]). The caller also runs the share of
+//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`WorkQueues`]). The caller also runs the share of
 //! a worker that has not started, since another program may occupy that worker's core.
 
 use crate::dispatch::{Prefetch, fetch_far};
@@ -292,20 +292,20 @@ fn work(shared: &Shared, thread: usize) {
 
 /// Items of a dispatch with work stealing, so that a slow or busy core does not delay the others. Each thread takes from the
 /// front of its own run of adjacent items, in address order. When that is empty it takes from the back of the longest run.
-pub(crate) struct Deal {
+pub(crate) struct WorkQueues {
     /// Each thread's remaining items: the first in the low 32 bits, the end in the high ones.
     left: Vec<Line<AtomicU64>>,
 }
 
-impl Deal {
+impl WorkQueues {
     /// Splits `0..n` into runs as even as possible.
-    pub(crate) fn new(n: usize, threads: usize) -> Deal {
-        Deal::of((0..threads).map(|thread| share(n, thread, threads)))
+    pub(crate) fn new(n: usize, threads: usize) -> WorkQueues {
+        WorkQueues::of((0..threads).map(|thread| share(n, thread, threads)))
     }
 
     /// These runs; numbers below 2³².
-    pub(crate) fn of(runs: impl Iterator<Item = Range<usize>>) -> Deal {
-        Deal { left: runs.map(|run| Line(AtomicU64::new(pack(run.start as u64, run.end as u64)))).collect() }
+    pub(crate) fn of(runs: impl Iterator<Item = Range<usize>>) -> WorkQueues {
+        WorkQueues { left: runs.map(|run| Line(AtomicU64::new(pack(run.start as u64, run.end as u64)))).collect() }
     }
 
     /// The next item of `thread`; None when none is left.
@@ -435,19 +435,19 @@ mod tests {
     #[test]
     fn every_item_is_dealt_once_in_order_and_a_thread_that_is_done_helps() {
         for (n, threads) in [(0, 2), (1, 3), (7, 2), (100, 3)] {
-            let deal = Deal::new(n, threads);
+            let work = WorkQueues::new(n, threads);
             // A single thread takes its own run upwards, then the others' items.
-            let taken: Vec<usize> = std::iter::from_fn(|| deal.take(threads - 1)).collect();
+            let taken: Vec<usize> = std::iter::from_fn(|| work.take(threads - 1)).collect();
             let own = share(n, threads - 1, threads);
             assert!(taken.iter().copied().take(own.len()).eq(own));
             let mut all = taken;
             all.sort_unstable();
-            assert!(all.into_iter().eq(0..n) && deal.take(0).is_none());
+            assert!(all.into_iter().eq(0..n) && work.take(0).is_none());
         }
         let pool = Pool::new(4).unwrap();
-        let (deal, counts) = (Deal::new(5000, 4), (0..5000).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
+        let (work, counts) = (WorkQueues::new(5000, 4), (0..5000).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
         pool.run(&|thread| {
-            while let Some(item) = deal.take(thread) {
+            while let Some(item) = work.take(thread) {
                 counts[item].fetch_add(1, Relaxed);
             }
         })

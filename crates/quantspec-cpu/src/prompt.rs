@@ -46,7 +46,7 @@ pub(crate) struct Prompt {
     tokens: usize,
     /// `[panel][hidden][64]`
     hidden: Array<f32>,
-    /// `[panel][D/2][64]`
+    /// `[panel][D/2][64]`; after the prompt's panels, one for layers without position embedding if there are any.
     cos: Array<f32>,
     sin: Array<f32>,
     /// `[kv head][token][D]` halves, and padding.
@@ -68,6 +68,8 @@ struct Lengths {
     tokens: usize,
     hidden: usize,
     angles: usize,
+    /// The last of them, for layers without position embedding.
+    unrotated: usize,
     keys: usize,
     x: usize,
     y: usize,
@@ -83,10 +85,12 @@ impl Lengths {
             .width
             .max(2 * panels(config.intermediate) * PANEL)
             .max(panels(config.hidden) * PANEL);
+        let unrotated = if config.no_rope.is_empty() { 0 } else { config.head_dim / 2 * PANEL_TOKENS };
         Lengths {
             tokens,
             hidden: tokens * config.hidden,
-            angles: tokens * config.head_dim / 2,
+            angles: tokens * config.head_dim / 2 + unrotated,
+            unrotated,
             keys: tokens * config.kv_width() + 16,
             x: block * panel_len(widest),
             y: block * outputs * PANEL_TOKENS,
@@ -103,6 +107,9 @@ impl Prompt {
     pub(crate) fn new(config: &ModelConfig, options: &Options, threads: usize) -> Result<Prompt> {
         let (capacity, block_rows) = (options.prompt_capacity, options.block_rows);
         let len = Lengths::new(config, capacity, block_rows);
+        let (mut cos, mut sin) = (Array::zeros(len.angles)?, Array::zeros(len.angles)?);
+        let rotated = len.angles - len.unrotated;
+        RopeTable::new(config).fill_unrotated(&mut cos[rotated..], &mut sin[rotated..]);
         Ok(Prompt {
             config: config.clone(),
             shape: Shape::new(config.head_dim),
@@ -110,8 +117,8 @@ impl Prompt {
             block_rows: block_rows.max(1),
             tokens: len.tokens,
             hidden: Array::zeros(len.hidden)?,
-            cos: Array::zeros(len.angles)?,
-            sin: Array::zeros(len.angles)?,
+            cos,
+            sin,
             keys: Array::zeros(len.keys)?,
             values: Array::zeros(len.keys)?,
             x: Array::zeros(len.x)?,
@@ -265,7 +272,7 @@ impl Prompt {
         })
     }
 
-    pub(crate) fn qkv(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+    pub(crate) fn qkv(&mut self, machine: &mut Machine, index: usize, layer: &Layer, block: &Block) -> Result<()> {
         let (first, count) = self.panels(block)?;
         self.norm(machine, &layer.qkv, &layer.attention_norm, (first, count))?;
         self.multiply(machine, &layer.qkv, count)?;
@@ -274,10 +281,10 @@ impl Prompt {
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
         let pairs = takes_pairs(simd, &layer.output.full);
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
-        let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
+        let (y, cos, sin, rotates) = (&self.y, &self.cos, &self.sin, config.rotates(index));
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
-        let last = self.masses.take_in(block);
+        let last = self.masses.add_queries(block);
         let broken = AtomicBool::new(false);
         // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
         // panel.
@@ -303,7 +310,8 @@ impl Prompt {
                 for panel in its {
                     let y = &y[(panel * places.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
                     let lanes = Prompt::lanes(block, first + panel);
-                    let angles = (first + panel) * d / 2 * PANEL_TOKENS;
+                    let panel_angles = d / 2 * PANEL_TOKENS;
+                    let angles = if rotates { (first + panel) * panel_angles } else { cos.len() - panel_angles };
                     for lane in (0..PANEL_TOKENS).step_by(LANES) {
                         for (c, head) in head.iter_mut().enumerate() {
                             *head = take(y, c * PANEL_TOKENS + lane);

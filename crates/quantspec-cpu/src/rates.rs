@@ -17,7 +17,7 @@ pub const WINDOW: [usize; 3] = [1, 4, 8];
 
 /// Fewest timed calls, and the time after which no further call starts.
 const CALLS: usize = 5;
-const ENOUGH: Duration = Duration::from_millis(120);
+const MEASURING_TIME: Duration = Duration::from_millis(120);
 
 /// Most bytes of a timed matrix; a larger one costs the same per byte.
 const MATRIX_BYTES: usize = 64 << 20;
@@ -74,7 +74,7 @@ pub fn rates(
         let bytes = gemm.bytes() as f64;
         let mut of_rows = |rows| {
             gemm.take(rows);
-            Ok(fastest(poll, || gemm.call())? / bytes)
+            Ok(usual(poll, || gemm.call())? / bytes)
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
@@ -96,7 +96,7 @@ pub fn rates(
         let bytes = attention.bytes() as f64;
         let mut of_rows = |rows| {
             attention.take(rows);
-            Ok(fastest(poll, || attention.call())? / bytes)
+            Ok(usual(poll, || attention.call())? / bytes)
         };
         rising(WINDOW.into_iter().map(&mut of_rows))
     };
@@ -105,12 +105,12 @@ pub fn rates(
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
     let mut smallest = Gemm::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
-    let dispatch_s = fastest(poll, || smallest.call())?;
+    let dispatch_s = usual(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
-    let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;
+    let prompt_matrix = matrix.flops() as f64 / usual(poll, || matrix.call())?;
     let before = (context.min(CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
     let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
-    let prompt_attention = block.flops() as f64 / fastest(poll, || block.call())?;
+    let prompt_attention = block.flops() as f64 / usual(poll, || block.call())?;
     Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
 }
 
@@ -134,25 +134,25 @@ fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
         .collect()
 }
 
-/// Seconds of the fastest of several calls after a warm-up. Other processes make calls slower by varying amounts.
-fn fastest(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+/// Seconds of several calls after a warm-up: their median, since a step in decoding is no faster than usual either.
+fn usual(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
-    let (began, mut calls, mut best) = (Instant::now(), 0, f64::INFINITY);
-    while calls < CALLS || began.elapsed() < ENOUGH {
+    let (began, mut times) = (Instant::now(), Vec::new());
+    while times.len() < CALLS || began.elapsed() < MEASURING_TIME {
         poll()?;
         let started = Instant::now();
         call()?;
-        best = best.min(started.elapsed().as_secs_f64());
-        calls += 1;
+        times.push(started.elapsed().as_secs_f64());
     }
-    Ok(best)
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use quantspec_core::Error;
-    use quantspec_core::config::{Rope, RopeScaling};
+    use quantspec_core::config::{Rope, RopeScaling, Scales};
 
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
@@ -167,7 +167,9 @@ mod tests {
             vocab: 300,
             max_positions: 4096,
             rms_eps: 1e-5,
-            rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None },
+            no_rope: Vec::new(),
+            scales: Scales::NONE,
             tied_embeddings: true,
             qkv_bias: false,
             output_bias: false,

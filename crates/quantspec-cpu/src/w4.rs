@@ -629,8 +629,8 @@ mod tests {
             w[k] = 900.0;
             // Rows from where scales underflow to the end of f16's range, and groups far from zero.
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2) {
-                let beside = if n % 3 == 0 { 40.0 } else { 0.0 };
-                row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 - 22));
+                let offset = if n % 3 == 0 { 40.0 } else { 0.0 };
+                row.iter_mut().for_each(|w| *w = (*w + offset) * 2f32.powi(n as i32 - 22));
             }
             // A negative zero as the minimum is kept.
             w[20 * k..21 * k].iter_mut().filter(|w| **w < 0.0).for_each(|w| *w = -0.0);

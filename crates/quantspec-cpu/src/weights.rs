@@ -88,6 +88,8 @@ pub(crate) struct Embedding {
 pub(crate) struct Model {
     /// None if the head is the embedding.
     pub(crate) embedding: Option<Embedding>,
+    /// Factor on the embedding.
+    embedding_scale: f32,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
     pub(crate) head: Linear,
@@ -251,7 +253,7 @@ impl Model {
         let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
         let final_norm = loader.vector(Part::FinalNorm)?;
         let done = loader.done;
-        let model = Model { embedding, layers, final_norm, head };
+        let model = Model { embedding, embedding_scale: config.scales.embedding, layers, final_norm, head };
         if let Some(drafts) = drafts {
             let origin = drafts.save(model.draft_panels(), |saved| {
                 (hooks.loading)(total.min(done + saved), total);
@@ -279,6 +281,7 @@ impl Model {
             Some(embedding) => embedding.row(token, out),
             None => self.head.full.row(token, out),
         }
+        out.iter_mut().for_each(|x| *x *= self.embedding_scale);
     }
 
     /// Bytes of the weights and of the draft weights.

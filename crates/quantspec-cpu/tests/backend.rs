@@ -41,6 +41,7 @@ fn memory_is_what_was_planned() {
         (LLAMA, DraftWeights::Int4),
         (Shape { biases: true, ..Shape::new("llama", "F32", (2, 1, 40)) }, DraftWeights::Int4Mlp),
         (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
+        (Shape::new("smollm3", "BF16", (2, 1, 64)), DraftWeights::Int4),
         (Shape { tied: false, ..Shape::new("qwen2", "BF16", (2, 1, 64)) }, DraftWeights::Int4),
     ] {
         // The last checkpoint mixes number formats: of tables, within a fused matrix, of a layer.
@@ -247,10 +248,10 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
         long[80] = bad as u32;
         let error = forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).expect_err("an overflow");
         assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
-        assert_eq!(decode(&mut backend), expected, "{name}: behind a prompt that failed");
+        assert_eq!(decode(&mut backend), expected, "{name}: after a prompt that failed");
         let error = step(&mut backend, 0, bad as u32, 110).expect_err("an overflow");
         assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
-        assert_eq!(decode(&mut backend), expected, "{name}: behind a step that failed");
+        assert_eq!(decode(&mut backend), expected, "{name}: after a step that failed");
     }
 }
 
@@ -405,7 +406,7 @@ fn a_repeated_round_changes_no_token_of_neighbours() {
                 // A draft ends with the token, on which the target fails. It is verified at any window offset; the draft may
                 // then be shorter than requested.
                 let backend = engine.backend();
-                let in_vain = round.iter().any(|&(slot, gamma)| {
+                let overflows = round.iter().any(|&(slot, gamma)| {
                     let drafted = (1..=gamma).rev().find_map(|n| backend.window(slot, n + 1).ok());
                     drafted.is_some_and(|window| window[1..].contains(&(bad as u32)))
                 });
@@ -414,10 +415,10 @@ fn a_repeated_round_changes_no_token_of_neighbours() {
                 let emitted = engine.verify().ok()?;
                 // Tokens of a failed draft count as drafted, and a repeated round as one round.
                 let after = counts(&engine);
-                assert!(!in_vain || after.0 > before.0, "{name}: {after:?}");
+                assert!(!overflows || after.0 > before.0, "{name}: {after:?}");
                 assert_eq!(after.1, before.1 + round.len(), "{name}");
-                assert!(!in_vain || emitted.iter().all(|emitted| emitted.tokens.len() == 1), "{name}");
-                again += usize::from(in_vain);
+                assert!(!overflows || emitted.iter().all(|emitted| emitted.tokens.len() == 1), "{name}");
+                again += usize::from(overflows);
                 emitted.into_iter().for_each(|emitted| texts[emitted.slot].extend(emitted.tokens));
             }
             Some((texts, again))

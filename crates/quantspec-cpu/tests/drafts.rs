@@ -55,8 +55,8 @@ fn load_sensitive(
         threads,
         ..Options::new(1, 256)
     };
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let slot = told.clone();
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let slot = notes.clone();
     let hooks = Hooks { drafts: Box::new(move |origin| slot.lock().unwrap().push(origin)), ..Hooks::default() };
     let mut backend = CpuBackend::load(&checkpoint, &options, hooks).expect("load");
     backend.open(0, 256).expect("open");
@@ -65,9 +65,9 @@ fn load_sensitive(
     let step = Step { weights: Weights::Draft, view: View::Both, pages: Pages::All, choose_pages: false, rows: &rows };
     forward::step(&mut backend, &step).expect("step");
     let logits = backend.logits(0).expect("logits").iter().map(|x| x.to_bits()).collect();
-    let mut told = told.lock().unwrap();
-    assert_eq!(told.len(), usize::from(folder.is_some()));
-    (logits, told.pop().unwrap_or_default())
+    let mut notes = notes.lock().unwrap();
+    assert_eq!(notes.len(), usize::from(folder.is_some()));
+    (logits, notes.pop().unwrap_or_default())
 }
 
 #[test]

@@ -414,11 +414,11 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
             .map(|(method, gammas)| Case::new(method, Pages::All, gammas, prompts.len()));
         for Answer { tokens, logprobs } in law(&mut demo(), &requests, &cases) {
             assert_eq!(tokens.len(), logprobs.len());
-            for (token, told) in tokens.iter().zip(&logprobs) {
-                assert_eq!(told.top.len(), 5);
-                assert!(told.top.is_sorted_by(|a, b| a.1 >= b.1));
+            for (token, of) in tokens.iter().zip(&logprobs) {
+                assert_eq!(of.top.len(), 5);
+                assert!(of.top.is_sorted_by(|a, b| a.1 >= b.1));
                 // Greedy without penalties takes the likeliest.
-                assert!(sampler.accept != Accept::Greedy || told.top[0] == (*token, told.logprob));
+                assert!(sampler.accept != Accept::Greedy || of.top[0] == (*token, of.logprob));
             }
         }
     }

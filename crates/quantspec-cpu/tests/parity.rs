@@ -8,6 +8,7 @@ mod paths;
 mod random;
 
 use paths::paths;
+use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{Extent, G};
 use quantspec_core::config::{Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
@@ -77,7 +78,7 @@ fn nan_is_no_match() {
     assert!(worst(&[vec![1.0, f32::NAN, 3.0]], &row).is_nan());
 }
 
-const SHAPES: [Shape; 9] = [
+const SHAPES: [Shape; 12] = [
     Shape { biases: true, ..Shape::new("llama", "F32", (4, 2, 24)) },
     Shape { tied: false, intermediate: 173, ..Shape::new("llama", "F16", (2, 2, 64)) },
     Shape { hidden: 64, ..Shape::new("llama", "F32", (8, 4, 8)) },
@@ -87,6 +88,9 @@ const SHAPES: [Shape; 9] = [
     Shape { intermediate: 1376, ..Shape::new("qwen3", "BF16", (3, 3, 128)) },
     Shape { vocab: 257, ..Shape::new("qwen3", "F16", (2, 1, 256)) },
     Shape::new("llama", "BF16", (8, 1, 40)),
+    Shape::new("smollm3", "BF16", (4, 2, 64)),
+    Shape { tied: false, ..Shape::new("granite", "F16", (2, 1, 64)) },
+    Shape::new("phi3", "BF16", (4, 2, 40)),
 ];
 
 #[test]
@@ -99,7 +103,7 @@ fn every_shape_and_view_matches_the_reference() {
 #[test]
 fn weights_in_planes_match_the_reference() {
     // Odd input widths, short groups, biases, tied and untied heads.
-    for seed in [0, 1, 3, 4, 7] {
+    for seed in [0, 1, 3, 4, 7, 9, 10, 11] {
         matches(seed, &SHAPES[seed], TargetWeights::Int8);
     }
     for seed in [0, 4] {
@@ -175,6 +179,38 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
                 _ => 0.01,
             };
             assert!(error < bound, "{shape:?} {plan:?} {simd:?}: off by {error} deviations, {weights:?}");
+        }
+    }
+}
+
+/// Caches with other groups are close to the reference's with the same, and closer than the engine's own.
+#[test]
+fn ablations_match_the_reference() {
+    let turned = Ablation { key_axis: Axis::Token, value_axis: Axis::Channel, group: 16, truncated: false };
+    for seed in [0, 1] {
+        let shape = SHAPES[seed];
+        let checkpoint = shape.checkpoint(seed as u64 + 1);
+        let ids = random::tokens(shape.vocab, 5 * G + 12, 99 + seed as u64);
+        let prompt = 5 * G - 9;
+        let of = |ablation| Options { ablation, ..options(ids.len()) };
+        for ablation in [turned, Ablation { truncated: true, ..Ablation::OWN }] {
+            let options = of(Some(ablation));
+            let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+            for simd in paths() {
+                let mut backend = load(&checkpoint, &options, simd);
+                assert_eq!(backend.memory(), quantspec_cpu::plan(&checkpoint, &options));
+                let mut own = load(&checkpoint, &of(None), simd);
+                for view in [View::Upper, View::Both] {
+                    let plan = (Weights::Full, view, Pages::All);
+                    let expected = decode(&mut reference, &ids, prompt, 5, plan);
+                    let near = worst(&decode(&mut backend, &ids, prompt, 5, plan), &expected);
+                    assert!(near < 0.01, "{ablation:?} {view:?} {simd:?} {shape:?}: off by {near} deviations");
+                    if view == View::Upper {
+                        let far = worst(&decode(&mut own, &ids, prompt, 5, plan), &expected);
+                        assert!(near < 0.3 * far, "{ablation:?} {simd:?} {shape:?}: {near}, {far}");
+                    }
+                }
+            }
         }
     }
 }

@@ -22,10 +22,10 @@ const EARLY: i32 = 2;
 const BLOCKS_MAX: usize = 4;
 /// Most pages of an item for which a block with half an SM keeps up. Rounds with 2 to 16 pages per item are 9 to 2 % faster
 /// with it, with 64 slower.
-const BESIDE_PAGES: usize = 16;
+const HALF_SM_PAGES: usize = 16;
 /// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends. 4 and 8 MB in total gain,
 /// 16 MB lose.
-const BEHIND: usize = 64 << 10;
+const PREFETCH_BYTES: usize = 64 << 10;
 /// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const PASS_ROWS: usize = 64;
 
@@ -131,7 +131,7 @@ impl Pass {
 
     /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
     fn short(&self) -> bool {
-        self.longest <= BESIDE_PAGES
+        self.longest <= HALF_SM_PAGES
     }
 }
 
@@ -175,8 +175,8 @@ const fn view_number(view: View) -> usize {
 }
 
 /// A view's kernels, ascending by rows: with or without TMA, for whole or half SMs.
-fn instances(view: View, d: usize, tma: bool, beside: bool) -> impl Iterator<Item = &'static shapes::Attend> {
-    let is = (d, view_number(view), beside, tma);
+fn instances(view: View, d: usize, tma: bool, half_sm: bool) -> impl Iterator<Item = &'static shapes::Attend> {
+    let is = (d, view_number(view), half_sm, tma);
     shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
 }
 
@@ -256,13 +256,13 @@ pub struct PassAddresses {
     pub extremes: u64,
 }
 
-/// Operations around attention that affect its launch.
+/// Operations before and after attention that affect its launch.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Around {
+pub struct Neighbours {
     /// Between GEMMs of a draft whose blocks use half an SM.
-    pub beside: bool,
+    pub half_sm: bool,
     /// Address and bytes that the following GEMM reads first; prefetched into L2 while memory is idle.
-    pub behind: (u64, usize),
+    pub prefetch: (u64, usize),
 }
 
 /// `AttendArgs` in kernels/attend.cuh.
@@ -286,8 +286,8 @@ struct AttendArgs {
     items: i32,
     stages: i32,
     centre: f32,
-    behind: u64,
-    behind_bytes: i32,
+    prefetch: u64,
+    prefetch_bytes: i32,
     unused: i32,
 }
 
@@ -326,7 +326,7 @@ pub struct Attend {
     both: Split,
     full: Split,
     /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
-    beside: Vec<Variant>,
+    half_sm: Vec<Variant>,
     /// By output type: for few blocks, and for more blocks than SMs.
     merge: [[Kernel; 2]; 4],
     /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
@@ -368,7 +368,7 @@ impl Attend {
             let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
-        let beside = instances(View::Upper, d, engine, true).map(|of| {
+        let half_sm = instances(View::Upper, d, engine, true).map(|of| {
             let variant = variant(format!("attend_beside_{d}_{}", of.rows), of, of.stages)?;
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
@@ -381,7 +381,7 @@ impl Attend {
             upper: split(View::Upper, BLOCKS_MAX)?,
             both: split(View::Both, 2)?,
             full: split(View::Full, 2)?,
-            beside: beside.collect::<Result<_>>()?,
+            half_sm: half_sm.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: match config.group() {
                 1 => [bounds("bounds_1_4", 4)?; 2],
@@ -498,10 +498,10 @@ impl Attend {
         q: u64,
         layer: &Layer,
         places: &PassAddresses,
-        around: Around,
+        neighbours: Neighbours,
     ) -> Result<()> {
-        let beside = self.beside.iter().filter(|_| around.beside && view == View::Upper && pass.short());
-        let mut variants = beside.chain(&self.split(view).variants);
+        let half_sm = self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && pass.short());
+        let mut variants = half_sm.chain(&self.split(view).variants);
         let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
@@ -525,8 +525,8 @@ impl Attend {
             items: pass.items as i32,
             stages: if engine { EARLY } else { stages as i32 },
             centre: self.centre,
-            behind: around.behind.0,
-            behind_bytes: around.behind.1.min(BEHIND * self.device.sms) as i32,
+            prefetch: neighbours.prefetch.0,
+            prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
             unused: 0,
         };
         let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };

@@ -295,6 +295,7 @@ impl CudaBackend {
             config,
             hooks,
         };
+        backend.write_unrotated()?;
         check_flag(backend.sampling.read()?)?;
         Ok(backend)
     }

@@ -4,7 +4,7 @@
 //! counts. Contents are small numbers of the right format, since no kernel's speed depends on them otherwise.
 
 use crate::args;
-use crate::attend::{Around, Attend, Choice, Layer, Pass, PassAddresses};
+use crate::attend::{Attend, Choice, Layer, Neighbours, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
@@ -247,7 +247,7 @@ impl Bench {
                     for (pass, places, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, pass, q.at(0), &at, places, Around::default())?;
+                            attend.run(view, pass, q.at(0), &at, places, Neighbours::default())?;
                             attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
                         }
                     }
@@ -533,16 +533,16 @@ impl Bench {
         for &rows in rows {
             let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());
-            let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
+            let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab, 1.0f32];
             let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;
             report(timed("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
             let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };
             for (form, sampler) in [("greedy", Sampler::greedy()), ("replay", warm)] {
                 let turns = [Turn::new(0, 0, (rows - 1).min(GAMMA_MAX), sampler)];
-                let manner = sampling.learn(&turns)?;
+                let features = sampling.upload(&turns)?;
                 let step: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: offset }).collect();
                 sampling.turns().write(0, &sampling.describe(&step, &turns)?)?;
-                let took = self.called(|| sampling.choose_all(rows, described.at(0), logits.at(0), manner))?;
+                let took = self.called(|| sampling.choose_all(rows, described.at(0), logits.at(0), features))?;
                 report(timed("choose", form, took, rows * vocab * 4))?;
                 let took = self.called(|| sampling.judge_chosen(sampling.turns().at(0), 1, logits.at(0)))?;
                 report(timed("judge", form, took, 4 * rows))?;

@@ -3,7 +3,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
-use crate::linear::{ATOM, Family, Matrix, Ringed, TILE, name};
+use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, name};
 use crate::shapes;
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
@@ -83,9 +83,9 @@ impl Hierarchy {
 }
 
 /// Pipeline of a GEMM with this many row tiles on Hopper; None if it has none.
-fn ringed(planes: usize, tiles: usize) -> Option<Ringed> {
+fn pipeline(planes: usize, tiles: usize) -> Option<GemmPipeline> {
     let ring = shapes::PLANE_RING.iter().find(|ring| (ring.planes, ring.nt) == (planes, tiles))?;
-    Some(Ringed::new(ring.shared, ring.hand_over, ring.cluster))
+    Some(GemmPipeline::new(ring.shared, ring.hand_over, ring.cluster))
 }
 
 /// Launches what concerns matrices in nibbles.
@@ -110,8 +110,8 @@ impl Hierarchies {
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
         Ok(Hierarchies {
-            both: Family::new(device, &format!("linear_both_{of}"), &[1, 2, 4, 8], |tiles| ringed(2, tiles))?,
-            upper: Family::new(device, &format!("linear_upper_{of}"), &[1, 2, 4, 8], |tiles| ringed(1, tiles))?,
+            both: Family::new(device, &format!("linear_both_{of}"), &[1, 2, 4, 8], |tiles| pipeline(2, tiles))?,
+            upper: Family::new(device, &format!("linear_upper_{of}"), &[1, 2, 4, 8], |tiles| pipeline(1, tiles))?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),

@@ -20,7 +20,7 @@ const RESIDENT: usize = 2;
 
 /// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh).
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ringed {
+pub(crate) struct GemmPipeline {
     /// Bytes of shared memory.
     pub(crate) shared: usize,
     /// Warps that load: two, or four if they release registers to the computing warps.
@@ -29,19 +29,19 @@ pub(crate) struct Ringed {
     pub(crate) cluster: usize,
 }
 
-impl Ringed {
-    pub(crate) fn new(shared: usize, hand_over: bool, cluster: usize) -> Ringed {
-        Ringed { shared, copying: if hand_over { 4 } else { 2 }, cluster }
+impl GemmPipeline {
+    pub(crate) fn new(shared: usize, hand_over: bool, cluster: usize) -> GemmPipeline {
+        GemmPipeline { shared, copying: if hand_over { 4 } else { 2 }, cluster }
     }
 
     /// The pipeline for weights of `bits` bits and `tiles` row tiles.
-    fn of(bits: usize, tiles: usize) -> Option<Ringed> {
+    fn of(bits: usize, tiles: usize) -> Option<GemmPipeline> {
         if bits == 16 {
             let ring = shapes::RING.iter().find(|ring| ring.nt == tiles)?;
-            return Some(Ringed::new(ring.shared, ring.hand_over, ring.cluster));
+            return Some(GemmPipeline::new(ring.shared, ring.hand_over, ring.cluster));
         }
         let ring = shapes::DRAFT_RING.iter().find(|ring| ring.nt == tiles)?;
-        Some(Ringed::new(if bits == 4 { ring.shared4 } else { ring.shared8 }, ring.hand_over, ring.cluster))
+        Some(GemmPipeline::new(if bits == 4 { ring.shared4 } else { ring.shared8 }, ring.hand_over, ring.cluster))
     }
 }
 
@@ -121,23 +121,23 @@ pub(crate) struct Family {
 #[derive(Clone, Copy, Debug)]
 struct Gemm {
     tiles: usize,
-    ringed: Option<Ringed>,
+    pipeline: Option<GemmPipeline>,
     kernel: Kernel,
 }
 
 impl Family {
-    /// `stem_{tiles}` of each of `tiles`; `ringed` gives each one's pipeline on Hopper.
+    /// `stem_{tiles}` of each of `tiles`; `pipeline` gives each one's pipeline on Hopper.
     pub(crate) fn new(
         device: &Device,
         stem: &str,
         tiles: &[usize],
-        ringed: impl Fn(usize) -> Option<Ringed>,
+        pipeline: impl Fn(usize) -> Option<GemmPipeline>,
     ) -> Result<Family> {
         let kernels = tiles.iter().map(|&tiles| {
-            let ringed = ringed(tiles).filter(|_| device.has_tma());
-            let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
-            device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
-            Ok(Gemm { tiles, ringed, kernel })
+            let pipeline = pipeline(tiles).filter(|_| device.has_tma());
+            let kernel = device.kernel(&format!("{stem}_{tiles}"), pipeline.map_or(0, |pipeline| pipeline.shared))?;
+            device.prefer_shared(kernel, if pipeline.is_some() { 100 } else { LOADS_PERCENT })?;
+            Ok(Gemm { tiles, pipeline, kernel })
         });
         Ok(Family { kernels: kernels.collect::<Result<_>>()? })
     }
@@ -151,8 +151,8 @@ impl Family {
     /// The kernel for this number of rows, and its launch for this number of output tiles.
     pub(crate) fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
         let gemm = self.choose(rows)?;
-        let (blocks, warps, shared) = match gemm.ringed {
-            Some(Ringed { shared, copying, cluster }) => {
+        let (blocks, warps, shared) = match gemm.pipeline {
+            Some(GemmPipeline { shared, copying, cluster }) => {
                 let clusters = (device.sms / cluster).max(1).min(tiles.div_ceil(cluster));
                 (clusters * cluster, WARPS + copying, shared)
             }
@@ -255,7 +255,7 @@ pub struct Linear {
     w4: WarpRings,
     w8: WarpRings,
     /// Draft weights of 4 and of 8 bits on Hopper: of up to 16 rows, and of more.
-    ringed: Option<[(Family, Vec<Wide>); 2]>,
+    pipeline: Option<[(Family, Vec<Wide>); 2]>,
     single: Kernel,
     quantise: [[Kernel; 3]; 2],
 }
@@ -271,12 +271,12 @@ impl Linear {
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
         let family =
-            |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| Ringed::of(bits, tiles));
+            |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| GemmPipeline::of(bits, tiles));
         let draft = |bits| Ok((family(&format!("linear_w{bits}_ring"), bits, &[1, 2])?, Wide::new(device, bits)?));
         Ok(Linear {
             bf16: family("linear_bf16", 16, &[1, 2, 4, 8])?,
             f16: family("linear_f16", 16, &[1, 2, 4, 8])?,
-            ringed: if device.has_tma() { Some([draft(4)?, draft(8)?]) } else { None },
+            pipeline: if device.has_tma() { Some([draft(4)?, draft(8)?]) } else { None },
             w4: WarpRings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
             w8: WarpRings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
             single: device.kernel("linear_f32", 0)?,
@@ -315,7 +315,7 @@ impl Linear {
 
     /// `panels` of a step's int8 inputs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if row-major.
     pub fn panels(&self, rows: usize) -> usize {
-        if self.ringed.is_some() && rows >= WIDE_FROM { rows } else { 0 }
+        if self.pipeline.is_some() && rows >= WIDE_FROM { rows } else { 0 }
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 and xs float2 {scale, sum}. Row-major they are
@@ -330,8 +330,8 @@ impl Linear {
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
         let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
-        let ringed = self.ringed.as_ref().map(|[w4, w8]| if weights.bits == 4 { w4 } else { w8 });
-        let (kernel, launch) = match ringed {
+        let pipeline = self.pipeline.as_ref().map(|[w4, w8]| if weights.bits == 4 { w4 } else { w8 });
+        let (kernel, launch) = match pipeline {
             Some((_, wide)) if self.panels(rows) > 0 => {
                 let wide = wide.iter().find(|wide| wide.rows >= rows).or(wide.last());
                 let Wide { kernel, shared, .. } = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;

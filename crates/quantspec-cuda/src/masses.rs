@@ -89,7 +89,7 @@ impl PageMasses {
     ///
     /// # Safety
     /// q and kv must be valid until the stream has executed this call.
-    pub unsafe fn take_in(&mut self, block: &Block, q: u64, kv: u64) -> Result<()> {
+    pub unsafe fn add_queries(&mut self, block: &Block, q: u64, kv: u64) -> Result<()> {
         let (tokens, end) = (block.prompt.len(), block.start + block.rows);
         let first = tokens.saturating_sub(SNAP_QUERIES).max(block.start);
         if visible_pages(tokens) == 0 || first >= end {

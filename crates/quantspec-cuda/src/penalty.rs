@@ -123,10 +123,10 @@ impl Penalising {
     }
 
     /// Sends the new tokens of the texts of `turns` to the device. Returns true if one of them has penalties.
-    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<bool> {
+    pub(crate) fn upload(&mut self, turns: &[Turn]) -> Result<bool> {
         let mut commits = Vec::new();
         for turn in turns {
-            commits.extend(self.learn_one(turn.slot, turn.history.as_deref())?);
+            commits.extend(self.commit_of(turn.slot, turn.history.as_deref())?);
         }
         if !commits.is_empty() {
             self.commits.write(0, &commits)?;
@@ -139,7 +139,7 @@ impl Penalising {
         Ok(turns.iter().any(|turn| turn.history.is_some()))
     }
 
-    fn learn_one(&mut self, slot: usize, history: Option<&History>) -> Result<Option<DeviceCommit>> {
+    fn commit_of(&mut self, slot: usize, history: Option<&History>) -> Result<Option<DeviceCommit>> {
         let known = self.known.get_mut(slot).ok_or_else(|| Error::internal(format!("slot {slot} does not exist")))?;
         let Some(history) = history else {
             let was_on = std::mem::take(known).on;

@@ -64,7 +64,7 @@ const CUT_BYTES: usize = 24;
 
 /// Features that the choices of some slots need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Manner {
+pub(crate) struct SamplingFeatures {
     /// One of them has a temperature.
     pub(crate) warm: bool,
     /// One of them accepts by rejection.
@@ -324,21 +324,22 @@ impl Sampling {
     }
 
     /// Sends changed samplers and new tokens of texts to the device. Returns the features that the slots' choices need.
-    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<Manner> {
+    pub(crate) fn upload(&mut self, turns: &[Turn]) -> Result<SamplingFeatures> {
         let masks = turns.iter().any(|turn| turn.constraint.is_some());
-        let mut manner = Manner { penalises: self.penalties.learn(turns)?, masks, ..Manner::default() };
+        let mut features =
+            SamplingFeatures { penalises: self.penalties.upload(turns)?, masks, ..SamplingFeatures::default() };
         for turn in turns {
-            let one = self.learn_one(turn.slot, &turn.sampler)?;
+            let one = self.upload_sampler(turn.slot, &turn.sampler)?;
             if one.rejects && self.draft.is_none() && turn.gamma > 0 && turn.q == DraftDistribution::Kept {
                 return Err(Error::internal("rejection on a backend that was loaded without it"));
             }
-            manner.warm |= one.warm;
-            manner.rejects |= one.rejects;
+            features.warm |= one.warm;
+            features.rejects |= one.rejects;
         }
-        Ok(manner)
+        Ok(features)
     }
 
-    fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<Manner> {
+    fn upload_sampler(&mut self, slot: usize, sampler: &Sampler) -> Result<SamplingFeatures> {
         let wanted = DeviceSampler::new(sampler);
         match self.known.get_mut(slot) {
             Some(known) if *known == Some(wanted) => {}
@@ -349,12 +350,12 @@ impl Sampling {
             None => return Err(Error::internal(format!("slot {slot} does not exist"))),
         }
         let (warm, rejects) = (wanted.temperature != 0.0, sampler.accept == Accept::Rejection);
-        Ok(Manner { warm, rejects, ..Manner::default() })
+        Ok(SamplingFeatures { warm, rejects, ..SamplingFeatures::default() })
     }
 
     /// Writes the masks of a step's rows to the device, for turns with grammars. Waits for the drafted tokens before the
     /// rows.
-    pub(crate) fn learn_masks(&mut self, rows: &[Row], turns: &[Turn]) -> Result<()> {
+    pub(crate) fn upload_masks(&mut self, rows: &[Row], turns: &[Turn]) -> Result<()> {
         if turns.iter().all(|turn| turn.constraint.is_none()) {
             return Ok(());
         }
@@ -413,10 +414,10 @@ impl Sampling {
     }
 
     /// Queues choosing the token after every row: drafted ones, or the target's.
-    fn choose(&self, drafts: bool, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
+    fn choose(&self, drafts: bool, rows: u64, count: usize, logits: u64, features: SamplingFeatures) -> Result<()> {
         // Rejection divides by the draft's probabilities: if they are NaN, the engine takes a plain step instead.
-        let careless = drafts && !manner.rejects;
-        let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
+        let only_draft = drafts && !features.rejects;
+        let (vocab, flag) = (self.vocab, if only_draft { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {
             grid: [grid[0] as u32, grid[1] as u32, 1],
             block,
@@ -424,15 +425,15 @@ impl Sampling {
             overlap: true,
         };
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
-        if manner.penalises {
+        if features.penalises {
             self.penalties.apply(rows, count, self.windows(), self.pitch, logits)?;
         }
-        if manner.masks {
+        if features.masks {
             self.penalties.mask(count, logits)?;
         }
         // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
         unsafe {
-            if manner.warm {
+            if features.warm {
                 let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];
                 self.device.launch(self.cut, launch([count, 1], 1024), &arguments)?;
             }
@@ -462,9 +463,9 @@ impl Sampling {
         }
     }
 
-    /// Queues choosing the drafted token after every row of a draft step; `manner` is the result of [`Sampling::learn`].
-    pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
-        self.choose(true, rows, count, logits, manner)
+    /// Queues choosing the drafted token after every row of a draft step; `features` is the result of [`Sampling::upload`].
+    pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, features: SamplingFeatures) -> Result<()> {
+        self.choose(true, rows, count, logits, features)
     }
 
     /// The logit margin of the first row's token of the last [`Sampling::propose`]; waits for it.
@@ -478,11 +479,11 @@ impl Sampling {
 
     /// The token after a prompt's last row, which `rows` describes.
     pub(crate) fn first(&mut self, turn: &Turn, rows: u64, logits: u64) -> Result<u32> {
-        let manner = self.learn(std::slice::from_ref(turn))?;
+        let features = self.upload(std::slice::from_ref(turn))?;
         if let Some(constraint) = &turn.constraint {
             self.penalties.set_masks(&[constraint.mask(&[])?])?;
         }
-        self.choose(false, rows, 1, logits, manner)?;
+        self.choose(false, rows, 1, logits, features)?;
         let token = self.choices.read::<u32>(0, 1)?;
         token.first().copied().ok_or_else(|| Error::internal("no choice"))
     }
@@ -519,15 +520,15 @@ impl Sampling {
         count: usize,
         rows: u64,
         logits: u64,
-        manner: Manner,
+        features: SamplingFeatures,
     ) -> Result<()> {
-        self.choose_all(count, rows, logits, manner)?;
+        self.choose_all(count, rows, logits, features)?;
         self.judge_chosen(described, turns, logits)
     }
 
     /// Queues choosing the target's token after every row.
-    pub(crate) fn choose_all(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
-        self.choose(false, rows, count, logits, manner)
+    pub(crate) fn choose_all(&self, count: usize, rows: u64, logits: u64, features: SamplingFeatures) -> Result<()> {
+        self.choose(false, rows, count, logits, features)
     }
 
     /// Queues judging turns whose rows have their choices.

@@ -15,7 +15,7 @@ use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
-use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAddresses};
+use quantspec_cuda::attend::{Attend, Choice, Chosen, Layer, Neighbours, Pass, PassAddresses};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::masses::PageMasses;
 use quantspec_model::backend::{Block, Options, Row};
@@ -205,7 +205,7 @@ impl World {
             (poisoned(&self.device, rows.len() * groups * 128), poisoned(&self.device, rows.len() * groups * 8));
         // The same as a panel, which has room for eight rows.
         let (panel, panel_scales) = (poisoned(&self.device, 8 * groups * 128), poisoned(&self.device, 8 * groups * 8));
-        let around = Around { beside: true, behind: (self.pools[0].at(0), self.pools[0].bytes()) };
+        let neighbours = Neighbours { half_sm: true, prefetch: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
         let pass = self.attend.passes(View::Upper, rows, list, |_| false).unwrap().remove(0);
@@ -213,7 +213,7 @@ impl World {
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
         unsafe {
-            self.attend.run(View::Upper, &pass, q.at(0), &layer, &places, around).unwrap();
+            self.attend.run(View::Upper, &pass, q.at(0), &layer, &places, neighbours).unwrap();
             self.attend.merge(&pass, None, x.at(0), xs.at(0), groups * 128, 0, &places).unwrap();
             let (x, xs) = (panel.at(0), panel_scales.at(0));
             self.attend.merge(&pass, None, x, xs, groups * 128, rows.len(), &places).unwrap();
@@ -238,7 +238,7 @@ impl World {
         let row = Row { slot: SLOT, offset: 0, position };
         let alone = self.between(&[row], q, chosen);
         let both = self.between(&[Row { slot: 1 - SLOT, offset: 0, position: 7 }, row], &[q, q].concat(), chosen);
-        assert_eq!(alone, both, "beside another row, position {position}");
+        assert_eq!(alone, both, "next to another row, position {position}");
         alone
     }
 
@@ -252,7 +252,7 @@ impl World {
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
             unsafe {
-                self.attend.run(view, &pass, q.at(0), &layer, &places, Around::default()).unwrap();
+                self.attend.run(view, &pass, q.at(0), &layer, &places, Neighbours::default()).unwrap();
                 self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, 0, &places).unwrap();
             }
             self.device.synchronize().unwrap();
@@ -555,7 +555,8 @@ fn masses_of_pages_equal_core() {
                     let block = Block { slot: 1, prompt: &prompt, start, rows };
                     if start >= known {
                         // SAFETY: both live until the read below, which waits.
-                        unsafe { masses.take_in(&block, on_device.at(start * heads * d * 2), cached.at(0)) }.unwrap();
+                        unsafe { masses.add_queries(&block, on_device.at(start * heads * d * 2), cached.at(0)) }
+                            .unwrap();
                     }
                     start += rows;
                 }

@@ -83,9 +83,9 @@ fn a_launch_that_fails_is_named() {
 fn named(error: &Error) -> [usize; 3] {
     let number = |text: &str| text.split_whitespace().next().and_then(|word| word.parse().ok());
     // A GPU's name may contain digits, so only the text after it is parsed.
-    let behind = error.message.rsplit(": ").next().unwrap();
-    let total = behind.split(" of ").nth(1).and_then(number);
-    match (number(&error.message), number(behind), total) {
+    let numbers = error.message.rsplit(": ").next().unwrap();
+    let total = numbers.split(" of ").nth(1).and_then(number);
+    match (number(&error.message), number(numbers), total) {
         (Some(asked), Some(free), Some(total)) => [asked, free, total],
         _ => panic!("no three numbers in: {}", error.message),
     }

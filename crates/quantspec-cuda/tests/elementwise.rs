@@ -260,23 +260,24 @@ fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
         let table = matrix(device, &values, vocab, width, dtype);
         let (on, windows_on) = (rows_of(device, &rows), device.copied(&windows).unwrap());
         let kernel = format!("embed_{}", name(dtype));
-        let check = |tokens: &[usize], arguments: &[Arg], hidden: &quantspec_cuda::device::Buffer| {
-            run(device, &kernel, [tokens.len(), 1, 1], 256, 0, arguments);
+        let check = |tokens: &[usize], scale: f32, arguments: &[Arg], hidden: &quantspec_cuda::device::Buffer| {
+            let arguments = [arguments, &args![scale]].concat();
+            run(device, &kernel, [tokens.len(), 1, 1], 256, 0, &arguments);
             let got = hidden.read::<f32>(0, tokens.len() * width).unwrap();
             for (row, &token) in tokens.iter().enumerate() {
                 assert!(
-                    (0..width).all(|k| got[row * width + k] == round(values[token * width + k], dtype)),
+                    (0..width).all(|k| got[row * width + k] == scale * round(values[token * width + k], dtype)),
                     "{kernel}, row {row}"
                 );
             }
         };
         let hidden = poisoned(device, 3 * width * 4);
-        check(&[49, 31, 0], &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
+        check(&[49, 31, 0], 1.0, &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
         let kept = windows_on.read::<i32>(0, windows.len()).unwrap();
         assert_eq!(kept, [&[31], &windows[1..]].concat());
         let prompt = device.copied(&[3, 49, 3, 0]).unwrap();
         let hidden = poisoned(device, 4 * width * 4);
-        check(&[3, 49, 3, 0], &args![0u64, 0u64, 0, &prompt, &table, &hidden, width, vocab], &hidden);
+        check(&[3, 49, 3, 0], 12.0 / 0.22, &args![0u64, 0u64, 0, &prompt, &table, &hidden, width, vocab], &hidden);
     }
 }
 

@@ -137,15 +137,15 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     long[80] = bad as u32;
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
     assert_eq!(backend.first(&Turn::new(0, 100, 0, Sampler::greedy())).unwrap_err().kind, ErrorKind::NotFinite);
-    assert_eq!(decode(&mut backend), expected, "behind a prompt that failed");
+    assert_eq!(decode(&mut backend), expected, "after a prompt that failed");
     // The flags of this prompt and this step are never read.
     backend.open(0, 256).unwrap();
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
-    assert_eq!(decode(&mut backend), expected, "behind a prompt that nobody asked about");
+    assert_eq!(decode(&mut backend), expected, "after a prompt whose failure was not read");
     backend.open(0, 256).unwrap();
     let logits = step(&mut backend, Weights::Full, bad as u32, 0);
     assert_eq!(logits.unwrap_err().kind, ErrorKind::NotFinite, "logits alone do not show it");
-    assert_eq!(decode(&mut backend), expected, "behind a step that failed");
+    assert_eq!(decode(&mut backend), expected, "after a step that failed");
 }
 
 /// A prompt interrupted after it set a flag, next to a sequence that continues.

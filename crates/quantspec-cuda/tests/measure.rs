@@ -17,7 +17,7 @@ use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
-use quantspec_cuda::attend::{Around, Attend, Layer, Pass, PassAddresses};
+use quantspec_cuda::attend::{Attend, Layer, Neighbours, Pass, PassAddresses};
 use quantspec_cuda::bench::{median_seconds, read_bytes_per_s};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
 use quantspec_cuda::draft::{DraftGemms, Heads, Hidden};
@@ -187,7 +187,7 @@ fn attention() {
                                 };
                                 // SAFETY: every buffer outlives the graph.
                                 unsafe {
-                                    attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
+                                    attend.run(view, pass, q.at(0), &at, &places, Neighbours::default()).unwrap();
                                     if merge {
                                         attend
                                             .merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, 0, &places)
@@ -532,7 +532,7 @@ fn draft_layers() {
             let rows = device.copied(&[0i32, 0, position as i32, 0]).unwrap();
             let described = Described::new(&device, &attend, View::Upper, position, 1, 128);
             let (pass, places) = (&described.pass, described.places());
-            let run = |beside: Option<bool>| {
+            let run = |half_sm: Option<bool>| {
                 graph_seconds(&device, || {
                     for (layer, weights) in layers.iter().enumerate() {
                         let stream = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
@@ -558,9 +558,9 @@ fn draft_layers() {
                         // SAFETY: every buffer outlives the graph.
                         unsafe {
                             draft.heads(&weights[0], stream, &heads, 1).unwrap();
-                            if let Some(beside) = beside {
-                                let around = Around { beside, ..Around::default() };
-                                attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
+                            if let Some(half_sm) = half_sm {
+                                let neighbours = Neighbours { half_sm, ..Neighbours::default() };
+                                attend.run(View::Upper, pass, q.at(0), &at, &places, neighbours).unwrap();
                                 attend.merge(pass, None, x8.at(0), xs.at(0), 4096, 0, &places).unwrap();
                             }
                             draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
@@ -622,7 +622,7 @@ fn target_layers() {
                 let rows = device.copied(&rows).unwrap();
                 let described = Described::new(&device, &attend, view, position, m, 128);
                 let (pass, places) = (&described.pass, described.places());
-                let run = |attended: bool, behind: usize| {
+                let run = |attended: bool, prefetched: usize| {
                     graph_seconds(&device, || {
                         let launch = |kernel, grid, block, arguments: &[Arg]| {
                             let launch = Launch { grid, block, shared: 0, overlap: true };
@@ -657,10 +657,13 @@ fn target_layers() {
                             ];
                             launch(append, [(32 + 2 * kv_heads).div_ceil(4) as u32, m as u32, 1], 128, &arguments);
                             if attended {
-                                let around = Around { behind: (weights[1].buffer.at(0), behind), ..Around::default() };
+                                let neighbours = Neighbours {
+                                    prefetch: (weights[1].buffer.at(0), prefetched),
+                                    ..Neighbours::default()
+                                };
                                 // SAFETY: as above.
                                 unsafe {
-                                    attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
+                                    attend.run(view, pass, q.at(0), &at, &places, neighbours).unwrap();
                                     attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, 0, &places).unwrap();
                                 }
                             }
@@ -677,7 +680,7 @@ fn target_layers() {
                 let bytes = weight_bytes + visible_pages(position) * kv_heads * block_bytes(view, 128);
                 let weights_of_output = layers[0][1].buffer.bytes();
                 eprintln!(
-                    "{name} {context} {view:?} {m}: without attention {:.1} us a layer, with it {:.1}, weights behind asked into L2 {:.1}, bytes {:.1}",
+                    "{name} {context} {view:?} {m}: without attention {:.1} us a layer, with it {:.1}, weights prefetched into L2 {:.1}, bytes {:.1}",
                     run(false, 0),
                     run(true, 0),
                     run(true, weights_of_output),

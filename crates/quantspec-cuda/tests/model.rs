@@ -205,7 +205,7 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
             let Answer { tokens, logprobs } = law(&mut model, &[request], &cases).remove(0);
             assert_eq!(tokens.len(), logprobs.len());
             if sampler.penalties.is_none() {
-                assert!(tokens.iter().zip(&logprobs).all(|(token, told)| told.top[0] == (*token, told.logprob)));
+                assert!(tokens.iter().zip(&logprobs).all(|(token, of)| of.top[0] == (*token, of.logprob)));
             }
         }
     }

@@ -45,7 +45,7 @@ struct Model {
     drafts: DraftWeights,
     rounding: Rounding,
     /// Tokens of the other prompt.
-    beside: usize,
+    second_prompt: usize,
 }
 
 impl Model {
@@ -55,7 +55,7 @@ impl Model {
             tables: None,
             drafts: DraftWeights::Int4,
             rounding: Rounding::Balanced,
-            beside: 261,
+            second_prompt: 261,
         }
     }
 
@@ -73,8 +73,8 @@ impl Model {
         Model { shape: Shape { biases: true, ..self.shape }, ..self }
     }
 
-    const fn beside(self, beside: usize) -> Model {
-        Model { beside, ..self }
+    const fn second_prompt(self, second_prompt: usize) -> Model {
+        Model { second_prompt, ..self }
     }
 
     /// The checkpoint, after `edit` of its tensors: name, values.
@@ -153,7 +153,7 @@ impl Model {
             random.iter().enumerate().map(|(position, token)| token / 3 * 3 + size(position)).collect()
         };
         // The first row of the second text after its prompt has another norm than that of the first.
-        let mut texts = [text(seed, 0), text(seed + 50, 4 - self.beside % 3)];
+        let mut texts = [text(seed, 0), text(seed + 50, 4 - self.second_prompt % 3)];
         for page in texts[0].chunks_exact_mut(G).take(5).skip(2) {
             page.fill(page[0]);
         }
@@ -165,31 +165,44 @@ impl Model {
 // inputs and groups of 128, vocabularies within tiles of 16 tokens and, above 2,048, within a block's share of a choice.
 const HEADS_OF_64: [Model; 8] = [
     Model::new("llama", "BF16", (7, 1, 64)).biased().untied().sized((136, 184, 2049)),
-    Model::new("llama", "F16", (5, 1, 64)).biased().sized((96, 296, 300)).beside(100),
-    Model::new("llama", "F32", (6, 2, 64)).biased().untied().sized((72, 168, 257)).beside(1),
-    Model::new("mistral", "BF16", (8, 1, 64)).untied().sized((328, 344, 4099)).beside(520),
+    Model::new("llama", "F16", (5, 1, 64)).biased().sized((96, 296, 300)).second_prompt(100),
+    Model::new("llama", "F32", (6, 2, 64)).biased().untied().sized((72, 168, 257)).second_prompt(1),
+    Model::new("mistral", "BF16", (8, 1, 64)).untied().sized((328, 344, 4099)).second_prompt(520),
     Model::new("mistral", "F16", (12, 1, 64)).sized((104, 200, 2050)),
-    Model::new("qwen2", "F16", (4, 4, 64)).untied().sized((88, 176, 301)).beside(128),
-    Model::new("qwen2", "BF16", (14, 2, 64)).sized((200, 264, 2051)).beside(129),
+    Model::new("qwen2", "F16", (4, 4, 64)).untied().sized((88, 176, 301)).second_prompt(128),
+    Model::new("qwen2", "BF16", (14, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
     Model::new("qwen3", "F32", (4, 2, 64)).sized((120, 136, 259)),
 ];
 
 const HEADS_OF_128: [Model; 7] = [
-    Model::new("qwen2", "BF16", (2, 1, 128)).sized((152, 312, 257)).beside(520),
+    Model::new("qwen2", "BF16", (2, 1, 128)).sized((152, 312, 257)).second_prompt(520),
     Model { tables: Some("F32"), ..Model::new("qwen3", "BF16", (3, 3, 128)).untied().sized((104, 1000, 2049)) },
-    Model::new("llama", "F32", (6, 1, 128)).biased().sized((80, 144, 2053)).beside(300),
+    Model::new("llama", "F32", (6, 1, 128)).biased().sized((80, 144, 2053)).second_prompt(300),
     Model::new("qwen3", "F16", (5, 1, 128)).untied().sized((136, 200, 303)),
     Model { drafts: DraftWeights::Int4Mlp, ..Model::new("llama", "BF16", (8, 1, 128)).biased().sized((72, 392, 305)) },
     Model { rounding: Rounding::Paper, ..Model::new("mistral", "F16", (3, 1, 128)).sized((168, 232, 3001)) },
-    Model { tables: Some("BF16"), ..Model::new("qwen2", "F16", (7, 1, 128)).sized((112, 248, 2057)).beside(255) },
+    Model {
+        tables: Some("BF16"),
+        ..Model::new("qwen2", "F16", (7, 1, 128)).sized((112, 248, 2057)).second_prompt(255)
+    },
 ];
 
 const HEADS_OF_256: [Model; 5] = [
     Model::new("qwen3", "F16", (2, 1, 256)).untied().sized((264, 168, 258)),
-    Model::new("llama", "BF16", (4, 2, 256)).biased().sized((88, 216, 2061)).beside(77),
+    Model::new("llama", "BF16", (4, 2, 256)).biased().sized((88, 216, 2061)).second_prompt(77),
     Model::new("qwen2", "F32", (3, 1, 256)).untied().sized((96, 160, 307)),
-    Model::new("qwen3", "BF16", (6, 1, 256)).sized((144, 328, 2049)).beside(520),
+    Model::new("qwen3", "BF16", (6, 1, 256)).sized((144, 328, 2049)).second_prompt(520),
     Model::new("mistral", "BF16", (2, 2, 256)).untied().sized((104, 152, 309)),
+];
+
+/// Layers without position embedding, constant factors, and heads of which three quarters are rotated.
+const FAMILIES: [Model; 6] = [
+    Model::new("smollm3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
+    Model::new("granite", "BF16", (6, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
+    Model::new("phi3", "F32", (4, 2, 64)).sized((120, 136, 259)),
+    Model::new("smollm3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
+    Model::new("granite", "F16", (4, 1, 128)).untied().sized((104, 200, 2050)),
+    Model::new("phi3", "BF16", (6, 2, 128)).untied().sized((152, 312, 257)).second_prompt(520),
 ];
 
 type Plan = (Weights, View, Pages);
@@ -249,10 +262,10 @@ fn step<B: Backend>(
 }
 
 /// Decodes both texts; returns all logits on the way.
-fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], beside: usize, plans: &[Plan]) -> Vec<Seen> {
+fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], second_prompt: usize, plans: &[Plan]) -> Vec<Seen> {
     let mut seen = Vec::new();
     let mut extents = [Extent::default(), Extent::default()];
-    for (slot, length) in [PROMPT, beside].into_iter().enumerate() {
+    for (slot, length) in [PROMPT, second_prompt].into_iter().enumerate() {
         backend.open(slot, CAPACITY).unwrap();
         forward::prefill(backend, slot, &texts[slot][..length], BLOCK_ROWS, &mut |_, _| ()).unwrap();
         let logits = vec![backend.logits(0).unwrap()];
@@ -362,8 +375,8 @@ fn compare(models: &[Model]) {
         let (checkpoint, options, texts) =
             (model.checkpoint(seed, &|_, _| ()), model.options(), model.texts(99 + seed));
         let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-        let found = decode(&mut gpu, &texts, model.beside, &PLANS);
-        let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &PLANS);
+        let found = decode(&mut gpu, &texts, model.second_prompt, &PLANS);
+        let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &PLANS);
         failures.extend(report(model, &found, &expected));
     }
     // All models run before any assertion, so that one run reports all.
@@ -419,12 +432,27 @@ fn models_with_heads_of_256() {
     compare(&HEADS_OF_256);
 }
 
+#[test]
+fn families_with_angles_and_factors_of_their_own() {
+    compare(&FAMILIES);
+}
+
 /// Weights in nibbles compared with the CPU backend on a checkpoint of the dequantised values. Drafts read a different
 /// target's cache there; their GEMMs are compared in the tests of `hierarchy`.
 #[test]
 fn weights_in_nibbles() {
     let Some(device) = device() else { return };
-    let models = [HEADS_OF_64[0], HEADS_OF_64[4], HEADS_OF_128[0], HEADS_OF_128[1], HEADS_OF_128[4], HEADS_OF_256[0]];
+    let models = [
+        HEADS_OF_64[0],
+        HEADS_OF_64[4],
+        HEADS_OF_128[0],
+        HEADS_OF_128[1],
+        HEADS_OF_128[4],
+        HEADS_OF_256[0],
+        FAMILIES[1],
+        FAMILIES[3],
+        FAMILIES[5],
+    ];
     let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
@@ -433,9 +461,9 @@ fn weights_in_nibbles() {
             let in_nibbles = Options { weights, ..options.clone() };
             let checkpoint = model.checkpoint(seed, &|_, _| ());
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &in_nibbles, Hooks::default()).unwrap();
-            let found = decode(&mut gpu, &texts, model.beside, &plans);
+            let found = decode(&mut gpu, &texts, model.second_prompt, &plans);
             let quantised = model.checkpoint(seed, &|name, values| model.quantise(weights, name, values));
-            let expected = decode(&mut slow(&quantised, &options), &texts, model.beside, &plans);
+            let expected = decode(&mut slow(&quantised, &options), &texts, model.second_prompt, &plans);
             failures.extend(report(model, &found, &expected));
         }
     }
@@ -457,8 +485,8 @@ fn sensitive_matrices() {
         for names in SENSITIVE {
             let options = Options { sensitive: Sensitive::named(names).unwrap(), ..model.options() };
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-            let found = decode(&mut gpu, &texts, model.beside, &plans);
-            let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &plans);
+            let found = decode(&mut gpu, &texts, model.second_prompt, &plans);
+            let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &plans);
             eprintln!("{names}:");
             failures.extend(report(model, &found, &expected));
         }
@@ -467,7 +495,7 @@ fn sensitive_matrices() {
             let sensitive = Sensitive::named(SENSITIVE[4]).unwrap();
             let options = Options { weights: TargetWeights::Int8, sensitive, ..model.options() };
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-            let mut of = |weights| decode(&mut gpu, &texts, model.beside, &[(weights, View::Both, Pages::All)]);
+            let mut of = |weights| decode(&mut gpu, &texts, model.second_prompt, &[(weights, View::Both, Pages::All)]);
             let (target, mut draft) = (of(Weights::Full), of(Weights::Draft));
             draft.iter_mut().zip(&target).for_each(|(draft, target)| draft.plan = target.plan);
             failures.extend(report(model, &draft, &target));
@@ -497,7 +525,7 @@ fn four_bit_activations() {
 
 /// Mean distance, in deviations of a row, between logits of drafts with 4-bit and with 8-bit activations.
 fn moved_by_rounding<B: Backend>(backend: &mut B, model: &Model, texts: &[Vec<u32>; 2]) -> f32 {
-    let mut of = |weights| decode(backend, texts, model.beside, &[(weights, View::Both, Pages::All)]);
+    let mut of = |weights| decode(backend, texts, model.second_prompt, &[(weights, View::Both, Pages::All)]);
     let (coarse, fine) = (of(Weights::Draft4), of(Weights::Draft));
     let drafts = coarse.iter().zip(&fine).filter(|(coarse, _)| coarse.plan.0.is_draft());
     let apart: Vec<f32> = drafts
@@ -517,7 +545,7 @@ fn matrices_in_eight_bits_show() {
     let of = |sensitive| {
         let options = Options { sensitive, ..model.options() };
         let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
-        decode(&mut backend, &texts, model.beside, &[plan])
+        decode(&mut backend, &texts, model.second_prompt, &[plan])
     };
     let four = of(Sensitive::NONE);
     for names in SENSITIVE {
@@ -594,7 +622,7 @@ fn defects_exceed_the_bounds() {
         let decode = |plans: &[Plan], edit: &Edit| {
             // On the machine's fastest path, as it is compared with itself.
             let mut backend = CpuBackend::load(&model.checkpoint(seed, edit), &options, Hooks::default()).unwrap();
-            decode(&mut backend, &texts, model.beside, plans)
+            decode(&mut backend, &texts, model.second_prompt, plans)
         };
         let narrow = [PLANS[0], TARGET, (Weights::Draft, View::Both, Pages::All)];
         let right = decode(&narrow, &|_, _| ());

@@ -106,8 +106,8 @@ fn sequences_share_the_pages_of_a_pool() {
     assert!(engine.has_room(600) && !engine.has_room(800));
     assert_eq!(engine.add(&long, Sampler::greedy(), NEW_TOKENS).unwrap_err().kind, ErrorKind::Usage);
     engine.prefill(first, &mut |_, _| {}).unwrap();
-    let beside = answer(&mut engine, &short, usize::MAX);
-    assert_eq!(beside, alone);
+    let together = answer(&mut engine, &short, usize::MAX);
+    assert_eq!(together, alone);
     let backend = engine.backend();
     let refused: Error = backend.open(1, 1800).unwrap_err();
     assert_eq!(refused.kind, ErrorKind::DoesNotFit);

@@ -167,7 +167,7 @@ fn greedy_takes_the_lowest_id_among_equals() {
         }
         // Margins of row 0 of many, and of every row alone: a tie, zeros of both signs, a row with one unmasked token, a
         // vocabulary of one.
-        let (greedy, told) = (Sampler::greedy(), stage.margin());
+        let (greedy, margin) = (Sampler::greedy(), stage.margin());
         let margins = rows.iter().enumerate().map(|(row, place)| {
             let logits = &all[row * vocab..(row + 1) * vocab];
             stage.choose(&[*place], logits, DRAFTS);
@@ -175,7 +175,7 @@ fn greedy_takes_the_lowest_id_among_equals() {
         });
         let margins: Vec<(f32, f32)> = margins.collect();
         assert!(margins.iter().all(|(got, want)| got == want), "margins of {vocab}: {margins:?}");
-        assert!(told == margins[0].0 && (vocab <= 50 || margins[0].0 == 0.0 && margins[2].0 == f32::INFINITY));
+        assert!(margin == margins[0].0 && (vocab <= 50 || margins[0].0 == 0.0 && margins[2].0 == f32::INFINITY));
         stage.choose(&rows[1..2], &all[vocab..2 * vocab], TARGET);
         assert!(stage.margin() == margins[rows.len() - 1].0, "a judgement wrote a margin");
         assert_eq!(stage.flag(), 0);

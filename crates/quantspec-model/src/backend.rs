@@ -12,6 +12,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
+use quantspec_core::ablation::Ablation;
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights};
 use quantspec_core::plan::pages;
@@ -31,6 +32,8 @@ pub struct Options {
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.
     pub rounding: Rounding,
+    /// Views Upper and Both read f16 pages with these groups instead of nibbles. Of the CPU and the reference, for `eval`.
+    pub ablation: Option<Ablation>,
     /// How the target's weights are kept.
     pub weights: TargetWeights,
     /// Which draft weights are made. If the target's weights are in planes, draft weights are read from the upper plane.
@@ -61,6 +64,7 @@ impl Options {
             prompt_capacity: capacity,
             planes: Planes { upper: true, lower: true, full: true },
             rounding: Rounding::Balanced,
+            ablation: None,
             weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::Int4,
             sensitive: Sensitive::NONE,

@@ -10,9 +10,10 @@ use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
 use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
+use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Sensitive};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, Sensitive};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -411,21 +412,43 @@ impl Checkpoint {
         }
         match &self.weights {
             Weights::SafeTensors { shards, places, quantised } => {
-                let Some(&place) = places.get(&part) else {
-                    return quantised.read(shards, &part.name(), rows, out);
-                };
-                read_at(
-                    shards,
-                    TensorLocation { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place },
-                    out,
-                )
+                let mut rest = out;
+                for rows in self.stored_rows(part, rows) {
+                    let (out, after) = rest.split_at_mut(rows.len() * row_bytes);
+                    rest = after;
+                    let Some(&place) = places.get(&part) else {
+                        quantised.read(shards, &part.name(), rows, out)?;
+                        continue;
+                    };
+                    let offset = place.offset + rows.start as u64 * row_bytes as u64;
+                    read_at(shards, TensorLocation { offset, ..place }, out)?;
+                }
+                Ok(())
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
         }
     }
 
-    /// Reads some rows as f32, `[rows][columns]`.
+    /// The file's rows for some rows of a matrix, in order, as ranges of consecutive ones. Rows of Q and K are permuted if only some
+    /// channels are rotated ([`crate::rope`]); families with such heads have no biases or norms of queries and keys.
+    fn stored_rows(&self, part: Part, rows: Range<usize>) -> Vec<Range<usize>> {
+        let ModelConfig { head_dim, rope: Rope { dim, .. }, .. } = self.config;
+        if dim == head_dim || !matches!(part, Part::Layer(_, Q | K)) {
+            return vec![rows];
+        }
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        for row in rows {
+            let stored = row / head_dim * head_dim + stored_channel(row % head_dim, head_dim, dim);
+            match ranges.last_mut() {
+                Some(last) if last.end == stored => last.end += 1,
+                _ => ranges.push(stored..stored + 1),
+            }
+        }
+        ranges
+    }
+
+    /// Reads some rows as f32, `[rows][columns]`; the weight of the final norm with the factor on the logits.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
@@ -433,12 +456,25 @@ impl Checkpoint {
         self.floats(self.dtype(part), part, rows, out)
     }
 
-    /// [`Checkpoint::read_f32`], but for the quantised matrices of a GGUF file: their values as stored, not
-    /// rounded to the format of [`Checkpoint::dtype`].
+    /// [`Checkpoint::read_f32`], but quantised matrices as codes times scales, not rounded to the format of
+    /// [`Checkpoint::dtype`].
     ///
     /// # Errors
     /// As [`Checkpoint::read_f32`].
     pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        if let Weights::SafeTensors { shards, places, quantised } = &self.weights
+            && !places.contains_key(&part)
+        {
+            let width = self.shape(part).1;
+            let first = rows.start * width;
+            let mut rest = &mut *out;
+            for rows in self.stored_rows(part, rows) {
+                let (out, after) = rest.split_at_mut(rows.len() * width);
+                rest = after;
+                quantised.read_stored(shards, &part.name(), rows, out)?;
+            }
+            return self.check_finite(part, first, out);
+        }
         let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
         self.floats(dtype, part, rows, out)
     }
@@ -461,16 +497,25 @@ impl Checkpoint {
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
             self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
-            if let Some(at) = out.iter().position(|x| !x.is_finite()) {
-                return Err(Error::not_finite(format!(
-                    "{} is {} at element {}",
-                    self.tensor_name(part),
-                    out[at],
-                    first * width + at
-                )));
+            if part == Part::FinalNorm {
+                out.iter_mut().for_each(|x| *x *= self.config.scales.logits);
             }
+            self.check_finite(part, first * width, out)?;
         }
         Ok(())
+    }
+
+    /// Refuses values of a part that are not finite; they begin at element `first`.
+    fn check_finite(&self, part: Part, first: usize, values: &[f32]) -> Result<()> {
+        match values.iter().position(|x| !x.is_finite()) {
+            None => Ok(()),
+            Some(at) => Err(Error::not_finite(format!(
+                "{} is {} at element {}",
+                self.tensor_name(part),
+                values[at],
+                first + at
+            ))),
+        }
     }
 }
 

@@ -4,13 +4,13 @@
 //! and is not implemented is refused by name.
 
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 and Phi-3/4 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3 and Granite 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -20,6 +20,8 @@ pub(crate) const LAYERS: RangeInclusive<usize> = 1..=1_024;
 pub(crate) const HEADS: RangeInclusive<usize> = 1..=1_024;
 pub(crate) const HEAD_DIM: RangeInclusive<usize> = 4..=256;
 pub(crate) const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
+/// Granite's multipliers. Published ones are from 0.0078 to 16.
+pub(crate) const MULTIPLIERS: RangeInclusive<f64> = 1e-4..=1e4;
 pub(crate) const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
 
 /// One supported `model_type`, with the defaults of its Hugging Face configuration class.
@@ -28,12 +30,23 @@ struct Family {
     kv_heads: Option<usize>,
     head_dim: Option<usize>,
     max_positions: usize,
+    rms_eps: f64,
+    theta: f64,
+    /// The head is the embedding.
+    tied: bool,
     /// Q, K and V always have biases; `attention_bias` is ignored.
     always_qkv_bias: bool,
     /// `attention_bias` applies to all four projections.
     attention_bias: bool,
     mlp_bias: bool,
     qk_norm: bool,
+    /// `partial_rotary_factor` applies, and `original_max_position_embeddings` has a default of its own. Such a family has neither biases
+    /// nor norms of queries and keys, which would have to be permuted with their channels.
+    partial_rotary: bool,
+    /// `no_rope_layers` and `no_rope_layer_interval` apply.
+    no_rope: bool,
+    /// Granite's four multipliers apply.
+    multipliers: bool,
     window: Window,
 }
 
@@ -46,65 +59,71 @@ enum Window {
     Always(usize),
     /// `sliding_window` if `use_sliding_window` is set, from layer `max_window_layers` on.
     Optional,
+    /// `sliding_window` if it is stated and `use_sliding_window` is set.
+    Requested,
 }
 
-const FAMILIES: [Family; 5] = [
-    Family {
-        name: "llama",
-        kv_heads: None,
-        head_dim: None,
-        max_positions: 2048,
-        always_qkv_bias: false,
-        attention_bias: true,
-        mlp_bias: true,
-        qk_norm: false,
-        window: Window::Stated,
-    },
-    Family {
-        name: "mistral",
-        kv_heads: Some(8),
-        head_dim: None,
-        max_positions: 131_072,
-        always_qkv_bias: false,
-        attention_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        window: Window::Always(4096),
-    },
+/// The defaults that most families share.
+const COMMON: Family = Family {
+    name: "",
+    kv_heads: None,
+    head_dim: None,
+    max_positions: 2048,
+    rms_eps: 1e-6,
+    theta: 10_000.0,
+    tied: false,
+    always_qkv_bias: false,
+    attention_bias: false,
+    mlp_bias: false,
+    qk_norm: false,
+    partial_rotary: false,
+    no_rope: false,
+    multipliers: false,
+    window: Window::Stated,
+};
+
+const FAMILIES: [Family; 7] = [
+    Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
+    Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
     Family {
         name: "qwen2",
         kv_heads: Some(32),
-        head_dim: None,
         max_positions: 32_768,
         always_qkv_bias: true,
-        attention_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
         window: Window::Optional,
+        ..COMMON
     },
     Family {
         name: "qwen3",
         kv_heads: Some(32),
         head_dim: Some(128),
         max_positions: 32_768,
-        always_qkv_bias: false,
         attention_bias: true,
-        mlp_bias: false,
         qk_norm: true,
         window: Window::Optional,
+        ..COMMON
     },
+    Family { name: "phi3", max_positions: 4096, rms_eps: 1e-5, partial_rotary: true, ..COMMON },
     Family {
-        name: "phi3",
-        kv_heads: None,
-        head_dim: None,
-        max_positions: 4096,
-        always_qkv_bias: false,
-        attention_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        window: Window::Stated,
+        name: "smollm3",
+        kv_heads: Some(4),
+        max_positions: 32_768,
+        theta: 2e6,
+        tied: true,
+        attention_bias: true,
+        mlp_bias: true,
+        no_rope: true,
+        window: Window::Requested,
+        ..COMMON
     },
+    Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
 ];
+
+/// SmolLM3's default of `no_rope_layer_interval`.
+pub(crate) const SMOLLM3_INTERVAL: usize = 4;
+
+/// Phi-3's default of `original_max_position_embeddings`.
+const PHI_ORIGINAL: usize = 4096;
 
 /// Models with a vision tower; `text_config` describes their language model.
 const WRAPPERS: [&str; 1] = ["mistral3"];
@@ -152,19 +171,16 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     }
     let vocab = fields.size("vocab_size", VOCAB, None)?;
     let stated_positions = fields.size("max_position_embeddings", POSITIONS, Some(family.max_positions))?;
-    let rms_eps = fields.number("rms_norm_eps", Some(1e-6))?;
+    let rms_eps = fields.number("rms_norm_eps", Some(family.rms_eps))?;
     if !(1e-12..=1e-1).contains(&rms_eps) {
         return Err(absurd(format!("config.json: rms_norm_eps {rms_eps} is not from 1e-12 to 0.1")));
     }
-    let partial = fields.number("partial_rotary_factor", Some(1.0))?;
-    if partial != 1.0 {
-        return Err(unsupported(format!("config.json: partial rotary embeddings (partial_rotary_factor {partial})")));
-    }
-    let (rope, max_positions) = rope(&fields, stated_positions)?;
+    let (rope, max_positions) = rope(&fields, family, head_dim, stated_positions)?;
     let max_positions = max_positions.min(plain_positions(&fields)?);
     refuse_window(&fields, family, layers, max_positions)?;
 
     let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
+    let (scales, residual) = if family.multipliers { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
     Ok(ModelConfig {
         family: family.name.to_string(),
         layers,
@@ -175,9 +191,11 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         head_dim,
         vocab,
         max_positions,
-        rms_eps: rms_eps as f32,
+        rms_eps: (rms_eps / (residual * residual)) as f32,
         rope,
-        tied_embeddings: fields.flag("tie_word_embeddings", false)?,
+        no_rope: if family.no_rope { no_rope(&fields, layers)? } else { Vec::new() },
+        scales,
+        tied_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
         qkv_bias: family.always_qkv_bias || attention_bias,
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
@@ -376,6 +394,10 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
             (first < layers || fields.get("layer_types").is_some()).then_some(window)
         }
         Window::Optional => None,
+        Window::Requested if fields.stated("sliding_window") && fields.flag("use_sliding_window", false)? => {
+            Some(fields.size("sliding_window", POSITIONS, None)?)
+        }
+        Window::Requested => None,
     };
     // An explicit list of layer types overrides the families' rules.
     let window = match fields.list("layer_types")? {
@@ -406,8 +428,75 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
     }
 }
 
+/// Marks every `every`-th of `layers` layers as one without position embedding; empty if there is none.
+pub(crate) fn each_without_rope(layers: usize, every: usize) -> Vec<bool> {
+    let without: Vec<bool> = (1..=layers).map(|layer| layer % every == 0).collect();
+    if without.contains(&true) { without } else { Vec::new() }
+}
+
+/// Which layers have no position embedding, of `layers`; empty if all have one.
+fn no_rope(fields: &Fields, layers: usize) -> Result<Vec<bool>> {
+    match fields.list("no_rope_layers")? {
+        Some(list) if list.len() >= layers => {
+            let one = |value: &Value| match value.as_u64() {
+                Some(0) => Ok(true),
+                Some(1) => Ok(false),
+                _ => Err(fields.wrong("no_rope_layers", value, "a list of 0 (no RoPE) and 1 (RoPE)")),
+            };
+            let without = list[..layers].iter().map(one).collect::<Result<Vec<bool>>>()?;
+            Ok(if without.contains(&true) { without } else { Vec::new() })
+        }
+        Some(list) => {
+            let entries = list.len();
+            Err(absurd(format!("{}: no_rope_layers has {entries} entries for {layers} layers", fields.place)))
+        }
+        None => {
+            let every = fields.size("no_rope_layer_interval", POSITIONS, Some(SMOLLM3_INTERVAL))?;
+            Ok(each_without_rope(layers, every))
+        }
+    }
+}
+
+/// Granite's multipliers, and the one of the branches among them.
+fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
+    let multiplier = |name: &str| -> Result<f64> {
+        let value = fields.number(name, Some(1.0))?;
+        if MULTIPLIERS.contains(&value) {
+            Ok(value)
+        } else {
+            let (least, most) = (MULTIPLIERS.start(), MULTIPLIERS.end());
+            Err(absurd(format!("{}: {name} {value} is not from {least} to {most}", fields.place)))
+        }
+    };
+    let (embedding, residual) = (multiplier("embedding_multiplier")?, multiplier("residual_multiplier")?);
+    let scores = multiplier("attention_multiplier")? * (head_dim as f64).sqrt();
+    Ok((Scales::of(embedding, residual, multiplier("logits_scaling")?, scores), residual))
+}
+
+/// The channels of a head that are rotated, of `partial_rotary_factor` in the scaling or next to it.
+fn rotated(fields: &Fields, scaling: Option<&Fields>, family: &Family, head_dim: usize) -> Result<usize> {
+    const NAME: &str = "partial_rotary_factor";
+    let place = scaling.filter(|inner| inner.stated(NAME)).unwrap_or(fields);
+    let factor = place.number(NAME, Some(1.0))?;
+    if factor == 1.0 {
+        return Ok(head_dim);
+    }
+    if !family.partial_rotary {
+        return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor})", place.place)));
+    }
+    let dim = (head_dim as f64 * factor) as usize;
+    if !(*HEAD_DIM.start()..=head_dim).contains(&dim) || !dim.is_multiple_of(2) {
+        return Err(absurd(format!(
+            "{}: {NAME} {factor} rotates {dim} of {head_dim} channels, not an even number from {}",
+            place.place,
+            HEAD_DIM.start()
+        )));
+    }
+    Ok(dim)
+}
+
 /// RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`; also returns the longest context.
-fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
+fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
     // If a file has both spellings, the old one wins, as in transformers 5.
     let old = fields.inner("rope_scaling")?.filter(|inner| !inner.map.is_empty());
     let scaling = match old {
@@ -416,24 +505,18 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
     };
     let theta = match &scaling {
         Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
-        _ => fields.number("rope_theta", Some(10_000.0))?,
+        _ => fields.number("rope_theta", Some(family.theta))?,
     };
     // At a base of 1 all wavelengths are equal; 1e12 is far beyond the longest context.
     if !(theta > 1.0 && theta <= 1e12) {
         return Err(absurd(format!("config.json: rope_theta {theta} is not above 1 and up to 1e12")));
     }
+    let dim = rotated(fields, scaling.as_ref(), family, head_dim)?;
     let Some(inner) = scaling else {
-        return Ok((Rope { theta, scaling: RopeScaling::None }, stated_positions));
+        return Ok((Rope { theta, dim, scaling: RopeScaling::None }, stated_positions));
     };
     if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
         return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.place, shown(name))));
-    }
-    let partial = inner.number("partial_rotary_factor", Some(1.0))?;
-    if partial != 1.0 {
-        return Err(unsupported(format!(
-            "{}: partial rotary embeddings (partial_rotary_factor {partial})",
-            inner.place
-        )));
     }
     let kind = match inner.text("rope_type")? {
         Some(kind) => kind,
@@ -447,10 +530,15 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
         }
     };
+    // Phi-3's first configurations have other names for LongRoPE.
+    let kind = if family.partial_rotary && matches!(kind, "su" | "yarn") { "longrope" } else { kind };
     // The top-level field has priority over the one inside the scaling, as in transformers 5.
     let original = || match fields.get("original_max_position_embeddings") {
         Some(_) => fields.size("original_max_position_embeddings", POSITIONS, None),
-        None => inner.size("original_max_position_embeddings", POSITIONS, Some(stated_positions)),
+        None => {
+            let default = if family.partial_rotary { PHI_ORIGINAL } else { stated_positions };
+            inner.size("original_max_position_embeddings", POSITIONS, Some(default))
+        }
     };
     let positive = |name: &str, default| -> Result<f64> {
         let value = inner.number(name, default)?;
@@ -503,26 +591,58 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             };
             (scaling, stretched(factor, original))
         }
+        "longrope" => {
+            let original = original()?;
+            let short = stretches(&inner, "short_factor", dim / 2)?;
+            let long = stretches(&inner, "long_factor", dim / 2)?;
+            // A model for more than its original context always uses the long factors. Depending on the length of a text, as in
+            // transformers, they would change under the keys that a growing text has cached.
+            let factors = if stated_positions > original { long } else { short };
+            let stretch = positive("factor", Some(stated_positions as f64 / original as f64))?;
+            let own = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / (original as f64).ln()).sqrt() };
+            let attention_factor = attention_factor(&inner, own)?;
+            (RopeScaling::Factors { factors, attention_factor }, stated_positions)
+        }
         other => {
             return Err(Error::model(
                 format!("RoPE type \"{}\" is not supported", shown(other)),
-                "supported RoPE types are default, linear, dynamic, llama3 and yarn",
+                "supported RoPE types are default, linear, dynamic, llama3, yarn and longrope",
             ));
         }
     };
-    Ok((Rope { theta, scaling }, max_positions))
+    Ok((Rope { theta, dim, scaling }, max_positions))
+}
+
+/// LongRoPE's stretch of each of `pairs` rotated pairs.
+fn stretches(fields: &Fields, name: &str, pairs: usize) -> Result<Vec<f32>> {
+    let Some(list) = fields.list(name)? else { return Err(fields.missing(name)) };
+    if list.len() != pairs {
+        return Err(absurd(format!(
+            "{}: {name} has {} numbers for {pairs} pairs of channels",
+            fields.place,
+            list.len()
+        )));
+    }
+    let one = |value: &Value| {
+        let factor = value.as_f64().filter(|factor| (1e-6..=1e6).contains(factor));
+        factor.map(|factor| factor as f32).ok_or_else(|| fields.wrong(name, value, "a number from 1e-6 to 1e6"))
+    };
+    list.iter().map(one).collect()
 }
 
 /// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present.
 fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
     let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
-    let value = match fields.get("attention_factor") {
-        Some(_) => fields.number("attention_factor", None)?,
-        None => match (fields.number("mscale", Some(0.0))?, fields.number("mscale_all_dim", Some(0.0))?) {
-            (one, all) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
-            _ => mscale(1.0),
-        },
+    let own = match (fields.number("mscale", Some(0.0))?, fields.number("mscale_all_dim", Some(0.0))?) {
+        (one, all) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
+        _ => mscale(1.0),
     };
+    attention_factor(fields, own)
+}
+
+/// The stated factor on cos and sin, or the scaling's `own`.
+fn attention_factor(fields: &Fields, own: f64) -> Result<f64> {
+    let value = fields.number("attention_factor", Some(own))?;
     if value > 0.0 && value <= 100.0 {
         Ok(value)
     } else {

@@ -244,7 +244,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
     pub fn constrain(&mut self, slot: usize, grammar: Box<dyn Grammar>) -> Result<()> {
-        self.unbegun(slot)?.constraint = Some(Arc::new(Constraint::new(grammar)));
+        self.not_started(slot)?.constraint = Some(Arc::new(Constraint::new(grammar)));
         Ok(())
     }
 
@@ -254,12 +254,12 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence, or a token was emitted.
     pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
-        self.unbegun(slot)?.logprobs = Some(top);
+        self.not_started(slot)?.logprobs = Some(top);
         Ok(())
     }
 
     /// A slot's sequence, which has emitted no token.
-    fn unbegun(&mut self, slot: usize) -> Result<&mut Sequence> {
+    fn not_started(&mut self, slot: usize) -> Result<&mut Sequence> {
         let (_, _, sequence) = self.working(slot)?;
         if sequence.running {
             return Err(Error::usage(
@@ -459,10 +459,10 @@ impl<B: Backend> Engine<B> {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let most = GAMMA_MAX.min(remaining.saturating_sub(1));
         let policy = &self.method.policy;
-        let copied = if self.is_alone() { policy.longest() } else { policy.gamma() };
+        let copied = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
         let wanted = match (self.copies(slot, copied.min(most)), &self.method.drafter) {
             (_, None) => 0,
-            (0, Some(_)) if self.watches(slot) => policy.reach(),
+            (0, Some(_)) if self.watches(slot) => policy.gamma_limit(),
             (0, Some(_)) => policy.gamma(),
             (copied, Some(_)) => copied,
         };
@@ -474,8 +474,8 @@ impl<B: Backend> Engine<B> {
     fn copies(&self, slot: usize, most: usize) -> usize {
         let Method { drafter, policy, .. } = &self.method;
         let alone = self.is_alone();
-        let par = |gamma| policy.par(gamma).filter(|_| alone);
-        drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &par))
+        let break_even = |gamma| policy.break_even(gamma).filter(|_| alone);
+        drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &break_even))
     }
 
     /// Whether one sequence is being decoded.
@@ -551,7 +551,7 @@ impl<B: Backend> Engine<B> {
             let (config, target, memory) = (self.backend.config(), *target, self.loaded);
             let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
             let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
-            policy.observe_promises(&drafter.promises(&outlook, &policy.measured()));
+            policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()));
         }
         if steps == 0 {
             return Ok(());
@@ -561,7 +561,7 @@ impl<B: Backend> Engine<B> {
         };
         let started = Instant::now();
         let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
-        (0..proposed.in_vain).for_each(|_| policy.observe_failure());
+        (0..proposed.without_token).for_each(|_| policy.observe_failure());
         if proposed.steps > 0 {
             self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
         }
@@ -588,9 +588,9 @@ impl<B: Backend> Engine<B> {
             // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
             Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
                 let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
-                let in_vain = seconds + started.elapsed().as_secs_f64();
-                self.method.policy.observe_draft(in_vain, steps);
-                self.stats.draft(in_vain);
+                let failed_s = seconds + started.elapsed().as_secs_f64();
+                self.method.policy.observe_draft(failed_s, steps);
+                self.stats.draft(failed_s);
                 for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
                     turn.gamma = 0;
                     if !turn.copied {

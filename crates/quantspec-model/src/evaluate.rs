@@ -9,7 +9,9 @@ use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
+};
 use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
@@ -38,13 +40,15 @@ struct Draft {
     name: &'static str,
     /// Its configuration if the target reads INT8.
     config: DraftConfig,
+    /// One matrix that it reads with the target's weights: (layer, index in [`Sensitive::KINDS`]).
+    exact: Option<(usize, usize)>,
     score: DraftScore,
 }
 
 /// The model's own drafts, then those of `quantspec` with each number of chosen pages, in report order. `tokens`: the backend
 /// supports [`Pages::Tokens`].
 fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
-    let draft = |budget, name, config| Draft { budget, name, config, score: DraftScore::default() };
+    let draft = |budget, name, config| Draft { budget, name, config, exact: None, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);
     let methods = networks.filter_map(|method| Some(draft(None, method.name, method.draft_config(View::Both)?)));
     let choices = budgets.iter().flat_map(|&n| {
@@ -125,6 +129,7 @@ pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::
     crate::backend::Options {
         slots: 1,
         planes: Planes::of(&[View::Full]),
+        ablation: None,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
         page_masses: false,
@@ -154,6 +159,28 @@ pub fn acceptance<B: Backend>(
     let scored = score_views(backend, None, tokens, context, block_rows, (views, drafts, &[]), progress)?;
     let score = scored.drafts.first().map(|&(_, score)| score);
     score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
+}
+
+/// Acceptance of the default method's draft if one matrix alone is read with the target's weights, as [`evaluate`] scores it:
+/// by layer and kind ([`Sensitive::KINDS`]). Not on a GPU ([`forward::step_but_one`]).
+///
+/// # Errors
+/// As [`evaluate`].
+pub fn acceptance_by_matrix<B: Backend>(
+    backend: &mut B,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<[f64; Sensitive::KINDS.len()]>> {
+    let matrices =
+        (0..backend.config().layers).flat_map(|layer| (0..Sensitive::KINDS.len()).map(move |kind| (layer, kind)));
+    let with = |exact| drafts(&[], false).into_iter().take(1).map(move |draft| Draft { exact: Some(exact), ..draft });
+    let drafts = matrices.flat_map(with).collect();
+    let scored =
+        score_views(backend, None, tokens, context, block_rows, (&TARGETS[INT8..=INT8], drafts, &[]), progress)?;
+    let scores: Vec<f64> = scored.drafts.iter().map(|(_, score)| score.acceptance).collect();
+    Ok(scores.as_chunks().0.to_vec())
 }
 
 /// Scores `tokens` on a backend loaded with [`options`].
@@ -256,10 +283,10 @@ fn score_views<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for Draft { config: DraftConfig { weights, view, pages }, score, .. } in &mut drafts {
+            for Draft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
-                forward::step(backend, &step)?;
+                forward::step_but_one(backend, &step, *exact)?;
                 let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
                 let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
                 // Rounding may yield slightly more than 1.

@@ -7,22 +7,29 @@ use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
-/// all-reduce belongs there.
-fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
-    backend.qkv(layer, pass)?;
+/// all-reduce belongs there. `matrices`: the pass of each kind of matrices ([`Sensitive::KINDS`]), which differs from `pass` in
+/// weights only.
+fn layer<B: Network>(
+    backend: &mut B,
+    layer: usize,
+    pass: &Pass,
+    matrices: [&Pass; Sensitive::KINDS.len()],
+) -> Result<()> {
+    let [qkv, output, gate_up, down] = matrices;
+    backend.qkv(layer, qkv)?;
     backend.poll()?;
     backend.attend(layer, pass)?;
     backend.poll()?;
-    backend.output(layer, pass)?;
+    backend.output(layer, output)?;
     backend.reduce_residual(pass)?;
     backend.poll()?;
-    backend.gate_up(layer, pass)?;
+    backend.gate_up(layer, gate_up)?;
     backend.poll()?;
-    backend.down(layer, pass)?;
+    backend.down(layer, down)?;
     backend.reduce_residual(pass)?;
     backend.poll()
 }
@@ -32,10 +39,21 @@ fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
 /// # Errors
 /// Those of the backend's operations from [`Network::embed`] to [`Network::head`], and of [`Network::poll`].
 pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
-    let pass = Pass::Step(step);
+    step_but_one(backend, step, None)
+}
+
+/// As [`step`], but one matrix is read with the target's weights: (layer, index in [`Sensitive::KINDS`]). Not on a GPU, where the
+/// operations of a draft step exchange rows in formats of their weights.
+///
+/// # Errors
+/// As [`step`].
+pub fn step_but_one<B: Network>(backend: &mut B, step: &Step, exact: Option<(usize, usize)>) -> Result<()> {
+    let full = Step { weights: Weights::Full, ..*step };
+    let (pass, exact_pass) = (Pass::Step(step), Pass::Step(&full));
     backend.embed(&pass)?;
     for index in 0..backend.config().layers {
-        layer(backend, index, &pass)?;
+        let of = |kind: usize| if exact == Some((index, kind)) { &exact_pass } else { &pass };
+        layer(backend, index, &pass, [of(0), of(1), of(2), of(3)])?;
     }
     backend.head(&pass)
 }
@@ -137,7 +155,8 @@ pub fn prefill_chunk<B: Network + PromptRows>(
             return Ok(Chunk::Damaged);
         }
         let next = block(cursor.row);
-        layer(backend, cursor.layer, &Pass::Prefill(next))?;
+        let pass = Pass::Prefill(next);
+        layer(backend, cursor.layer, &pass, [&pass; Sensitive::KINDS.len()])?;
         processed += next.rows + if cursor.row == first { first / RESTORED_PER_ROW } else { 0 };
         cursor.row += next.rows;
         progress(cursor.layer * computed + cursor.row - first, layers * computed);

@@ -5,19 +5,28 @@
 
 use crate::blocks::Encoding;
 use crate::checkpoint::{LayerPart, Part};
-use crate::config::{HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, VOCAB};
+use crate::config::{
+    HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, MULTIPLIERS, POSITIONS, SMOLLM3_INTERVAL, VOCAB, each_without_rope,
+};
 use crate::gguf::{Gguf, Tensor, Value};
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2 and qwen3 networks";
+const SUPPORTED: &str =
+    "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3 and granite networks";
 
 /// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Architectures of which llama.cpp orders the rows of Q and K for pairs (2i, 2i + 1).
+const INTERLEAVED: [&str; 3] = ["llama", "smollm3", "granite"];
+
+/// Keys of [`NEUTRAL`] that granite has.
+const OF_GRANITE: [&str; 4] = ["attention.scale", "logit_scale", "residual_scale", "embedding_scale"];
 
 /// Keys (after the architecture's name) that change the network, each with the value that has no effect.
 const NEUTRAL: [(&str, f64); 10] = [
@@ -49,7 +58,7 @@ pub(crate) struct Packed {
 }
 
 impl Packed {
-    /// The file's row for a row of the matrix. RoPE here pairs channel i with i + D/2. Files of the llama architecture order
+    /// The file's row for a row of the matrix. RoPE here pairs channel i with i + D/2. Files of some architectures order
     /// the rows of Q and K for pairs (2i, 2i + 1).
     pub(crate) fn row(&self, row: usize) -> usize {
         match self.interleaved {
@@ -110,7 +119,8 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
     let mut places = HashMap::new();
     for &part in &parts {
         let (number, tensor) = tensor(gguf, &tensor_name(part), &extents(part, &config))?;
-        let permuted = matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && config.family == "llama";
+        let permuted =
+            matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && INTERLEAVED.contains(&config.family.as_str());
         let packed = Packed {
             part: *number,
             offset: tensor.offset,
@@ -232,15 +242,19 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
     };
     let fields = Fields { gguf, architecture: &architecture };
-    if !["llama", "qwen2", "qwen3"].contains(&architecture.as_str()) {
+    if !["llama", "qwen2", "qwen3", "smollm3", "granite"].contains(&architecture.as_str()) {
         return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
     }
-    for (name, neutral) in NEUTRAL {
+    let granite = architecture == "granite";
+    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !(granite && OF_GRANITE.contains(name))) {
         if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
             && value != neutral
         {
             return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
         }
+    }
+    if granite && fields.get("rope.scaling.finetuned") == Some(Value::Flag(false)) {
+        return Err(fields.unsupported("granite without RoPE (rope.scaling.finetuned false)"));
     }
     if fields.get("attention.causal") == Some(Value::Flag(false)) {
         return Err(fields.unsupported("attention to later tokens (attention.causal false)"));
@@ -275,6 +289,7 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
     }
     let rms_eps = fields.number("attention.layer_norm_rms_epsilon", 1e-12..=1e-1)?;
+    let (scales, residual) = if granite { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
     let has = |part| gguf.tensors().contains_key(&tensor_name(part));
     let has_in_layer = |part| has(Part::Layer(0, part));
     let vocab = gguf.tensors().get(&tensor_name(Part::Embedding)).and_then(|(_, table)| table.shape.first().copied());
@@ -289,17 +304,29 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         head_dim,
         vocab,
         max_positions,
-        rms_eps: fields.needed("attention.layer_norm_rms_epsilon", rms_eps)? as f32,
+        rms_eps: (fields.needed("attention.layer_norm_rms_epsilon", rms_eps)? / (residual * residual)) as f32,
         rope,
         tied_embeddings: !has(Part::Head),
         qkv_bias: architecture == "qwen2" || has_in_layer(LayerPart::QBias),
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
         qk_norm: architecture == "qwen3",
+        no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
+        scales,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
         family: architecture,
     })
+}
+
+/// Granite's multipliers, and the one of the branches among them. Without `attention.scale` scores are divided by the root of the head's
+/// channels, as elsewhere.
+fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
+    let scale = |name| fields.number(name, MULTIPLIERS);
+    let (embedding, residual) = (scale("embedding_scale")?.unwrap_or(1.0), scale("residual_scale")?.unwrap_or(1.0));
+    let logits = fields.needed("logit_scale", scale("logit_scale")?)?;
+    let scores = scale("attention.scale")?.map_or(1.0, |scale| scale * (head_dim as f64).sqrt());
+    Ok((Scales::of(embedding, residual, logits, scores), residual))
 }
 
 /// RoPE, and the context it reaches.
@@ -346,7 +373,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     }
     let scaling = match (scaling, factors(fields, head_dim)?) {
         (scaling, None) => scaling,
-        (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors },
+        (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors, attention_factor: 1.0 },
         (_, Some(_)) => return Err(fields.unsupported(&format!("{ROPE_FACTORS} with RoPE scaling \"{kind}\""))),
     };
     let max_positions = match &scaling {
@@ -356,7 +383,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         }
         _ => stated_positions,
     };
-    Ok((Rope { theta, scaling }, max_positions))
+    Ok((Rope { theta, dim: head_dim, scaling }, max_positions))
 }
 
 /// Factors on RoPE's wavelengths, `[head_dim / 2]`.

@@ -77,9 +77,9 @@ fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
 /// Splits a fused matrix by rows into tensors.
 fn divide(name: &str, tensor: &Tensor, parts: Vec<(String, usize)>) -> Result<Vec<(String, Tensor)>> {
     let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
-    let &[height, width] = tensor.shape.as_slice() else { return Err(unfit(name, &tensor.shape, rows)) };
+    let &[height, width] = tensor.shape.as_slice() else { return Err(wrong_shape(name, &tensor.shape, rows)) };
     if height != rows {
-        return Err(unfit(name, &tensor.shape, rows));
+        return Err(wrong_shape(name, &tensor.shape, rows));
     }
     let row_bytes = tensor.bytes / height as u64;
     let mut offset = tensor.offset;
@@ -94,7 +94,7 @@ fn divide(name: &str, tensor: &Tensor, parts: Vec<(String, usize)>) -> Result<Ve
         .collect())
 }
 
-fn unfit(name: &str, shape: &[usize], rows: usize) -> Error {
+fn wrong_shape(name: &str, shape: &[usize], rows: usize) -> Error {
     Error::model(
         format!("tensor \"{}\" has shape {shape:?}, config.json expects {rows} rows", shown(name)),
         "config.json and the weights are of different models; fetch both again",

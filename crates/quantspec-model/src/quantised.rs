@@ -388,29 +388,45 @@ impl Quantised {
 
     /// Reads rows of a matrix in its read format.
     pub(crate) fn read(&self, shards: &[SafeTensors], weight: &str, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
-        let Some(matrix) = self.matrices.get(weight) else {
-            return Err(Error::internal(format!("{weight} is not quantised")));
-        };
-        let loaded = self.loaded(shards, weight, matrix)?;
+        let (matrix, loaded) = self.loaded(shards, weight)?;
         let mut values = vec![0.0; matrix.columns];
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns * self.dtype.bytes())) {
             matrix.decode(&loaded, row, &mut values);
+            matrix.round(&mut values);
             crate::checkpoint::round(self.dtype, &values, out);
         }
         Ok(())
     }
 
-    fn loaded(&self, shards: &[SafeTensors], weight: &str, matrix: &Matrix) -> Result<Arc<Loaded>> {
+    /// Reads rows of a matrix as codes times scales in f32, without rounding.
+    pub(crate) fn read_stored(
+        &self,
+        shards: &[SafeTensors],
+        weight: &str,
+        rows: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let (matrix, loaded) = self.loaded(shards, weight)?;
+        for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns)) {
+            matrix.decode(&loaded, row, out);
+        }
+        Ok(())
+    }
+
+    fn loaded(&self, shards: &[SafeTensors], weight: &str) -> Result<(&Matrix, Arc<Loaded>)> {
+        let Some(matrix) = self.matrices.get(weight) else {
+            return Err(Error::internal(format!("{weight} is not quantised")));
+        };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, loaded)) = kept.iter().find(|(name, _)| name == weight) {
-            return Ok(Arc::clone(loaded));
+            return Ok((matrix, Arc::clone(loaded)));
         }
         if kept.len() == KEPT {
             kept.remove(0);
         }
         let loaded = Arc::new(matrix.load(shards)?);
         kept.push((weight.to_string(), Arc::clone(&loaded)));
-        Ok(loaded)
+        Ok((matrix, loaded))
     }
 }
 
@@ -487,11 +503,17 @@ impl Matrix {
             };
             let cell = band + group as usize;
             let zero = loaded.zeros.get(cell).map_or(0.0, |&zero| f32::from(zero));
-            let value = (code - zero) * loaded.scales[cell];
-            *out = match self.scales.tensor.dtype {
-                "BF16" if self.scheme.through_scales => bf16::from_f32(value).to_f32(),
-                "F16" if self.scheme.through_scales => f16::from_f32(value).to_f32(),
-                _ => value,
+            *out = (code - zero) * loaded.scales[cell];
+        }
+    }
+
+    /// Rounds values to the scales' type, if the method's library multiplies in it.
+    fn round(&self, values: &mut [f32]) {
+        for value in values {
+            *value = match self.scales.tensor.dtype {
+                "BF16" if self.scheme.through_scales => bf16::from_f32(*value).to_f32(),
+                "F16" if self.scheme.through_scales => f16::from_f32(*value).to_f32(),
+                _ => *value,
             };
         }
     }

@@ -13,6 +13,7 @@ use crate::prompt_cache::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
+use quantspec_core::ablation::Values;
 use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
@@ -80,7 +81,9 @@ struct Head {
 struct Stored {
     quantised: Option<Page>,
     /// Keys and values, [G][head_dim] each.
-    full: Option<(Vec<f16>, Vec<f16>)>,
+    full: Option<Values>,
+    /// Views Upper and Both in an ablation.
+    ablated: Option<[Values; 2]>,
 }
 
 /// Unwraps a tensor operation. It fails only through a defect: shapes were checked when the checkpoint was opened.
@@ -195,13 +198,18 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
-    /// Applies RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
-    fn rotate(&self, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
+    /// Applies a layer's RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
+    fn rotate(&self, layer: usize, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
         for (row, &(position, length)) in places.iter().enumerate() {
             let channels = row * half..(row + 1) * half;
-            self.rope.fill(position, length, &mut cos[channels.clone()], &mut sin[channels]);
+            let (cos, sin) = (&mut cos[channels.clone()], &mut sin[channels]);
+            if self.config.rotates(layer) {
+                self.rope.fill(position, length, cos, sin);
+            } else {
+                self.rope.fill_unrotated(cos, sin);
+            }
         }
         tensor(|| {
             let x = x.reshape((places.len(), heads, 2 * half))?;
@@ -235,7 +243,7 @@ impl ReferenceBackend {
             q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
             k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
         }
-        Ok([self.rotate(&q, heads, places)?, self.rotate(&k, kv_heads, places)?, v])
+        Ok([self.rotate(layer, &q, heads, places)?, self.rotate(layer, &k, kv_heads, places)?, v])
     }
 
     /// Attention of one decode row, [1][q_width].
@@ -244,12 +252,13 @@ impl ReferenceBackend {
         let ModelConfig { kv_heads, head_dim, .. } = self.config;
         let (group, rounding, planes) = (self.config.group(), self.options.rounding, self.options.planes);
         check_view(step.view, planes)?;
+        let nibbles = planes.upper && self.options.ablation.is_none();
         let query = tensor(|| self.between[index].reshape((kv_heads, group, head_dim)))?;
         let mut outputs = Vec::new();
         for kv_head in 0..kv_heads {
             let query = tensor(|| query.get(kv_head))?;
             let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
-            let pages = head.choose_pages(step, row.position, &query, rounding, planes.upper)?;
+            let pages = head.choose_pages(step, row.position, &query, rounding, nibbles)?;
             let (mut keys, mut values) = (Vec::new(), Vec::new());
             for page in pages {
                 head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
@@ -465,9 +474,14 @@ impl Head {
         keys: &mut Vec<f32>,
         values: &mut Vec<f32>,
     ) -> Result<()> {
-        if view == View::Full {
-            let stored = self.stored(page)?.full.as_ref();
-            let (full_keys, full_values) = stored.ok_or_else(|| Error::internal("full pages are not kept"))?;
+        let stored = self.stored(page)?;
+        let halves = match (view, &stored.ablated) {
+            (View::Full, _) => Some(stored.full.as_ref().ok_or_else(|| Error::internal("full pages are not kept"))?),
+            (View::Upper, Some([upper, _])) => Some(upper),
+            (View::Both, Some([_, both])) => Some(both),
+            (View::Upper | View::Both, None) => None,
+        };
+        if let Some((full_keys, full_values)) = halves {
             keys.extend(full_keys.iter().map(|x| x.to_f32()));
             values.extend(full_values.iter().map(|x| x.to_f32()));
             return Ok(());
@@ -494,11 +508,12 @@ impl Head {
         head_dim: usize,
         options: &Options,
     ) -> Result<()> {
-        let quantised = match options.planes.upper {
-            true => Some(quantize_page(&keys, &values, head_dim, options.rounding)?),
-            false => None,
+        let (quantised, ablated) = match (options.planes.upper, options.ablation) {
+            (true, None) => (Some(quantize_page(&keys, &values, head_dim, options.rounding)?), None),
+            (true, Some(ablation)) => (None, Some(ablation.page(&keys, &values, head_dim, options.rounding)?)),
+            (false, _) => (None, None),
         };
-        let stored = Stored { quantised, full: options.planes.full.then_some((keys, values)) };
+        let stored = Stored { quantised, full: options.planes.full.then_some((keys, values)), ablated };
         match self.pages.get_mut(page) {
             Some(place) => *place = Some(stored),
             None => return Err(Error::internal(format!("page {page} is beyond the slot's capacity"))),
@@ -575,7 +590,8 @@ impl Network for ReferenceBackend {
             }
         };
         let (table, _) = self.weight(Part::Embedding, Weights::Full)?;
-        let hidden = tensor(|| table.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu)?, 0))?;
+        let scale = f64::from(self.config.scales.embedding);
+        let hidden = tensor(|| table.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu)?, 0)? * scale)?;
         let hidden = match pass {
             Pass::Step(_) => (0..tokens.len()).map(|row| tensor(|| hidden.narrow(0, row, 1))).collect::<Result<_>>()?,
             Pass::Prefill(_) => vec![hidden],

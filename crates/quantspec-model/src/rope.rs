@@ -3,15 +3,23 @@
 //! The convention is Hugging Face's Llama ("rotate half"): channel i is paired with i + D/2, `y1 = x1·cos − x2·sin`, `y2 =
 //! x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in f32 the angle of the fastest
 //! channel is wrong by up to 0.004 rad at position 10⁵.
+//!
+//! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q and K are
+//! then loaded in the order of [`stored_channel`], which makes them pairs (i, i + D/2) with i < R/2; all others have the angle 0. One
+//! permutation of queries and keys changes no score.
 
 use quantspec_core::config::{ModelConfig, RopeScaling};
 use std::f64::consts::PI;
 
-/// Inverse frequencies of a model, [D/2], with their scaling.
+/// Inverse frequencies of a model with their scaling.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
+    /// Of the rotated pairs, [R/2].
     inverse: Vec<f64>,
+    /// Factor on the cosines and sines of rotated pairs.
     attention_factor: f64,
+    /// Factor on the cosines of all others: the root of the factor on the scores.
+    level: f64,
     dynamic: Option<Dynamic>,
 }
 
@@ -23,16 +31,30 @@ struct Dynamic {
     original: usize,
 }
 
-/// `theta^(-2i/D)`, [D/2].
-fn inverse_frequencies(theta: f64, head_dim: usize) -> Vec<f64> {
-    (0..head_dim / 2).map(|i| theta.powf(-(2.0 * i as f64) / head_dim as f64)).collect()
+/// `theta^(-2i/R)`, [R/2].
+fn inverse_frequencies(theta: f64, dim: usize) -> Vec<f64> {
+    (0..dim / 2).map(|i| theta.powf(-(2.0 * i as f64) / dim as f64)).collect()
+}
+
+/// The checkpoint's channel that becomes `channel` of a head with `head_dim` channels, of which the first `dim` are rotated.
+pub(crate) fn stored_channel(channel: usize, head_dim: usize, dim: usize) -> usize {
+    let (pair, second) = (channel % (head_dim / 2), channel / (head_dim / 2));
+    match pair.checked_sub(dim / 2) {
+        None => pair + second * dim / 2,
+        Some(unrotated) => dim + unrotated + second * (head_dim - dim) / 2,
+    }
 }
 
 impl RopeTable {
     /// The table of a model.
     pub fn new(config: &ModelConfig) -> RopeTable {
-        let (theta, dim) = (config.rope.theta, config.head_dim);
-        let mut table = RopeTable { inverse: inverse_frequencies(theta, dim), attention_factor: 1.0, dynamic: None };
+        let (theta, dim) = (config.rope.theta, config.rope.dim);
+        let mut table = RopeTable {
+            inverse: inverse_frequencies(theta, dim),
+            attention_factor: 1.0,
+            level: config.scales.scores.sqrt(),
+            dynamic: None,
+        };
         match config.rope.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => table.inverse.iter_mut().for_each(|f| *f /= factor),
@@ -46,10 +68,11 @@ impl RopeTable {
                     *f *= keep + (1.0 - keep) / factor;
                 }
             }
-            RopeScaling::Factors { ref factors } => {
+            RopeScaling::Factors { ref factors, attention_factor } => {
                 for (f, factor) in table.inverse.iter_mut().zip(factors) {
                     *f /= f64::from(*factor);
                 }
+                table.attention_factor = attention_factor;
             }
             RopeScaling::Yarn { factor, original, beta_fast, beta_slow, attention_factor, truncate } => {
                 // The (fractional) channel that makes `rotations` turns within the pre-training context.
@@ -70,6 +93,7 @@ impl RopeTable {
                 table.attention_factor = attention_factor;
             }
         }
+        table.attention_factor *= table.level;
         table
     }
 
@@ -78,7 +102,8 @@ impl RopeTable {
         self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
     }
 
-    /// Cosines and sines of `position`, [D/2] each, with YaRN's attention factor in both.
+    /// Cosines and sines of `position`, [D/2] each. Both hold the root of the factor on the scores, and those of rotated pairs also the
+    /// attention factor of YaRN and LongRoPE.
     ///
     /// `length` is the sequence length at this row and matters for dynamic scaling only: a prefill row passes the prompt's
     /// length, a step row position + 1.
@@ -86,28 +111,41 @@ impl RopeTable {
         let grown;
         let inverse = match self.dynamic {
             Some(Dynamic { theta, factor, original }) if length > original => {
-                let dim = 2.0 * self.inverse.len() as f64;
+                let dim = 2.0 * self.inverse.len() as f64; // R
                 let growth = factor * length as f64 / original as f64 - (factor - 1.0);
                 grown = inverse_frequencies(theta * growth.powf(dim / (dim - 2.0)), 2 * self.inverse.len());
                 &grown
             }
             _ => &self.inverse,
         };
+        let (cos, level_cos) = cos.split_at_mut(inverse.len());
+        let (sin, level_sin) = sin.split_at_mut(inverse.len());
+        self.fill_unrotated(level_cos, level_sin);
         for ((f, cos), sin) in inverse.iter().zip(cos).zip(sin) {
             let (s, c) = (position as f64 * f).sin_cos();
             *cos = (c * self.attention_factor) as f32;
             *sin = (s * self.attention_factor) as f32;
         }
     }
+
+    /// Cosines and sines of pairs that are not rotated, at any position: those of a layer without position embedding, [D/2] each.
+    pub fn fill_unrotated(&self, cos: &mut [f32], sin: &mut [f32]) {
+        cos.fill(self.level as f32);
+        sin.fill(0.0);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Dtype, Rope};
+    use quantspec_core::config::{Dtype, Rope, Scales};
 
     fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
-        RopeTable::new(&ModelConfig {
+        RopeTable::new(&model(head_dim, scaling))
+    }
+
+    fn model(head_dim: usize, scaling: RopeScaling) -> ModelConfig {
+        ModelConfig {
             family: "llama".to_string(),
             layers: 1,
             hidden: head_dim,
@@ -118,7 +156,9 @@ mod tests {
             vocab: 1,
             max_positions: 1 << 20,
             rms_eps: 1e-5,
-            rope: Rope { theta: 10_000.0, scaling },
+            rope: Rope { theta: 10_000.0, dim: head_dim, scaling },
+            no_rope: Vec::new(),
+            scales: Scales::NONE,
             tied_embeddings: false,
             qkv_bias: false,
             output_bias: false,
@@ -126,11 +166,11 @@ mod tests {
             qk_norm: false,
             dtype: Dtype::F32,
             eos: Vec::new(),
-        })
+        }
     }
 
     fn fill(table: &RopeTable, position: usize, length: usize) -> (Vec<f32>, Vec<f32>) {
-        let half = table.inverse.len();
+        let half = table.inverse.len(); // every channel is rotated
         let (mut cos, mut sin) = (vec![0.0; half], vec![0.0; half]);
         table.fill(position, length, &mut cos, &mut sin);
         (cos, sin)
@@ -168,9 +208,42 @@ mod tests {
         let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192 };
         let scaled = table(64, scaling).inverse;
         let factors = plain.iter().zip(&scaled).map(|(plain, scaled)| (plain / scaled) as f32).collect();
-        for (stored, scaled) in table(64, RopeScaling::Factors { factors }).inverse.iter().zip(scaled) {
+        let stored = table(64, RopeScaling::Factors { factors, attention_factor: 1.0 });
+        for (stored, scaled) in stored.inverse.iter().zip(scaled) {
             assert!((stored / scaled - 1.0).abs() < 1e-7);
         }
+    }
+
+    #[test]
+    fn stored_channels_are_a_permutation_that_keeps_pairs() {
+        for (head_dim, dim) in [(128, 96), (64, 64), (32, 4), (20, 14), (256, 130)] {
+            let stored = |channel| stored_channel(channel, head_dim, dim);
+            let mut all: Vec<usize> = (0..head_dim).map(stored).collect();
+            for i in 0..dim / 2 {
+                assert_eq!((stored(i), stored(i + head_dim / 2)), (i, i + dim / 2));
+            }
+            assert!((0..head_dim).all(|i| i % (head_dim / 2) < dim / 2 || stored(i) >= dim));
+            all.sort_unstable();
+            assert_eq!(all, (0..head_dim).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn channels_after_the_rotated_ones_stay() {
+        let mut config = model(64, RopeScaling::Factors { factors: vec![2.0; 24], attention_factor: 1.25 });
+        config.rope.dim = 48;
+        config.scales.scores = 0.25;
+        let table = RopeTable::new(&config);
+        let (mut cos, mut sin) = (vec![0.0f32; 32], vec![0.0f32; 32]);
+        table.fill(1000, 1001, &mut cos, &mut sin);
+        for i in 0..24 {
+            let angle = 1000.0 / 2.0 * 10_000f64.powf(-2.0 * i as f64 / 48.0);
+            assert_eq!((cos[i], sin[i]), ((0.625 * angle.cos()) as f32, (0.625 * angle.sin()) as f32));
+        }
+        // The attention factor is of the rotation; the factor on the scores is of every channel.
+        assert_eq!((&cos[24..], &sin[24..]), (&[0.5; 8][..], &[0.0; 8][..]));
+        table.fill_unrotated(&mut cos, &mut sin);
+        assert_eq!((cos, sin), (vec![0.5; 32], vec![0.0; 32]));
     }
 
     #[test]

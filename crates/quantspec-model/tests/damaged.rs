@@ -3,7 +3,7 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
-use quantspec_core::config::{Dtype, ModelConfig, RopeScaling};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::config::parse;
@@ -453,7 +453,7 @@ fn unsupported_models_are_named() {
     config_refused(json!({"hidden_act": "gelu"}), "activation \"gelu\"");
     config_refused(json!({"torch_dtype": "float8_e4m3fn"}), "dtype \"float8_e4m3fn\"");
     config_refused(json!({"partial_rotary_factor": 0.5}), "partial rotary embeddings");
-    config_refused(json!({"rope_scaling": {"type": "longrope", "factor": 4}}), "RoPE type \"longrope\"");
+    config_refused(json!({"rope_scaling": {"type": "xpos", "factor": 4}}), "RoPE type \"xpos\"");
     config_refused(
         json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
         "RoPE by layer type (\"full_attention\")",
@@ -548,9 +548,13 @@ fn families_have_their_own_defaults() {
     assert_eq!(both.max_positions, 64);
     // Defaults of transformers 5.23.
     let heads = json!({"num_attention_heads": 32, "num_key_value_heads": "REMOVE", "head_dim": 8});
-    for (family, kv_heads, positions) in
-        [("llama", 32, 2048), ("mistral", 8, 131_072), ("qwen2", 32, 32_768), ("qwen3", 32, 32_768)]
-    {
+    for (family, kv_heads, positions) in [
+        ("llama", 32, 2048),
+        ("mistral", 8, 131_072),
+        ("qwen2", 32, 32_768),
+        ("qwen3", 32, 32_768),
+        ("granite", 32, 2048),
+    ] {
         let mut fields = heads.clone();
         fields["model_type"] = json!(family);
         for absent in ["max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"]
@@ -561,6 +565,111 @@ fn families_have_their_own_defaults() {
         let config = parsed(fields);
         assert_eq!((config.kv_heads, config.max_positions), (kv_heads, positions), "{family}");
         assert_eq!((config.rms_eps, config.rope.theta, config.tied_embeddings), (1e-6, 10_000.0, false), "{family}");
+    }
+}
+
+#[test]
+fn layers_without_positions_are_read() {
+    let layers = |fields: Value| {
+        let mut all = json!({"model_type": "smollm3", "num_hidden_layers": 8});
+        all.as_object_mut().expect("object").extend(fields.as_object().expect("object").clone());
+        parsed(all).no_rope.iter().map(|none| u8::from(!none)).collect::<Vec<_>>()
+    };
+    assert_eq!(layers(json!({})), [1, 1, 1, 0, 1, 1, 1, 0]);
+    assert_eq!(layers(json!({"no_rope_layer_interval": 3})), [1, 1, 0, 1, 1, 0, 1, 1]);
+    assert_eq!(layers(json!({"no_rope_layer_interval": 9})), [0u8; 0]);
+    // The list decides; entries after the last layer are not used.
+    let list = json!({"no_rope_layers": [0, 1, 1, 1, 1, 1, 1, 0, 1, 1], "no_rope_layer_interval": 2});
+    assert_eq!(layers(list), [0, 1, 1, 1, 1, 1, 1, 0]);
+    assert_eq!(layers(json!({"no_rope_layers": vec![1; 8]})), [0u8; 0]);
+    let defaults = json!({"model_type": "smollm3", "rope_theta": "REMOVE", "tie_word_embeddings": "REMOVE",
+        "max_position_embeddings": "REMOVE"});
+    let config = parsed(defaults);
+    assert_eq!((config.rope.theta, config.tied_embeddings, config.max_positions), (2e6, true, 32_768));
+    // Other families have no such field.
+    assert!(parsed(json!({"no_rope_layers": [0]})).no_rope.is_empty());
+    let refused = |field: &str, value: Value, expected: &str| {
+        config_refused(json!({"model_type": "smollm3", field: value}), expected);
+    };
+    refused("no_rope_layers", json!([]), "no_rope_layers has 0 entries for 1 layers");
+    refused("no_rope_layers", json!(4), "no_rope_layers is 4, not a list");
+    refused("no_rope_layers", json!([2]), "no_rope_layers is 2, not a list of 0 (no RoPE) and 1 (RoPE)");
+    refused("no_rope_layers", json!([0.5]), "no_rope_layers is 0.5");
+    refused("no_rope_layer_interval", json!(0), "no_rope_layer_interval is 0");
+    let windows = json!({"model_type": "smollm3", "use_sliding_window": true, "sliding_window": 32});
+    config_refused(windows, "sliding-window attention (32 tokens of a context of 64");
+    assert_eq!(parsed(json!({"model_type": "smollm3", "sliding_window": 32})).max_positions, 64);
+}
+
+#[test]
+fn multipliers_are_read() {
+    let names = ["embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"];
+    let values = [12.0, 0.125, 0.25, 8.0];
+    let mut fields = json!({"model_type": "granite", "rms_norm_eps": 1e-5});
+    for (name, value) in names.iter().zip(values) {
+        fields[*name] = json!(value);
+    }
+    let config = parsed(fields.clone());
+    assert_eq!(config.scales, Scales { embedding: 48.0, scores: 0.25, logits: 0.125 });
+    assert_eq!(config.rms_eps, 1.6e-4);
+    // Without the fields all are 1: scores are not divided by the root of the head's 4 channels.
+    let config = parsed(json!({"model_type": "granite"}));
+    assert_eq!(config.scales, Scales { embedding: 1.0, scores: 2.0, logits: 1.0 });
+    // Other families have none.
+    fields["model_type"] = json!("llama");
+    assert_eq!(parsed(fields.clone()).scales, Scales::NONE);
+    for name in names {
+        for value in [json!(0), json!(-1.0), json!(1e5), json!(1e-9)] {
+            config_refused(json!({"model_type": "granite", name: value}), "is not from 0.0001 to 10000");
+        }
+        config_refused(json!({"model_type": "granite", name: "NaN"}), &format!("{name} is \"NaN\", not a number"));
+    }
+}
+
+#[test]
+fn long_rope_is_read() {
+    let base = json!({
+        "model_type": "phi3", "head_dim": 8, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 16,
+        "rope_scaling": {"type": "longrope", "short_factor": [1, 1.5, 2], "long_factor": [1, 4, 16.5]},
+    });
+    let with = |field: &str, value: Value| {
+        let mut fields = base.clone();
+        fields["rope_scaling"][field] = value;
+        fields
+    };
+    let rope = |fields: Value| match parsed(fields).rope {
+        Rope { dim: 6, scaling: RopeScaling::Factors { factors, attention_factor }, .. } => (factors, attention_factor),
+        other => panic!("{other:?}"),
+    };
+    // 64 tokens of an original 16.
+    let own = 1.5f64.sqrt();
+    assert_eq!(rope(base.clone()), (vec![1.0, 4.0, 16.5], own));
+    assert_eq!(rope(with("attention_factor", json!(1.25))).1, 1.25);
+    assert_eq!(rope(with("factor", json!(1))).1, 1.0);
+    for old in ["su", "yarn"] {
+        assert_eq!(rope(with("type", json!(old))), (vec![1.0, 4.0, 16.5], own));
+    }
+    let mut short = base.clone();
+    short["original_max_position_embeddings"] = json!(64);
+    assert_eq!(rope(short), (vec![1.0, 1.5, 2.0], 1.0));
+    let mut family = base.clone();
+    family["original_max_position_embeddings"] = json!("REMOVE");
+    assert_eq!(rope(family).0, [1.0, 1.5, 2.0], "the family's 4096 tokens");
+
+    config_refused(with("long_factor", json!([1, 2])), "long_factor has 2 numbers for 3 pairs of channels");
+    config_refused(with("short_factor", json!([1, 2, 3, 4])), "short_factor has 4 numbers for 3 pairs of channels");
+    config_refused(with("short_factor", json!([1, 0, 3])), "short_factor is 0, not a number from 1e-6 to 1e6");
+    config_refused(with("long_factor", json!([1, -2, 3])), "long_factor is -2, not a number");
+    config_refused(with("long_factor", json!("4")), "long_factor is \"4\", not a list");
+    config_refused(with("long_factor", Value::Null), "long_factor is missing");
+    config_refused(with("attention_factor", json!(0)), "attention factor 0 is not above 0");
+    let mut one = base.clone();
+    one["original_max_position_embeddings"] = json!(1);
+    config_refused(one, "attention factor inf");
+    for (factor, dim) in [(0.1, 0), (0.4, 3), (1.5, 12), (-1.0, 0)] {
+        let mut fields = base.clone();
+        fields["partial_rotary_factor"] = json!(factor);
+        config_refused(fields, &format!("rotates {dim} of 8 channels, not an even number from 4"));
     }
 }
 

@@ -5,8 +5,9 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
+use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::config::Rounding;
-use quantspec_model::backend::Hooks;
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::evaluate::{evaluate, options};
 use quantspec_model::reference::ReferenceBackend;
@@ -34,4 +35,32 @@ fn progress_goes_on_from_the_context_to_the_last_position() {
         let reading = seen.iter().filter(|(done, _)| *done <= 3 * context).count();
         assert!(reading >= 3 * context.div_ceil(block_rows), "{reading} calls for a context of {context}");
     }
+}
+
+#[test]
+fn an_ablation_with_the_engines_groups_changes_rounding_only() {
+    let folder = tiny::Folder::valid();
+    let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
+    let tokens: Vec<u32> = (0..420).map(|i| i * i % 16).collect();
+    let score = |ablation| {
+        let options = Options { ablation, ..options(tokens.len(), Rounding::Balanced, 1) };
+        let mut backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+        evaluate(&mut backend, None, &tokens, 0, options.block_rows, &[], &mut |_, _| ()).expect("scores")
+    };
+    let (engine, own) = (score(None), score(Some(Ablation::OWN)));
+    let other = score(Some(Ablation { key_axis: Axis::Token, group: 4, ..Ablation::OWN }));
+    let truncated = score(Some(Ablation { truncated: true, ..Ablation::OWN }));
+    // Views fp16, int8 and int4; the first has no groups.
+    let distance = |at: usize, scored: &quantspec_model::evaluate::Evaluation| {
+        let (engine, scored) = (engine.targets[at].1.kld, scored.targets[at].1.kld);
+        (scored - engine).abs() / engine
+    };
+    for scored in [&own, &other, &truncated] {
+        assert_eq!(scored.targets[0], engine.targets[0]);
+    }
+    assert!(distance(1, &own) < 0.1 && distance(2, &own) < 0.01, "{} {}", distance(1, &own), distance(2, &own));
+    assert!(distance(2, &other) > 0.1, "{}", distance(2, &other));
+    // Truncated codes change what drafts read, and not the target of both nibbles.
+    assert_eq!(truncated.targets[1], own.targets[1]);
+    assert!(distance(2, &truncated) > 0.1, "{}", distance(2, &truncated));
 }

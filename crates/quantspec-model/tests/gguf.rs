@@ -8,7 +8,7 @@ mod format;
 use folder::Folder;
 use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_value, u32_value, value};
 use half::f16;
-use quantspec_core::config::{Dtype, RopeScaling};
+use quantspec_core::config::{Dtype, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::blocks::Encoding;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -90,15 +90,66 @@ fn floats(count: usize) -> Vec<u8> {
     (0..count).flat_map(|index| value(index).to_le_bytes()).collect()
 }
 
-#[test]
-fn qwen_rows_are_stored_in_order() {
+/// The file with another architecture.
+fn named(architecture: &str) -> File {
     let mut file = llama();
     for (key, entry) in &mut file.entries {
-        *key = key.replace("llama.", "qwen3.");
+        *key = key.replace("llama.", &format!("{architecture}."));
         if key == "general.architecture" {
-            *entry = text_value("qwen3");
+            *entry = text_value(architecture);
         }
     }
+    file
+}
+
+#[test]
+fn every_fourth_layer_of_smollm3_has_no_positions() {
+    let mut file = named("smollm3").with("smollm3.block_count", Some(u32_value(5)));
+    let of_layer: Vec<Tensor> = file.tensors.iter().filter(|tensor| tensor.0.starts_with("blk.")).cloned().collect();
+    for layer in 1..5 {
+        let rename = |tensor: &Tensor| {
+            let mut tensor = tensor.clone();
+            tensor.0 = tensor.0.replace("blk.0.", &format!("blk.{layer}."));
+            tensor
+        };
+        file.tensors.extend(of_layer.iter().map(rename));
+    }
+    let checkpoint = open(&file).expect("checkpoint");
+    assert_eq!(checkpoint.config().no_rope, [false, false, false, true, false]);
+    let q = values(&checkpoint, Part::Layer(3, LayerPart::Q));
+    assert_eq!(q[32..64], (64..96).map(value).collect::<Vec<f32>>(), "row 1 is the file's row 2");
+    assert!(open(&named("smollm3")).expect("checkpoint").config().no_rope.is_empty());
+}
+
+#[test]
+fn granites_multipliers_are_read() {
+    let base = named("granite").with("granite.logit_scale", Some(f32_value(8.0)));
+    let plain = open(&base).expect("checkpoint");
+    assert_eq!(plain.config().scales, Scales { embedding: 1.0, scores: 1.0, logits: 0.125 });
+    let all = [("embedding_scale", 12.0), ("residual_scale", 0.25), ("attention.scale", 0.125)];
+    let with = |file: File, (name, value): (&str, f32)| file.with(&format!("granite.{name}"), Some(f32_value(value)));
+    let checkpoint = open(&all.into_iter().fold(base.clone(), with)).expect("checkpoint");
+    assert_eq!(checkpoint.config().scales, Scales { embedding: 48.0, scores: 0.25, logits: 0.125 });
+    assert!((checkpoint.config().rms_eps / 1.6e-4 - 1.0).abs() < 1e-6);
+    let norm = values(&checkpoint, Part::FinalNorm);
+    assert_eq!(norm, (0..32).map(|index| value(index) / 8.0).collect::<Vec<f32>>());
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q))[32..33], [value(64)], "row 1 is the file's row 2");
+    for name in ["embedding_scale", "residual_scale", "attention.scale", "logit_scale"] {
+        for wrong in [0.0, -1.0, 1e5, f32::NAN] {
+            refused(
+                &with(base.clone(), (name, wrong)),
+                &format!("granite.{name} that is not a number from 0.0001 to 10000"),
+            );
+        }
+    }
+    refused(&named("granite"), "has no metadata granite.logit_scale");
+    let unrotated = base.with("granite.rope.scaling.finetuned", Some(Value(7, vec![0])));
+    refused(&unrotated, "granite without RoPE");
+}
+
+#[test]
+fn qwen_rows_are_stored_in_order() {
+    let mut file = named("qwen3");
     for name in ["blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"] {
         file.tensors.push(Tensor(name.to_string(), vec![4], 0, floats(4)));
     }

@@ -133,7 +133,7 @@ pub(crate) fn planned(
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         let place = ChosenDevice::choose(device, &checkpoint)?;
-        place.settle(models, &mut resolved)?;
+        place.resolve_auto(models, &mut resolved)?;
         place.plan(models, &resolved.options, 0)
     })
 }

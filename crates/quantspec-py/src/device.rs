@@ -74,7 +74,7 @@ impl<'a> Models<'a> {
 }
 
 /// Memory of an engine, in bytes.
-pub(crate) struct Weighed {
+pub(crate) struct MemoryPlan {
     /// By purpose.
     pub(crate) parts: Memory,
     /// Total, including its user's memory.
@@ -187,12 +187,12 @@ impl ChosenDevice {
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
-    /// Memory that an engine needs on this device, and memory available. `beside`: bytes that its user needs in CPU memory.
+    /// Memory that an engine needs on this device, and memory available. `other_bytes`: bytes that its user needs in CPU memory.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not support, or a draft model with another
     /// vocabulary.
-    pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
+    pub(crate) fn memory_plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<MemoryPlan> {
         for checkpoint in std::iter::once(models.target).chain(models.draft) {
             match self.gpu() {
                 Some(gpu) => {
@@ -213,22 +213,22 @@ impl ChosenDevice {
             ChosenDevice::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
         // With a GPU, the user's memory is not on the engine's device.
-        let beside = if self.gpu().is_none() { beside } else { 0 };
+        let other_bytes = if self.gpu().is_none() { other_bytes } else { 0 };
         let needed = |capacity: usize| {
             // A requested pool grows if it would not hold one sequence.
             let pool_pages = options.pool_pages.max(pages(capacity));
             let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
-            total(&self.memory(models, &options)).saturating_add(beside)
+            total(&self.memory(models, &options)).saturating_add(other_bytes)
         };
         let rows = options.step_rows / options.slots.max(1);
         let needed_by = |slots: usize| {
             let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
-            total(&self.memory(models, &options)).saturating_add(beside)
+            total(&self.memory(models, &options)).saturating_add(other_bytes)
         };
         let parts = self.memory(models, &self.adapt(options));
-        Ok(Weighed {
+        Ok(MemoryPlan {
             parts,
-            needed_bytes: total(&parts).saturating_add(beside),
+            needed_bytes: total(&parts).saturating_add(other_bytes),
             used_bytes: used,
             available_bytes: available,
             longest_context: largest_fitting(context, available, needed),
@@ -254,13 +254,13 @@ impl ChosenDevice {
     /// those that pay, if the engine fits with them.
     ///
     /// # Errors
-    /// As [`ChosenDevice::weigh`].
-    pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
+    /// As [`ChosenDevice::memory_plan`].
+    pub(crate) fn resolve_auto(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
-            let weighed = self.weigh(models, &resolved.options, 0)?;
+            let memory = self.memory_plan(models, &resolved.options, 0)?;
             let int8 = |checkpoint| quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
             let taken = self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8);
-            if weighed.needed_bytes > weighed.available_bytes && taken {
+            if memory.needed_bytes > memory.available_bytes && taken {
                 resolved.options.weights = TargetWeights::Int8;
             }
         }
@@ -269,8 +269,8 @@ impl ChosenDevice {
             let read = self.sensitive_of(models.target, options, resolved.drafted);
             let with = Options { sensitive: read, ..options.clone() };
             if read != options.sensitive {
-                let weighed = self.weigh(models, &with, 0)?;
-                if weighed.needed_bytes <= weighed.available_bytes {
+                let memory = self.memory_plan(models, &with, 0)?;
+                if memory.needed_bytes <= memory.available_bytes {
                     resolved.options = with;
                 }
             }
@@ -280,12 +280,16 @@ impl ChosenDevice {
 
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
     /// that the device does not support, and anything beyond the model's context or the device's memory.
-    pub(crate) fn plan(&self, models: Models, options: &Options, beside: usize) -> Result<usize> {
+    pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
         models.check(options)?;
         let config = models.target.config();
-        let Weighed {
-            needed_bytes: bytes, used_bytes: used, available_bytes: available, longest_context: longest, ..
-        } = self.weigh(models, options, beside)?;
+        let MemoryPlan {
+            needed_bytes: bytes,
+            used_bytes: used,
+            available_bytes: available,
+            longest_context: longest,
+            ..
+        } = self.memory_plan(models, options, other_bytes)?;
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),

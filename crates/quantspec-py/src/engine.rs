@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 const POLL_EVERY: Duration = Duration::from_millis(40);
 
 /// Interval of checks for whether another thread has left the engine; a step of the smallest model takes longer.
-const LOOK_EVERY: Duration = Duration::from_micros(200);
+const RETRY_EVERY: Duration = Duration::from_micros(200);
 
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
@@ -190,12 +190,12 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
 }
 
 /// A token's log-probability, and the most likely tokens at its position with theirs.
-type Told = (f64, Vec<(u32, f64)>);
+type TokenLogprob = (f64, Vec<(u32, f64)>);
 
 /// Marks the engine as free of threads; dropped before its lock.
-struct Leaving<'a>(&'a PyEngine);
+struct UserGuard<'a>(&'a PyEngine);
 
-impl Drop for Leaving<'_> {
+impl Drop for UserGuard<'_> {
     fn drop(&mut self) {
         *self.0.user() = None;
     }
@@ -246,13 +246,13 @@ impl PyEngine {
                     }
                     Err(TryLockError::WouldBlock) => {
                         asked()?;
-                        thread::sleep(LOOK_EVERY);
+                        thread::sleep(RETRY_EVERY);
                     }
                 }
             };
             *self.user() = Some(me);
             // Also when `work` panics.
-            let _leaving = Leaving(self);
+            let _user = UserGuard(self);
             self.free_ended(&mut device);
             let done = work(&mut device);
             // Taken while this thread holds the engine; a later exception belongs to the next holder.
@@ -271,7 +271,7 @@ impl PyEngine {
     }
 
     /// Reports an exception of a callback's very last call in a prefill or load, after which no poll follows.
-    fn unless_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
+    fn check_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
         result.and_then(|done| if raised.is_set() { Err(Error::interrupted()) } else { Ok(done) })
     }
 
@@ -363,7 +363,7 @@ impl PyEngine {
                 let draft = draft_model.map(|model| open(model, None)).transpose()?;
                 let models = Models { target: &checkpoint, draft: draft.as_ref() };
                 let place = ChosenDevice::choose(device, &checkpoint)?;
-                place.settle(models, &mut resolved)?;
+                place.resolve_auto(models, &mut resolved)?;
                 let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
                 let planned_bytes = place.plan(models, &resolved.options, 0)?;
                 let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
@@ -371,7 +371,7 @@ impl PyEngine {
                 let prompt_bytes =
                     (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
                 let (mut engine, second) =
-                    PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
+                    PyEngine::check_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
                 if let Some(limit_bytes) = prompt_bytes {
                     on_device!(&mut engine, engine => {
                         let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
@@ -482,9 +482,9 @@ impl PyEngine {
     }
 
     /// Log-probabilities of the slot's tokens after the last call, each with the most likely tokens at its position.
-    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<Told>> {
-        let told = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
-        Ok(told.into_iter().map(|told| (told.logprob, told.top)).collect())
+    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<TokenLogprob>> {
+        let logprobs = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
+        Ok(logprobs.into_iter().map(|of| (of.logprob, of.top)).collect())
     }
 
     /// Log-probabilities of `tokens` from the second on under the target's view, teacher-forced, in a free slot.
@@ -502,7 +502,7 @@ impl PyEngine {
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress, self.raised.clone());
         self.run(py, |device| {
-            PyEngine::unless_raised(&self.raised, on_device!(device, engine => engine.prefill(slot, &mut show)))
+            PyEngine::check_raised(&self.raised, on_device!(device, engine => engine.prefill(slot, &mut show)))
         })
     }
 
@@ -517,7 +517,7 @@ impl PyEngine {
         let mut show = progress(on_progress, self.raised.clone());
         self.run(py, |device| {
             let chunk = on_device!(device, engine => engine.prefill_chunk(slot, most_rows, &mut show));
-            PyEngine::unless_raised(&self.raised, chunk)
+            PyEngine::check_raised(&self.raised, chunk)
         })
     }
 
@@ -533,7 +533,7 @@ impl PyEngine {
         let mut show = progress(on_progress, self.raised.clone());
         self.run(py, |device| {
             let timed = on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show));
-            PyEngine::unless_raised(&self.raised, timed)
+            PyEngine::check_raised(&self.raised, timed)
         })
     }
 

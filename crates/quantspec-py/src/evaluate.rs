@@ -3,7 +3,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
-use crate::options::{rounding, sensitive, target_weights, weights_name};
+use crate::options::{ablation, rounding, sensitive, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::{Sensitive, TargetWeights, View};
@@ -26,8 +26,8 @@ fn options(tokens: usize, threads: Option<usize>, weights: &str, kv_rounding: &s
 
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", draft_precision="auto",
-    pages=Vec::new(),
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", ablated=None,
+    draft_precision="auto", pages=Vec::new(),
     draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
@@ -39,6 +39,7 @@ pub(crate) fn scores<'py>(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    ablated: Option<(String, String, usize, bool)>,
     draft_precision: &str,
     pages: Vec<usize>,
     draft_cache: Option<(PathBuf, usize)>,
@@ -46,6 +47,7 @@ pub(crate) fn scores<'py>(
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let mut options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
+    options.ablation = ablated.as_ref().map(ablation).transpose().map_err(to_python)?;
     let weights = options.weights;
     let precision = sensitive(draft_precision).map_err(to_python)?;
     let raised = Raised::default();
@@ -57,13 +59,20 @@ pub(crate) fn scores<'py>(
     let (place, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
+        if options.ablation.is_some() && place.gpu().is_some() {
+            return Err(Error::usage(
+                format!("{} reads no cache with other groups or truncated codes", place.name()),
+                "add --device cpu",
+            ));
+        }
         let read =
             place.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
-        let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
-        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
+        let other_bytes =
+            stored.as_ref().map_or(Ok(0), |stored| Ok(place.memory_plan(models, stored, 0)?.needed_bytes))?;
+        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(other_bytes))?;
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let text = (&tokens[..], context, &pages[..]);
@@ -148,9 +157,9 @@ fn score<B: Backend>(
 }
 
 /// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The
-/// model is loaded for each.
+/// model is loaded for each. With `layers` also with each matrix alone in the target's precision.
 #[pyfunction]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", on_progress=None))]
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", layers=false, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn sensitivity<'py>(
     py: Python<'py>,
@@ -161,6 +170,7 @@ pub(crate) fn sensitivity<'py>(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    layers: bool,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
@@ -174,30 +184,42 @@ pub(crate) fn sensitivity<'py>(
     let mut show = progress(on_progress, raised.clone());
     let kinds = Sensitive::KINDS;
     let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
-    let (config, scores) = interruptible(py, &raised, || {
+    let (config, scores, matrices) = interruptible(py, &raised, || {
         let checkpoint = open(model, None)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
-        let mut scores = Vec::new();
+        if layers && place.gpu().is_some() {
+            let message = format!("{} scores kinds of matrices, not those of each layer", place.name());
+            return Err(Error::usage(message, "add --device cpu"));
+        }
+        // Steps of each load, in those of a draft: each matrix is another one.
+        let of_matrices = if layers { kinds.len() * checkpoint.config().layers } else { 0 };
+        let (mut scores, mut matrices) = (Vec::new(), Vec::new());
         for (index, (name, sensitive)) in read.enumerate() {
             let options = Options { sensitive, ..options.clone() };
             place.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
             let options = place.adapt(&options);
             let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-            let mut show = |done, all| show(index * all + done, (1 + kinds.len()) * all);
+            let whole = 1 + kinds.len() + of_matrices;
             let rows = options.block_rows;
             let score = match &place {
                 ChosenDevice::Cpu => {
                     let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
+                    if layers && sensitive == Sensitive::NONE {
+                        let mut show = |done, all| show(of_matrices * done, whole * all);
+                        matrices = evaluate::acceptance_by_matrix(&mut backend, &tokens, context, rows, &mut show)?;
+                    }
+                    let mut show = |done, all| show((of_matrices + index) * all + done, whole * all);
                     evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
                 }
                 ChosenDevice::Cuda { gpu, .. } => {
                     let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
+                    let mut show = |done, all| show(index * all + done, whole * all);
                     evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
                 }
             };
             scores.push((name, score));
         }
-        Ok((checkpoint.config().clone(), scores))
+        Ok((checkpoint.config().clone(), scores, matrices))
     })?;
     let (of_step, plain) =
         (draft_step_bytes(&config) as f64, scores.first().map_or(0.0, |(_, score)| score.acceptance));
@@ -211,6 +233,9 @@ pub(crate) fn sensitivity<'py>(
         let share = added as f64 / of_step;
         entry.set_item("added_share", share)?;
         entry.set_item("value", (added > 0).then(|| (score.acceptance - plain) / share))?;
+        if let Some(kind) = kinds.iter().position(|kind| kind == name).filter(|_| layers) {
+            entry.set_item("layers", matrices.iter().map(|layer| layer[kind]).collect::<Vec<f64>>())?;
+        }
         out.set_item(name, entry)?;
     }
     Ok(out)

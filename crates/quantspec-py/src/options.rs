@@ -1,6 +1,7 @@
 //! Conversion of Python arguments to engine options.
 
 use pyo3::prelude::*;
+use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_core::policy::Policy;
@@ -61,9 +62,9 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
+    /// [`crate::device::ChosenDevice::resolve_auto`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
-    /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::settle`]);
+    /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::resolve_auto`]);
     /// `options` has none.
     pub(crate) auto_precision: bool,
     /// The view of the cache that a draft reads, and its most tokens.
@@ -145,6 +146,16 @@ fn one_of<T: Copy>(flag: &str, value: &str, choices: &[(&str, T)]) -> Result<T> 
 /// The rounding of `kv_rounding`.
 pub(crate) fn rounding(name: &str) -> Result<Rounding> {
     one_of("kv_rounding", name, &[("balanced", Rounding::Balanced), ("paper", Rounding::Paper)])
+}
+
+/// The ablation of (axis of the keys, axis of the values, elements of a group, truncated codes).
+pub(crate) fn ablation((keys, values, group, truncated): &(String, String, usize, bool)) -> Result<Ablation> {
+    let axis = |flag, name: &str| one_of(flag, name, &[("channel", Axis::Channel), ("token", Axis::Token)]);
+    if !(1..=G).contains(group) {
+        return Err(Error::usage(format!("group is {group}"), format!("use 1 to {G}")));
+    }
+    let (key_axis, value_axis) = (axis("k_axis", keys)?, axis("v_axis", values)?);
+    Ok(Ablation { key_axis, value_axis, group: *group, truncated: *truncated })
 }
 
 impl Request<'_> {
@@ -242,6 +253,7 @@ impl Request<'_> {
                 prompt_capacity: self.prompt_capacity,
                 planes: Planes::of(&views),
                 rounding,
+                ablation: None,
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
                 sensitive: sensitive.filter(|_| self.every_view || needs.draft_weights).unwrap_or_default(),

@@ -62,27 +62,27 @@ pub(crate) fn plan<'py>(
         every_view: false,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
-    let (name, kept, sensitive, weighed, limit) = detached(py, || {
+    let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        place.settle(models, &mut resolved)?;
-        let weighed = place.weigh(models, &resolved.options, 0)?;
+        place.resolve_auto(models, &mut resolved)?;
+        let memory = place.memory_plan(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
         let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
-        Ok((place.name(), kept, sensitive, weighed, checkpoint.config().max_positions.min(draft_limit)))
+        Ok((place.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
     out.set_item("weights", weights_name(kept))?;
     out.set_item("draft_precision", sensitive.names())?;
-    out.set_item("fits", capacity <= limit && weighed.needed_bytes <= weighed.available_bytes)?;
-    out.set_item("planned_bytes", weighed.used_bytes + weighed.needed_bytes)?;
-    out.set_item("available_bytes", weighed.used_bytes + weighed.available_bytes)?;
-    out.set_item("longest_context", weighed.longest_context)?;
-    out.set_item("largest_batch", weighed.largest_batch)?;
-    out.update(memory_dict(py, &weighed.parts)?.as_mapping())?;
+    out.set_item("fits", capacity <= limit && memory.needed_bytes <= memory.available_bytes)?;
+    out.set_item("planned_bytes", memory.used_bytes + memory.needed_bytes)?;
+    out.set_item("available_bytes", memory.used_bytes + memory.available_bytes)?;
+    out.set_item("longest_context", memory.longest_context)?;
+    out.set_item("largest_batch", memory.largest_batch)?;
+    out.update(memory_dict(py, &memory.parts)?.as_mapping())?;
     Ok(out)
 }
 
@@ -127,12 +127,27 @@ pub(crate) fn fitting(
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
         let place = ChosenDevice::choose(device, first)?;
-        let weigh = |checkpoint| {
-            let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
-            Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
+        let memory_plan = |checkpoint| {
+            let memory = place.memory_plan(Models::alone(checkpoint), &resolved.options, 0)?;
+            Ok((memory.parts.weights_bytes, memory.parts.draft_weights_bytes, memory.longest_context))
         };
-        described.iter().map(weigh).collect()
+        described.iter().map(memory_plan).collect()
     })
+}
+
+/// Bytes that a CPU reads per second, and what `measure` returns while that is constant. Memory of a shared machine may
+/// change its speed by half within seconds: `measure` is called again if it did, up to three times.
+fn steady<T>(threads: usize, measure: &mut dyn FnMut() -> Result<T>) -> Result<(f64, T)> {
+    let (mut before, mut attempts) = (quantspec_cpu::read_gb_per_s(threads)?, 0);
+    loop {
+        let found = measure()?;
+        let after = quantspec_cpu::read_gb_per_s(threads)?;
+        attempts += 1;
+        if attempts == 4 || (after / before - 1.0).abs() < 0.1 {
+            return Ok((1e9 * f64::midpoint(before, after), found));
+        }
+        before = after;
+    }
 }
 
 /// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
@@ -160,9 +175,10 @@ pub(crate) fn rates<'py>(
                 (place, read, None)
             }
             None => {
-                let read = 1e9 * quantspec_cpu::read_gb_per_s(threads)?;
-                let config = checkpoint.config();
-                (place, read, Some(quantspec_cpu::rates::rates(config, kept, context, threads, &mut interrupted)?))
+                let (read, rates) = steady(threads, &mut || {
+                    quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)
+                })?;
+                (place, read, Some(rates))
             }
         })
     })?;

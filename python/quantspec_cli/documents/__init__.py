@@ -87,7 +87,9 @@ def extract(which: str, name: str, raw: bytes, limit: int) -> tuple[str, tuple[s
     except QuantspecError:
         raise
     except Exception as error:  # readers fail on damaged files in many ways, including RecursionError and MemoryError
-        raise InputError(f"{name} is damaged: {_said(error)}", "open it in its program and save it again") from error
+        raise InputError(
+            f"{name} is damaged: {_short_message(error)}", "open it in its program and save it again"
+        ) from error
     text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES).strip("\n")
     if not text or text.isspace():
         raise InputError(
@@ -130,7 +132,7 @@ def _refuse_ole(name: str, raw: bytes) -> None:
     raise InputError(f"{name} is an Office document of before 2007 (.doc, .xls, .ppt)", "save it as DOCX or PDF")
 
 
-def _said(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """A short description of a reader's exception."""
     text = one_line(str(error))[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -59,7 +59,7 @@ class Archive:
         if info.flag_bits & 1:
             raise InputError(f"{self.name} is an encrypted zip archive", "save a copy without its password")
         if info.file_size > self._left:
-            raise self._bomb()
+            raise self._too_large()
         whole = bytearray()
         try:
             with self._zip.open(info) as file:
@@ -67,13 +67,13 @@ class Archive:
                 while chunk := file.read(1 << 20):
                     whole += chunk
                     if len(whole) > self._left:
-                        raise self._bomb()
+                        raise self._too_large()
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as error:
             raise InputError(f"{self.name} is damaged at {member}: {error}", "copy or download it again") from error
         self._left -= len(whole)
         return bytes(whole)
 
-    def _bomb(self) -> InputError:
+    def _too_large(self) -> InputError:
         return InputError(
             f"{self.name} unpacks to more than {self._limit} bytes, more than any context holds", "split the document"
         )

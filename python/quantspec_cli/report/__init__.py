@@ -100,6 +100,7 @@ def evaluation(found: Row) -> str:
         )
         if names
         else None,
+        *_acceptance_by_pages(found.get("page_choices", {})),
         *_divergence(found["targets"]),
         Section(
             "Views of the cache",
@@ -123,6 +124,8 @@ def evaluation(found: Row) -> str:
     ]
     about = {"device": found["device"]}
     facts = {"text": f"{found['prompt']}, {found['positions']:,} positions after {found['context']:,} tokens"}
+    if "ablation" in found:
+        facts["cache"] = render.groups(found["ablation"])
     return _page("quantspec eval", [found["model"]], about, [one for one in sections if one is not None], facts)
 
 
@@ -302,6 +305,21 @@ def _acceptance_by_gamma(rows: Sequence[Row]) -> list[Section]:
     )
     text = "Share of drafted tokens that verification kept."
     return [Section("Acceptance by γ", text, chart, list(by_line), table)]
+
+
+def _acceptance_by_pages(choices: Mapping[str, Mapping[str, Row]]) -> list[Section]:
+    """Acceptance of a draft by the pages it reads, for each way to choose them."""
+    names = _unique(name for scores in choices.values() for name in scores)
+    if not names:
+        return []
+    series = [Series(name, [scores[name]["acceptance"] for scores in choices.values()]) for name in names]
+    chart = bars(
+        list(choices), series, x_title="pages", y_title="acceptance", shown=render.percent, marked=_whole_percent
+    )
+    text = (
+        "Drafts of quantspec that read this many pages, by the choice of the pages; tokens reads as many single tokens."
+    )
+    return [Section("Acceptance by pages", text, chart, names, _table("pages", list(choices), series, render.percent))]
 
 
 def _longest_drafts(rows: Sequence[Row]) -> list[tuple[str, Sequence[float] | None]]:

@@ -13,6 +13,7 @@ use quantspec_core::cache::visible_pages;
 use quantspec_core::config::{ModelConfig, TargetWeights, Weights};
 use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
 use quantspec_model::backend::Options;
+use quantspec_model::rope::RopeTable;
 
 /// Activations of a step.
 pub(super) struct Rows {
@@ -33,7 +34,7 @@ pub(super) struct Rows {
     pub(super) ffn: Array<f32>,
     /// `[row][vocab]`
     pub(super) logits: Array<f32>,
-    /// `[row][D/2]`
+    /// `[row][D/2]`; after the step's rows, one for layers without position embedding if there are any.
     pub(super) cos: Array<f32>,
     pub(super) sin: Array<f32>,
     /// `[row][head][part][2 + D]`
@@ -52,6 +53,8 @@ pub(super) struct Lengths {
     pub(super) ffn: usize,
     pub(super) logits: usize,
     pub(super) angles: usize,
+    /// The last of them, for layers without position embedding.
+    pub(super) unrotated: usize,
     pub(super) partials: usize,
     pub(super) pages: usize,
     /// Rows and inputs of the activations in limbs; 0 without planes.
@@ -63,6 +66,7 @@ impl Lengths {
         let rows = options.step_rows.max(1);
         let widest = config.hidden.max(config.q_width()).max(config.intermediate);
         let pages = visible_pages(options.capacity);
+        let unrotated = if config.no_rope.is_empty() { 0 } else { config.head_dim / 2 };
         Lengths {
             hidden: rows * row_stride(config.hidden),
             x: rows * row_stride(widest),
@@ -71,7 +75,8 @@ impl Lengths {
             attended: rows * row_stride(config.q_width()),
             ffn: rows * row_stride(config.intermediate),
             logits: rows * config.vocab,
-            angles: rows * config.head_dim / 2,
+            angles: rows * config.head_dim / 2 + unrotated,
+            unrotated,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
             limbs: if options.weights == TargetWeights::Checkpoint { (0, 0) } else { (rows, widest) },
@@ -113,6 +118,9 @@ impl Rows {
 impl Rows {
     pub(super) fn new(config: &ModelConfig, options: &Options) -> Result<Rows> {
         let len = Lengths::new(config, options);
+        let (mut cos, mut sin) = (Array::zeros(len.angles)?, Array::zeros(len.angles)?);
+        let rotated = len.angles - len.unrotated;
+        RopeTable::new(config).fill_unrotated(&mut cos[rotated..], &mut sin[rotated..]);
         Ok(Rows {
             places: QkvOffsets::new(config),
             hidden: Array::zeros(len.hidden)?,
@@ -124,8 +132,8 @@ impl Rows {
             attended: Array::zeros(len.attended)?,
             ffn: Array::zeros(len.ffn)?,
             logits: Array::zeros(len.logits)?,
-            cos: Array::zeros(len.angles)?,
-            sin: Array::zeros(len.angles)?,
+            cos,
+            sin,
             partials: Array::zeros(len.partials)?,
             all: (0..len.pages as u32).collect(),
         })

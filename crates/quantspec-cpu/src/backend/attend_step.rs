@@ -6,7 +6,7 @@ use crate::cache::Cache;
 use crate::dispatch::Simd;
 use crate::linear::{self, row_stride};
 use crate::memory::DisjointSlice;
-use crate::pool::{Deal, share, share_by_cost};
+use crate::pool::{WorkQueues, share, share_by_cost};
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
 use quantspec_core::{Error, Result};
@@ -69,8 +69,9 @@ impl Reads<'_> {
                 }
                 None => {
                     let visible = vec![G; rows.len()];
-                    let next = next.map(|page| self.cache.full(head, page));
-                    attend::full_page(self.simd, state, rows, self.cache.full(head, page), &visible, next);
+                    let read = |page| self.cache.full(self.step.view, head, page);
+                    let next = next.map(read);
+                    attend::full_page(self.simd, state, rows, read(page), &visible, next);
                 }
             }
         }
@@ -174,12 +175,12 @@ impl CpuBackend {
                 };
                 let pages = match step.pages {
                     // Scores need quantised keys; without them the newest pages are read.
-                    Pages::Best(_) if cache.planes().upper => {
+                    Pages::Best(_) if cache.has_nibbles() => {
                         score(&mut bounds);
                         best_pages(&bounds, n)
                     }
                     Pages::Snap { .. } => {
-                        if step.choose_pages && snap.is_due(step.pages, now) && cache.planes().upper {
+                        if step.choose_pages && snap.is_due(step.pages, now) && cache.has_nibbles() {
                             score(&mut snap.refreshed);
                         }
                         let scores = snap.current();
@@ -231,18 +232,21 @@ impl CpuBackend {
             }
         }
         let (rounding, width) = (self.options.rounding, self.rows.places.width);
-        let planes = attend::Planes::of(step.view, step.weights);
+        let planes = match self.options.ablation {
+            None => attend::Planes::of(step.view, step.weights),
+            Some(_) => None,
+        };
         let qkv = &self.rows.qkv;
         let partials = Partials { data: DisjointSlice::new(&mut self.rows.partials), heads, parts, d };
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
         let states = DisjointSlice::new(&mut self.states);
         let context = Reads { simd, step, cache, planes, rounding, group };
-        let deal = Deal::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
+        let work = WorkQueues::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            while let Some(item) = deal.take(thread) {
+            while let Some(item) = work.take(thread) {
                 let item = &items[item];
                 for r in 0..item.rows * group {
                     let (j, head) = (item.first + r / group, item.kv_head * group + r % group);

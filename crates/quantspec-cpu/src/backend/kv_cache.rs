@@ -6,6 +6,7 @@ use crate::cache::{Cache, Slot};
 use crate::memory::DisjointSlice;
 use crate::pool::share;
 use crate::quantize;
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::G;
 use quantspec_core::{Error, Result};
@@ -37,6 +38,7 @@ impl CpuBackend {
         from_prompt: bool,
     ) -> Result<()> {
         let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
+        let ablation = self.options.ablation;
         let shape = self.cache.sizes.shape;
         let heads = self.cache.sizes.heads();
         let planes = self.cache.planes();
@@ -45,9 +47,10 @@ impl CpuBackend {
         while start < items {
             let count = (items - start).min(FLUSH_PAGES * threads);
             let Cache { slots, ring, sizes: _ } = &mut self.cache;
-            let Slot { pages, upper, lower, full } = &mut slots[slot];
+            let Slot { pages, upper, lower, full, ablated } = &mut slots[slot];
             let (upper, lower, full, ring) =
                 (DisjointSlice::new(upper), DisjointSlice::new(lower), DisjointSlice::new(full), &*ring);
+            let ablated = ablated.each_mut().map(|pages| DisjointSlice::new(pages));
             let per_head = *pages;
             let flushes = DisjointSlice::new(&mut self.flushes);
             let prompt = &self.prompt;
@@ -77,15 +80,35 @@ impl CpuBackend {
                     if !planes.upper {
                         continue;
                     }
-                    let lower_bytes = if planes.lower { shape.lower_bytes() } else { 0 };
-                    // SAFETY: a page is one item.
-                    let (upper, lower) = unsafe {
-                        (
-                            upper.slice(page_at * shape.upper_bytes(), shape.upper_bytes()),
-                            lower.slice(page_at * lower_bytes, lower_bytes),
+                    let stored = if let Some(ablation) = ablation {
+                        let kept = [planes.upper, planes.lower];
+                        ablation.page(keys.reinterpret_cast(), values.reinterpret_cast(), shape.d, rounding).map(
+                            |views| {
+                                for ((pages, (keys, values)), _) in
+                                    ablated.iter().zip(views).zip(kept).filter(|(_, kept)| *kept)
+                                {
+                                    // SAFETY: a page is one item.
+                                    let page = unsafe { pages.slice(page_at * shape.full_len(), shape.full_len()) };
+                                    let rows = keys.chunks_exact(shape.d).zip(values.chunks_exact(shape.d));
+                                    for (token, (key, value)) in rows.enumerate() {
+                                        let (key, value) = (key.reinterpret_cast(), value.reinterpret_cast());
+                                        attend::put_token(page, shape.d, token, key, value);
+                                    }
+                                }
+                            },
                         )
+                    } else {
+                        let lower_bytes = if planes.lower { shape.lower_bytes() } else { 0 };
+                        // SAFETY: a page is one item.
+                        let (upper, lower) = unsafe {
+                            (
+                                upper.slice(page_at * shape.upper_bytes(), shape.upper_bytes()),
+                                lower.slice(page_at * lower_bytes, lower_bytes),
+                            )
+                        };
+                        quantize::page(simd, shape, rounding, (keys, values), scratch, upper, lower)
                     };
-                    if let Err(error) = quantize::page(simd, shape, rounding, (keys, values), scratch, upper, lower)
+                    if let Err(error) = stored
                         && let Ok(mut failure) = failure.lock()
                     {
                         failure.get_or_insert(error);

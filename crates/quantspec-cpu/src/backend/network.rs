@@ -120,7 +120,7 @@ impl CpuBackend {
         let (d, heads, kv_heads, places) = (config.head_dim, config.heads, config.kv_heads, self.rows.places);
         let shape = self.cache.sizes.shape;
         let threads = self.pool.team(m * places.width);
-        let (cos, sin) = (&self.rows.cos, &self.rows.sin);
+        let (cos, sin, rotates) = (&self.rows.cos, &self.rows.sin, config.rotates(index));
         let qkv = DisjointSlice::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
         let at = |row: &Row, kv_head: usize| {
@@ -139,7 +139,8 @@ impl CpuBackend {
                         let before = x.to_vec();
                         rms_norm(simd, &before, norm, config.rms_eps, x);
                     }
-                    rope(simd, x, &cos[j * d / 2..(j + 1) * d / 2], &sin[j * d / 2..(j + 1) * d / 2]);
+                    let angles = if rotates { j * d / 2 } else { cos.len() - d / 2 };
+                    rope(simd, x, &cos[angles..][..d / 2], &sin[angles..][..d / 2]);
                 };
                 if item >= kv_heads {
                     let (j, head) = ((item - kv_heads) / heads, (item - kv_heads) % heads);
@@ -276,7 +277,7 @@ impl Network for CpuBackend {
         match pass {
             Pass::Step(step) => self.qkv_step(layer, step),
             Pass::Prefill(block) => {
-                self.prompt(|prompt, machine, model, _| prompt.qkv(machine, &model.layers[layer], block))
+                self.prompt(|prompt, machine, model, _| prompt.qkv(machine, layer, &model.layers[layer], block))
             }
         }
     }

@@ -57,13 +57,24 @@ impl Shape {
 
     fn config(&self) -> Value {
         let biases = self.biases && self.family == "llama";
-        json!({
+        let mut config = json!({
             "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim, "vocab_size": self.vocab, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": self.tied, "attention_bias": biases,
             "mlp_bias": biases, "torch_dtype": match self.dtype { "BF16" => "bfloat16", "F16" => "float16", _ => "float32" },
-        })
+        });
+        // What makes a family more than a Llama.
+        let own = match self.family {
+            "smollm3" => json!({"no_rope_layer_interval": 2}),
+            "granite" => json!({
+                "embedding_multiplier": 0.7, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 3.0,
+            }),
+            "phi3" => json!({"partial_rotary_factor": 0.75}),
+            _ => json!({}),
+        };
+        config.as_object_mut().expect("an object").extend(own.as_object().expect("an object").clone());
+        config
     }
 
     /// Name, shape, and scale of the random values (0: a norm, near 1) of every tensor.
@@ -78,15 +89,24 @@ impl Shape {
             };
             push("input_layernorm.weight", vec![h], 0.0);
             push("post_attention_layernorm.weight", vec![h], 0.0);
-            for (name, n, k, bias) in [
-                ("self_attn.q_proj", q, h, llama || qwen2),
-                ("self_attn.k_proj", kv, h, llama || qwen2),
-                ("self_attn.v_proj", kv, h, llama || qwen2),
-                ("self_attn.o_proj", h, q, llama),
-                ("mlp.gate_proj", f, h, llama),
-                ("mlp.up_proj", f, h, llama),
-                ("mlp.down_proj", h, f, llama),
-            ] {
+            let matrices = match self.family {
+                "phi3" => vec![
+                    ("self_attn.qkv_proj", q + 2 * kv, h, false),
+                    ("self_attn.o_proj", h, q, false),
+                    ("mlp.gate_up_proj", 2 * f, h, false),
+                    ("mlp.down_proj", h, f, false),
+                ],
+                _ => vec![
+                    ("self_attn.q_proj", q, h, llama || qwen2),
+                    ("self_attn.k_proj", kv, h, llama || qwen2),
+                    ("self_attn.v_proj", kv, h, llama || qwen2),
+                    ("self_attn.o_proj", h, q, llama),
+                    ("mlp.gate_proj", f, h, llama),
+                    ("mlp.up_proj", f, h, llama),
+                    ("mlp.down_proj", h, f, llama),
+                ],
+            };
+            for (name, n, k, bias) in matrices {
                 push(&format!("{name}.weight"), vec![n, k], 1.5 / (k as f32).sqrt());
                 if bias {
                     push(&format!("{name}.bias"), vec![n], 0.3);

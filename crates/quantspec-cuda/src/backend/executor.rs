@@ -5,7 +5,7 @@ use super::describe::{StepLayout, Writer};
 use super::sampler::keeps_logits;
 use crate::device::Mark;
 use crate::recorded::Kind;
-use crate::sample::Manner;
+use crate::sample::SamplingFeatures;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 use quantspec_model::backend::{DraftConfig, Executor, Round};
@@ -26,7 +26,7 @@ struct Described<'a> {
     layouts: Vec<StepLayout>,
     /// Address of its turns, if they are judged.
     turns: u64,
-    manner: Manner,
+    features: SamplingFeatures,
 }
 
 impl Executor for CudaBackend {
@@ -47,7 +47,7 @@ impl Executor for CudaBackend {
         self.launch_round(&described)?;
         self.clock.ran = timed(round);
         match round.verification() {
-            Some(_) => self.conclude(round.turns),
+            Some(_) => self.read_verdicts(round.turns),
             None => Ok(Vec::new()),
         }
     }
@@ -66,11 +66,11 @@ impl CudaBackend {
     /// Copies a round's description to the device. Draft steps without verification use one fixed address, so they share a
     /// graph.
     fn describe_round<'a>(&mut self, round: &'a Round) -> Result<Described<'a>> {
-        let manner = self.sampling.learn(round.turns)?;
+        let features = self.sampling.upload(round.turns)?;
         self.stage()?;
         // With a grammar every step is a round of its own (`forward::draft`).
         for step in round.drafts().chain(round.verification()) {
-            self.sampling.learn_masks(step.rows, round.turns)?;
+            self.sampling.upload_masks(step.rows, round.turns)?;
         }
         let (mut at, mut layouts, mut turns) = (0, Vec::new(), 0);
         for step in round.drafts() {
@@ -87,7 +87,7 @@ impl CudaBackend {
             at = writer.at;
         }
         self.send(at)?;
-        Ok(Described { round, layouts, turns, manner })
+        Ok(Described { round, layouts, turns, features })
     }
 
     /// Queues the steps of a described round; `recording`: into a graph.
@@ -99,7 +99,7 @@ impl CudaBackend {
     }
 
     fn queue_steps(&mut self, described: &Described, recording: bool) -> Result<()> {
-        let Described { round, turns, manner, .. } = described;
+        let Described { round, turns, features, .. } = described;
         let timed = timed(round);
         if timed {
             self.clock.start.set(recording)?;
@@ -114,7 +114,7 @@ impl CudaBackend {
             forward::step(self, &step)?;
             let (count, logits) = (step.rows.len(), self.step.logits.at(0));
             self.keep_logits(count, round.turns)?;
-            self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *manner)?;
+            self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *features)?;
         }
         Ok(())
     }
@@ -157,9 +157,9 @@ impl CudaBackend {
 
     /// Everything that determines a round's kernels, grids and addresses.
     fn round_key(&self, described: &Described) -> Vec<u64> {
-        let Described { round, layouts, turns, manner } = described;
+        let Described { round, layouts, turns, features } = described;
         let judged = if round.verification().is_some() { round.turns.len() } else { 0 };
-        let Manner { warm, rejects, penalises, masks } = *manner;
+        let SamplingFeatures { warm, rejects, penalises, masks } = *features;
         let how = [warm, rejects, penalises, masks].iter().rev().fold(0, |how, &one| how << 1 | u64::from(one));
         let mut key = vec![*turns, judged as u64, how, self.sampling.draft_address()];
         for (step, layout) in round.drafts().chain(round.verification()).zip(layouts) {

@@ -21,26 +21,26 @@ pub(super) struct Slot {
     pub(super) pages: Vec<i32>,
     /// The list its draft reads, unless it reads all pages.
     pub(super) chosen: Option<Chosen>,
-    pub(super) snapped: Snapped,
+    pub(super) scored_pages: ScoredPages,
 }
 
 /// Pages that have scores to choose by, of a draft of `Pages::Snap`.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Snapped {
+pub(super) struct ScoredPages {
     /// Those that the prompt's end sees.
     pub(super) of_prompt: usize,
     /// Those that were visible at the last refresh; 0 before the first.
     pub(super) refreshed: usize,
 }
 
-impl Snapped {
+impl ScoredPages {
     /// For a row that sees `visible` pages: the number of pages to choose among, whether the choice is a refresh, and whether
     /// this row makes it (core's `SnapScores`).
     fn choose(&mut self, pages: Pages, visible: usize, refreshes: bool) -> (usize, bool, bool) {
         if self.refreshed > visible {
             self.refreshed = 0;
         }
-        let current = |own: &Snapped| if own.refreshed > 0 { own.refreshed } else { own.of_prompt };
+        let current = |own: &ScoredPages| if own.refreshed > 0 { own.refreshed } else { own.of_prompt };
         let due = refreshes && pages.is_stale(current(self), visible);
         if due {
             self.refreshed = visible;
@@ -179,7 +179,7 @@ impl CudaBackend {
             };
             if step.choose_pages || slot.chosen.is_none() {
                 let (scored, refreshed, anew) = match step.pages {
-                    Pages::Snap { .. } => slot.snapped.choose(step.pages, visible, refreshes && scores),
+                    Pages::Snap { .. } => slot.scored_pages.choose(step.pages, visible, refreshes && scores),
                     Pages::Best(_) => (visible, false, scores),
                     Pages::All | Pages::Window(_) | Pages::Tokens(_) => (visible, false, false),
                 };
@@ -219,7 +219,7 @@ impl KvCache for CudaBackend {
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
         // Stored before the fallible part: closing the slot then frees the pages.
-        *place = Some(Slot { pages: pages.clone(), chosen: None, snapped: Snapped::default() });
+        *place = Some(Slot { pages: pages.clone(), chosen: None, scored_pages: ScoredPages::default() });
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // Clears flags of interrupted work, which do not concern the new sequence.
             self.sampling.clear_flag()?;

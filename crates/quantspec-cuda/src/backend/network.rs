@@ -1,10 +1,10 @@
 //! The network's operations on the rows of a step.
 
 use super::CudaBackend;
-use super::kv_cache::{Snapped, page_shared};
+use super::kv_cache::{ScoredPages, page_shared};
 use super::workspace::Input;
 use crate::args;
-use crate::attend::Around;
+use crate::attend::Neighbours;
 use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
@@ -129,7 +129,7 @@ impl CudaBackend {
     }
 
     /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows.
-    fn together(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
+    fn fused_gemms(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
         let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
         // The fused kernels compute 8-bit inputs.
@@ -183,7 +183,7 @@ impl CudaBackend {
                 arguments.extend(args![table.upper(), lower, table.stride()]);
             }
         }
-        arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
+        arguments.extend(args![hidden, self.config.hidden, self.config.vocab, self.config.scales.embedding]);
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
@@ -210,14 +210,14 @@ impl CudaBackend {
         let (rows, config) = (step.rows.len(), &self.config);
         let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
-        if let (Some(together), Some(draft)) = (self.together(step, QKV), weights.qkv.drafted(&weights.draft.qkv)) {
+        if let (Some(together), Some(draft)) = (self.fused_gemms(step, QKV), weights.qkv.drafted(&weights.draft.qkv)) {
             self.add_residual(rows)?;
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
                     rows: self.layout.rows,
                     bias: address(&weights.qkv_bias),
-                    cos_sin: self.layout.cos_sin,
+                    cos_sin: self.angles(layer, self.layout.cos_sin),
                     q: space.q.at(0),
                     rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
                     scale,
@@ -241,7 +241,7 @@ impl CudaBackend {
             address(&weights.qkv_bias),
             q_norm,
             k_norm,
-            self.layout.cos_sin,
+            self.angles(layer, self.layout.cos_sin),
             &space.q,
             &self.cache.ring_k,
             &self.cache.ring_v,
@@ -265,9 +265,9 @@ impl CudaBackend {
 
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let beside = self.together(step, OUTPUT).is_some();
+        let half_sm = self.fused_gemms(step, OUTPUT).is_some();
         // The output projection's input is int8.
-        let draft = beside || weights.draft.output.is_some() && step.weights.is_draft();
+        let draft = half_sm || weights.draft.output.is_some() && step.weights.is_draft();
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
@@ -295,10 +295,10 @@ impl CudaBackend {
         for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another pass does.
             let none = draft || index + 1 < self.layout.passes.len();
-            let around = Around { beside, behind: if none { (0, 0) } else { weights.output.ahead() } };
+            let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
-                self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
+                self.attend.run(step.view, pass, space.q.at(0), &cache, places, neighbours)?;
                 let input = &space.attended;
                 if draft {
                     let panels = self.linear.panels(step.rows.len());
@@ -318,7 +318,7 @@ impl CudaBackend {
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
         if let (Some(together), Some(draft)) =
-            (self.together(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up))
+            (self.fused_gemms(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up))
         {
             self.add_residual(rows)?;
             let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
@@ -394,7 +394,7 @@ impl Network for CudaBackend {
                 let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
                 if let Some(masses) = &mut self.masses {
                     // SAFETY: as below.
-                    unsafe { masses.take_in(block, q, kv)? };
+                    unsafe { masses.add_queries(block, q, kv)? };
                 }
                 let prompt = &self.prompt;
                 // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
@@ -417,7 +417,7 @@ impl Network for CudaBackend {
                 let weights = self.layer(layer)?;
                 let draft = weights.draft.output.as_ref().filter(|_| step.weights.is_draft());
                 let own = &weights.draft.output;
-                if let (Some(together), Some(draft)) = (self.together(step, OUTPUT), weights.output.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.fused_gemms(step, OUTPUT), weights.output.drafted(own)) {
                     let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
                     let bias = address(&weights.output_bias);
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
@@ -471,7 +471,7 @@ impl Network for CudaBackend {
                 let weights = self.layer(layer)?;
                 let draft = weights.draft.down.as_ref().filter(|_| step.weights.is_draft());
                 let own = &weights.draft.down;
-                if let (Some(together), Some(draft)) = (self.together(step, DOWN), weights.down.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.fused_gemms(step, DOWN), weights.down.drafted(own)) {
                     let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
                     let bias = address(&weights.down_bias);
                     // SAFETY: as above.
@@ -512,7 +512,7 @@ impl Network for CudaBackend {
         }
         let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
         if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {
-            slot.snapped = Snapped { of_prompt, refreshed: 0 };
+            slot.scored_pages = ScoredPages { of_prompt, refreshed: 0 };
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![

@@ -2,7 +2,7 @@
 
 use super::CudaBackend;
 use super::network::NORM_THREADS;
-use super::workspace::kept_bytes;
+use super::workspace::{kept_bytes, unrotated_rows};
 use crate::args;
 use crate::device::{Buffer, Launch};
 use crate::masses::PageMasses;
@@ -12,7 +12,7 @@ use quantspec_model::backend::Block;
 use std::time::Duration;
 
 /// Interval between checks of a busy device, short compared with a prompt's layer.
-const LOOK_AGAIN: Duration = Duration::from_micros(200);
+const POLL_EVERY: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
     /// Addresses of hidden states, and of keys and values, of the current prompt.
@@ -36,11 +36,29 @@ impl CudaBackend {
         self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
     }
 
+    /// Address of the angles of a block's or a step's rows in a layer: `own`, or those of a layer without position embedding.
+    pub(super) fn angles(&self, layer: usize, own: u64) -> u64 {
+        let unrotated = self.options.prompt_capacity.max(1) * self.config.head_dim / 2 * 8;
+        if self.config.rotates(layer) { own } else { self.prompt.cos_sin.at(unrotated) }
+    }
+
+    /// Writes the angles of layers without position embedding.
+    pub(super) fn write_unrotated(&mut self) -> Result<()> {
+        let (rows, half) = (unrotated_rows(&self.config, &self.options), self.config.head_dim / 2);
+        if rows == 0 {
+            return Ok(());
+        }
+        let (mut cos, mut sin) = (vec![0.0f32; rows * half], vec![0.0f32; rows * half]);
+        self.rope.fill_unrotated(&mut cos, &mut sin);
+        let angles: Vec<f32> = cos.into_iter().zip(sin).flat_map(|(c, s)| [c, s]).collect();
+        self.prompt.cos_sin.write(self.options.prompt_capacity.max(1) * half * 8, &angles)
+    }
+
     /// Waits for the device; the caller may interrupt.
     pub(super) fn wait(&mut self) -> Result<()> {
         while !self.device.idle()? {
             (self.hooks.poll)()?;
-            std::thread::sleep(LOOK_AGAIN);
+            std::thread::sleep(POLL_EVERY);
         }
         self.staged = 0;
         Ok(())
@@ -99,7 +117,7 @@ impl CudaBackend {
         let norms = weights.head_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
         let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
         let prompt = &self.prompt;
-        let cos_sin = prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8);
+        let cos_sin = self.angles(layer, prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8));
         let kv = self.prompt_scratch(block.start);
         // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
         unsafe {

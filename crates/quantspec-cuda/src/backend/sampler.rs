@@ -25,7 +25,7 @@ impl CudaBackend {
     }
 
     /// Waits for the verdicts of a round.
-    pub(super) fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
+    pub(super) fn read_verdicts(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
         self.layout.drafts = false;
@@ -59,15 +59,15 @@ impl TokenSampler for CudaBackend {
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
-        let manner = self.sampling.learn(turns)?;
+        let features = self.sampling.upload(turns)?;
         // Those of a round were set before it was queued.
         if self.ahead.is_none() {
-            self.sampling.learn_masks(step.rows, turns)?;
+            self.sampling.upload_masks(step.rows, turns)?;
         }
         for row in step.rows {
             self.sampling.drafts(row.slot, row.offset);
         }
-        self.sampling.propose(step.rows.len(), self.layout.rows, self.step.logits.at(0), manner)
+        self.sampling.propose(step.rows.len(), self.layout.rows, self.step.logits.at(0), features)
     }
 
     fn margin(&mut self, _slot: usize) -> Result<f32> {
@@ -86,13 +86,13 @@ impl TokenSampler for CudaBackend {
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let manner = self.sampling.learn(turns)?;
-        self.sampling.learn_masks(step.rows, turns)?;
+        let features = self.sampling.upload(turns)?;
+        self.sampling.upload_masks(step.rows, turns)?;
         self.keep_logits(step.rows.len(), turns)?;
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
-        self.sampling.judge(at, turns.len(), step.rows.len(), self.layout.rows, logits, manner)?;
-        self.conclude(turns)
+        self.sampling.judge(at, turns.len(), step.rows.len(), self.layout.rows, logits, features)?;
+        self.read_verdicts(turns)
     }
 }

@@ -75,6 +75,8 @@ pub(super) struct PromptSpace {
     pub(super) own: [usize; 2],
     /// Which of both the current prompt keeps there.
     pub(super) borrows: [bool; 2],
+    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a block or a
+    /// step.
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
     pub(super) normed: Buffer,
@@ -153,6 +155,11 @@ pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 
+/// Rows of angles for layers without position embedding.
+pub(super) fn unrotated_rows(config: &ModelConfig, options: &Options) -> usize {
+    if config.no_rope.is_empty() { 0 } else { options.block_rows.max(options.step_rows).max(1) }
+}
+
 /// Bytes of a prompt's activations: two buffers for every token with own memory, two for every token, the others for a block.
 pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
@@ -160,7 +167,7 @@ pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize;
     [
         kept_bytes(config, own[0])[0],
         kept_bytes(config, own[1])[1],
-        tokens * config.head_dim / 2 * 8,
+        (tokens + unrotated_rows(config, options)) * config.head_dim / 2 * 8,
         tokens * 4,
         read * padded(config.hidden) * element,
         rows * config.q_width() * 2,

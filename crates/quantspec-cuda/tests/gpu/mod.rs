@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -101,7 +101,9 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
         vocab: 64,
         max_positions: 1 << 20,
         rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None },
+        no_rope: Vec::new(),
+        scales: Scales::NONE,
         tied_embeddings: true,
         qkv_bias: false,
         output_bias: false,

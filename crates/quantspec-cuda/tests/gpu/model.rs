@@ -15,8 +15,8 @@ use std::path::PathBuf;
 /// The demo model, and every model in the directory `QUANTSPEC_TEST_MODELS` with room for `tokens` and head widths that the
 /// GPU supports. If a GPU is required, the variable must be set, if only to an empty directory.
 pub fn checkpoints(device: &Device, tokens: usize) -> Vec<Checkpoint> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../python/quantspec_cli/demo");
-    let demo = [beside, PathBuf::from("python/quantspec_cli/demo")].into_iter().find(|dir| dir.is_dir());
+    let in_tree = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../python/quantspec_cli/demo");
+    let demo = [in_tree, PathBuf::from("python/quantspec_cli/demo")].into_iter().find(|dir| dir.is_dir());
     let mut dirs = vec![demo.expect("the demo model is in the repository")];
     match std::env::var_os("QUANTSPEC_TEST_MODELS") {
         Some(folder) => {

@@ -1,13 +1,13 @@
 //! `auto`: uses the fastest way to draft, as measured by the policy while decoding.
 //!
 //! Candidates are several draft configurations and, if given, a draft model. The bytes that a configuration reads bound its
-//! speed, and the policy does not try those with too low a bound ([`quantspec_core::promise`]).
+//! speed, and the policy does not try those with too low a bound ([`quantspec_core::forecast`]).
 
 use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
 use crate::backend::{DraftConfig, Memory, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
-use quantspec_core::promise::{Way, promises};
+use quantspec_core::forecast::{Prior, forecasts};
 use std::collections::HashMap;
 
 /// Optimistic acceptance with 4-bit weights, with the target's weights, and of another checkpoint.
@@ -69,34 +69,34 @@ impl Drafter for Auto {
         self.own.candidates() + self.second.as_ref().map_or(0, |second| second.candidates())
     }
 
-    fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        let mut usable = self.own.promises(outlook, measured);
+    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        let mut usable = self.own.forecasts(outlook, measured);
         if outlook.longest() == 0 {
             // Without visible pages all views are equal, so the first configuration suffices.
             (usable.iter_mut().zip(&self.own.0))
                 .filter(|(_, config)| config.view != View::Upper)
-                .for_each(|(promise, _)| *promise = 0.0);
+                .for_each(|(forecast, _)| *forecast = 0.0);
         }
         let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
         let own = |config: &DraftConfig| {
             let weights = usize::from(config.weights == Weights::Full);
-            Way {
+            Prior {
                 bytes: outlook.step_bytes(config.weights, config.view, config.pages) / plain,
                 alpha: ALPHA[weights],
                 weights,
             }
         };
-        let mut ways: Vec<Way> = self.own.0.iter().map(own).collect();
+        let mut priors: Vec<Prior> = self.own.0.iter().map(own).collect();
         if let Some(second) = &self.second {
             let bytes = second.memory().draft_weights_bytes as f64 / plain;
-            ways.resize(self.candidates(), Way { bytes, alpha: ALPHA[2], weights: 2 });
-            usable.extend(second.promises(outlook, &measured[usable.len()..]));
+            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA[2], weights: 2 });
+            usable.extend(second.forecasts(outlook, &measured[usable.len()..]));
             if self.lags.is_empty() {
                 usable[self.own.candidates()..].fill(0.0);
             }
         }
-        let promised = promises(&ways, measured).into_iter();
-        promised.zip(usable).map(|(promise, usable)| promise.min(usable)).collect()
+        let forecast = forecasts(&priors, measured).into_iter();
+        forecast.zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
     }
 
     fn method(&self, candidate: usize) -> Option<&'static str> {
@@ -187,20 +187,20 @@ mod tests {
     }
 
     #[test]
-    fn promises_follow_the_bytes_of_the_context_and_the_batch() {
+    fn forecasts_follow_the_bytes_of_the_context_and_the_batch() {
         let auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, None);
-        let promises = |visible: &[usize]| auto.promises(&outlook(visible), &[None; 7]);
+        let forecasts = |visible: &[usize]| auto.forecasts(&outlook(visible), &[None; 7]);
         // Without a cache all views are equal, and the target's weights save nothing.
-        let short = promises(&[0]);
+        let short = forecasts(&[0]);
         assert!(short[3] == 0.0 && short[4] < 1.01 && short[0] > 2.0, "{short:?}");
-        let some = promises(&[10]);
+        let some = forecasts(&[10]);
         assert!(some[3] > 2.0 && some[3] < some[0], "{some:?}");
         assert_eq!([short[1], short[2]], [0.0; 2], "no pages to leave out");
         // Selected pages of a long context, and 4-bit weights before those of the target.
-        let long = promises(&[1_000]);
+        let long = forecasts(&[1_000]);
         assert!(long[1] > long[2] && long[2] > long[5] && long[5] > long[0] && long[0] > long[3], "{long:?}");
         // A batch of long contexts: its caches outweigh the weights, which all sequences share.
-        let batch = promises(&[1_000; 16]);
+        let batch = forecasts(&[1_000; 16]);
         assert!(batch[5] > long[5] + 1.0 && batch[5] > batch[1], "{batch:?}");
     }
 
@@ -230,7 +230,7 @@ mod tests {
 
         fn propose(&mut self, _: &mut dyn Target, _: &mut [Turn], candidate: usize) -> Result<Proposed> {
             self.note(format!("candidate {candidate}"));
-            Ok(Proposed { steps: 3, in_vain: 0, pages: Some(Pages::All) })
+            Ok(Proposed { steps: 3, without_token: 0, pages: Some(Pages::All) })
         }
 
         fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
@@ -270,17 +270,17 @@ mod tests {
         let mut auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, Some(Box::new(noted.clone())));
         assert_eq!((auto.candidates(), auto.method(8)), (9, Some("draft-model")));
         assert_eq!(auto.memory().draft_weights_bytes, 8 << 20);
-        let promised = |auto: &Auto| auto.promises(&outlook(&[0]), &[None; 9])[7..].to_vec();
-        assert_eq!(promised(&auto), [0.0; 2], "it has read no prompt");
+        let forecast = |auto: &Auto| auto.forecasts(&outlook(&[0]), &[None; 9])[7..].to_vec();
+        assert_eq!(forecast(&auto), [0.0; 2], "it has read no prompt");
         auto.prefill(3, &[1, 2], 5).unwrap();
-        assert!(promised(&auto)[0] > 2.0);
+        assert!(forecast(&auto)[0] > 2.0);
         let mut turns = [Turn::new(3, 2, 3, Sampler::greedy())];
         auto.propose(&mut Nothing, &mut turns, 0).unwrap();
         auto.commit(3, &[7; 500]).unwrap();
         assert_eq!(auto.propose(&mut Nothing, &mut turns, 8).unwrap().steps, 3);
         auto.commit(3, &[7; 500]).unwrap();
         auto.commit(3, &[7; 13]).unwrap();
-        assert_eq!(promised(&auto), [0.0; 2]);
+        assert_eq!(forecast(&auto), [0.0; 2]);
         auto.commit(3, &[7; 13]).unwrap();
         auto.close(3);
         let told = ["3 begins 5", "3 goes on by 500", "candidate 1", "3 goes on by 500", "3 ends", "3 ends"];

@@ -15,10 +15,10 @@ use std::collections::HashMap;
 /// Lengths of copied runs. A GPU records one graph per length.
 const LENGTHS: [usize; 7] = [1, 2, 4, 6, 8, 12, GAMMA_MAX];
 
-/// A copy must promise this many times the tokens of other rounds, as probabilities are estimated from few tokens.
+/// A copy must be expected to emit this many times the tokens of other rounds, as probabilities are estimated from few tokens.
 const MARGIN: f64 = 1.05;
 
-/// Copies instead of drafting by a network if that promises more tokens in the same time.
+/// Copies instead of drafting by a network if that is expected to emit more tokens in the same time.
 #[derive(Debug)]
 pub struct Copying {
     network: Box<dyn Drafter>,
@@ -31,7 +31,7 @@ struct Sequence {
     /// The last token, the tokens that followed it earlier, and the length of the match before it.
     run: Vec<u32>,
     agreement: usize,
-    trust: Trust,
+    rates: MatchRates,
     /// Mean tokens of the network's rounds; `None` before the first.
     of_network: Option<f64>,
     /// The network drafts the current round.
@@ -47,21 +47,21 @@ impl Sequence {
 
 /// Probability that the next token continues a match, by the match's length.
 #[derive(Debug)]
-struct Trust([Counts; LONGEST + 1]);
+struct MatchRates([Counts; LONGEST + 1]);
 
 #[derive(Clone, Copy, Debug)]
 struct Counts {
-    stood: f64,
+    matched: f64,
     seen: f64,
 }
 
-impl Default for Trust {
-    fn default() -> Trust {
-        Trust([Counts { stood: Trust::PRIOR.0, seen: Trust::PRIOR.1 }; LONGEST + 1])
+impl Default for MatchRates {
+    fn default() -> MatchRates {
+        MatchRates([Counts { matched: MatchRates::PRIOR.0, seen: MatchRates::PRIOR.1 }; LONGEST + 1])
     }
 }
 
-impl Trust {
+impl MatchRates {
     /// One of eight: copying needs evidence that the text repeats itself.
     const PRIOR: (f64, f64) = (0.5, 4.0);
 
@@ -71,11 +71,11 @@ impl Trust {
     /// Records that the text continued with `emitted`, where `run` would have been copied.
     fn observe(&mut self, agreement: usize, run: &[u32], emitted: &[u32]) {
         for (i, (copied, token)) in run.iter().zip(emitted).enumerate() {
-            let Counts { stood, seen } = &mut self.0[(agreement + i).min(LONGEST)];
-            let stands = copied == token;
-            *stood = *stood * Trust::KEPT + f64::from(u8::from(stands));
-            *seen = *seen * Trust::KEPT + 1.0;
-            if !stands {
+            let Counts { matched, seen } = &mut self.0[(agreement + i).min(LONGEST)];
+            let right = copied == token;
+            *matched = *matched * MatchRates::KEPT + f64::from(u8::from(right));
+            *seen = *seen * MatchRates::KEPT + 1.0;
+            if !right {
                 break;
             }
         }
@@ -84,8 +84,8 @@ impl Trust {
     /// Mean tokens of a round with γ copied ones, including the target's own.
     fn tokens(&self, agreement: usize, gamma: usize) -> f64 {
         let chance = |i: usize| self.0[(agreement + i).min(LONGEST)];
-        let stands = (0..gamma).map(|i| chance(i).stood / chance(i).seen);
-        1.0 + stands.scan(1.0, |all, one| Some(std::mem::replace(all, *all * one) * one)).sum::<f64>()
+        let right = (0..gamma).map(|i| chance(i).matched / chance(i).seen);
+        1.0 + right.scan(1.0, |all, one| Some(std::mem::replace(all, *all * one) * one)).sum::<f64>()
     }
 }
 
@@ -109,22 +109,22 @@ impl Drafter for Copying {
         self.network.candidates()
     }
 
-    fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        self.network.promises(outlook, measured)
+    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        self.network.forecasts(outlook, measured)
     }
 
     fn method(&self, candidate: usize) -> Option<&'static str> {
         self.network.method(candidate)
     }
 
-    fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
+    fn copies(&self, slot: usize, most: usize, break_even: &dyn Fn(usize) -> Option<f64>) -> usize {
         let Some(sequence) = self.sequences.get(&slot) else { return 0 };
         let most = most.min(sequence.run.len() - 1);
         let lengths = LENGTHS.into_iter().filter(|&length| length < most).chain((most > 0).then_some(most));
         // Without costs a round must emit as many tokens as one of the network.
         let gain = |gamma: usize| {
-            let par = par(gamma).or(sequence.of_network).unwrap_or(f64::INFINITY);
-            sequence.trust.tokens(sequence.agreement, gamma) / par
+            let break_even = break_even(gamma).or(sequence.of_network).unwrap_or(f64::INFINITY);
+            sequence.rates.tokens(sequence.agreement, gamma) / break_even
         };
         lengths
             .map(|gamma| (gamma, gain(gamma)))
@@ -164,7 +164,7 @@ impl Drafter for Copying {
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         if let Some(sequence) = self.sequences.get_mut(&slot) {
-            sequence.trust.observe(sequence.agreement, &sequence.run[1..], tokens);
+            sequence.rates.observe(sequence.agreement, &sequence.run[1..], tokens);
             if std::mem::take(&mut sequence.drafts) {
                 let emitted = tokens.len() as f64;
                 let mean = sequence.of_network.get_or_insert(emitted);
@@ -209,7 +209,7 @@ mod tests {
             for turn in turns.iter().filter(|turn| turn.drafts(0)) {
                 target.set_window(turn.slot, &vec![0; turn.gamma + 1])?;
             }
-            Ok(Proposed { steps: 1, in_vain: 0, pages: Some(Pages::All) })
+            Ok(Proposed { steps: 1, without_token: 0, pages: Some(Pages::All) })
         }
 
         fn commit(&mut self, _: usize, _: &[u32]) -> Result<()> {
@@ -238,7 +238,7 @@ mod tests {
     }
 
     /// A round of any number of copied tokens must emit three tokens.
-    fn par(_: usize) -> Option<f64> {
+    fn break_even(_: usize) -> Option<f64> {
         Some(3.0)
     }
 
@@ -257,13 +257,13 @@ mod tests {
 
     #[test]
     fn a_text_that_quotes_is_copied_and_one_that_stops_is_not() {
-        assert_eq!(after(0).copies(0, 12, &par), 0, "nothing is known yet");
+        assert_eq!(after(0).copies(0, 12, &break_even), 0, "nothing is known yet");
         let mut drafter = after(20);
-        assert_eq!(drafter.copies(0, 12, &par), 12);
-        assert_eq!(drafter.copies(0, 5, &par), 5, "never more than is asked for");
-        assert_eq!(drafter.copies(0, 0, &par), 0);
+        assert_eq!(drafter.copies(0, 12, &break_even), 12);
+        assert_eq!(drafter.copies(0, 5, &break_even), 5, "never more than is asked for");
+        assert_eq!(drafter.copies(0, 0, &break_even), 0);
         assert_eq!(drafter.copies(0, 12, &|_| Some(f64::INFINITY)), 0, "costs are not known yet");
-        assert_eq!(drafter.copies(3, 12, &par), 0, "no such sequence");
+        assert_eq!(drafter.copies(3, 12, &break_even), 0, "no such sequence");
         // Runs become shorter if their length costs more than it yields.
         assert_eq!(drafter.copies(0, 12, &|gamma| Some(1.0 + 0.7 * gamma.saturating_sub(4) as f64)), 4);
         // The text leaves its source repeatedly: 8 tokens match, and the ninth does not.
@@ -271,7 +271,7 @@ mod tests {
             drafter.commit(0, &[200, 1, 2, 3, 4, 5, 6, 7, 8, 200]).unwrap();
         }
         drafter.commit(0, &[50, 51, 52, 53, 54, 55, 56, 57, 58, 200, 30, 31]).unwrap();
-        assert_eq!(drafter.copies(0, 12, &par), 0, "few runs as long as that stood");
+        assert_eq!(drafter.copies(0, 12, &break_even), 0, "few runs as long as that were right");
     }
 
     #[test]
@@ -301,8 +301,8 @@ mod tests {
             let mut turns = [Turn { copied: gamma > 0, ..Turn::new(0, 0, gamma.max(4), Sampler::greedy()) }];
             let mut windows = Windows::default();
             drafter.propose(&mut windows, &mut turns, 0).unwrap();
-            let stood = windows.0[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
-            let emitted = if gamma > 0 { stood + 1 } else { 3 };
+            let right = windows.0[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
+            let emitted = if gamma > 0 { right + 1 } else { 3 };
             seconds += if gamma > 0 { verify(gamma) } else { 2.0 };
             let end = answer.len().min(at + emitted);
             drafter.commit(0, &answer[at..end]).unwrap();
@@ -354,6 +354,6 @@ mod tests {
         assert_eq!(copied, Proposed::default());
         drafter.close(0);
         assert!(drafter.propose(&mut windows, &mut turns[1..], 0).is_err());
-        assert_eq!(drafter.copies(0, 4, &par), 0);
+        assert_eq!(drafter.copies(0, 4, &break_even), 0);
     }
 }

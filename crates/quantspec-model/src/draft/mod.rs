@@ -38,7 +38,7 @@ pub trait Drafter: Debug + Send {
     }
 
     /// Tokens, at most `most`, of the sequence's own text to copy instead of drafting in the next round of this slot;
-    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `par(γ)` is the number of tokens a round of γ copied ones must
+    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `break_even(γ)` is the number of tokens a round of γ copied ones must
     /// emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
     fn copies(&self, _slot: usize, _most: usize, _par: &dyn Fn(usize) -> Option<f64>) -> usize {
         0
@@ -52,7 +52,7 @@ pub trait Drafter: Debug + Send {
     /// Expected tokens of each candidate in the time of a plain step, for one round: 0 if it cannot draft or is not worth
     /// trying, infinite if unknown. `measured` is the result of [`quantspec_core::policy::Policy::measured`]. Candidate 0
     /// always can draft.
-    fn promises(&self, _outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+    fn forecasts(&self, _outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         vec![f64::INFINITY; self.candidates()]
     }
 
@@ -145,8 +145,8 @@ impl Outlook<'_> {
     }
 }
 
-/// Promises of draft configurations without expectations: infinite if one leaves out enough pages, else 0.
-fn usable_promises(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
+/// Forecasts of draft configurations without expectations: infinite if one leaves out enough pages, else 0.
+fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
     let usable = |(at, config): (usize, &DraftConfig)| config.is_usable(at, outlook.longest());
     configs.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
 }
@@ -157,7 +157,7 @@ pub struct Proposed {
     /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
-    pub in_vain: usize,
+    pub without_token: usize,
     /// Pages of the target's cache that each step read; `None` if it reads none.
     pub pages: Option<Pages>,
 }

@@ -5,7 +5,7 @@
 //! and all tokens of rounds it did not draft) are fed before its next draft. Rejected tokens are dropped by length, as in the
 //! target's cache.
 
-use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
+use super::{Drafter, Needs, Outlook, Proposed, Target, usable_forecasts};
 use crate::backend::{Backend, DraftConfig, Memory, Row, Step, Turn};
 use crate::forward;
 use quantspec_core::cache::{Extent, GAMMA_MAX};
@@ -87,7 +87,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Non-finite values of the second network end its drafts of a sequence, and are no error of the text.
-    fn unless_lost(&mut self, slot: usize, result: Result<()>) -> Result<()> {
+    fn end_drafts_if_not_finite(&mut self, slot: usize, result: Result<()>) -> Result<()> {
         match result {
             Err(error) if error.kind == ErrorKind::NotFinite => {
                 self.end(slot);
@@ -148,14 +148,14 @@ impl<B: Backend> Drafter for DraftModel<B> {
         self.configs.len()
     }
 
-    fn promises(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        usable_promises(&self.configs, outlook)
+    fn forecasts(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        usable_forecasts(&self.configs, outlook)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
         let mut network = self.network()?;
         let begun = network.begin(slot, prompt, first);
-        network.unless_lost(slot, begun)
+        network.end_drafts_if_not_finite(slot, begun)
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
@@ -165,16 +165,16 @@ impl<B: Backend> Drafter for DraftModel<B> {
         let mut own: Vec<Turn> = drafting.map(|turn| Turn { reads_logits: false, ..turn.clone() }).collect();
         for turn in &own {
             let caught_up = network.catch_up(turn.slot, turn.committed, &config);
-            network.unless_lost(turn.slot, caught_up)?;
+            network.end_drafts_if_not_finite(turn.slot, caught_up)?;
         }
         own.retain(|turn| network.sequences.contains_key(&turn.slot));
         if !own.is_empty() {
             forward::draft_now(&mut network.backend, &config, &mut own)?;
         }
-        let (mut in_vain, mut steps, mut own) = (0, 1, own.into_iter().peekable());
+        let (mut without_token, mut steps, mut own) = (0, 1, own.into_iter().peekable());
         for turn in turns.iter_mut().filter(|turn| turn.drafts(0)) {
             let Some(mut drafted) = own.next_if(|drafted| drafted.slot == turn.slot) else {
-                (turn.gamma, in_vain) = (0, in_vain + 1);
+                (turn.gamma, without_token) = (0, without_token + 1);
                 continue;
             };
             let Shared { backend, sequences, .. } = &mut *network;
@@ -195,11 +195,11 @@ impl<B: Backend> Drafter for DraftModel<B> {
             if let Some(sequence) = sequences.get_mut(&turn.slot) {
                 sequence.drafted = drafted.gamma;
             }
-            in_vain += usize::from(drafted.gamma == 0);
+            without_token += usize::from(drafted.gamma == 0);
             steps = steps.max(drafted.gamma);
             (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
         }
-        Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
+        Ok(Proposed { steps, without_token, pages: Some(config.pages) })
     }
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
@@ -211,7 +211,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
         let fed = std::mem::take(&mut sequence.drafted).min(tokens.len());
         sequence.pending.drain(..fed);
         let flushed = sequence.extent.commit(fed).try_for_each(|page| backend.flush(slot, page));
-        network.unless_lost(slot, flushed)
+        network.end_drafts_if_not_finite(slot, flushed)
     }
 
     fn close(&mut self, slot: usize) {

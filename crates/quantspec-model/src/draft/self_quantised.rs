@@ -1,6 +1,6 @@
 //! The model drafts for itself: weights × view of its cache × pages.
 
-use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
+use super::{Drafter, Needs, Outlook, Proposed, Target, usable_forecasts};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::Pages;
@@ -32,8 +32,8 @@ impl Drafter for SelfQuantised {
         self.0.len()
     }
 
-    fn promises(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        usable_promises(&self.0, outlook)
+    fn forecasts(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        usable_forecasts(&self.0, outlook)
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -45,9 +45,9 @@ impl Drafter for SelfQuantised {
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         target.draft(&config, turns)?;
         // A draft that ended at its first token took a step and yielded none.
-        let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
+        let without_token = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
         let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
-        Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
+        Ok(Proposed { steps, without_token, pages: Some(config.pages) })
     }
 
     fn commit(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
@@ -87,13 +87,13 @@ mod tests {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
         let mut drafter = SelfQuantised(configs.clone());
-        let usable = |visible| drafter.promises(&outlook(&[3, visible]), &[None; 3]);
+        let usable = |visible| drafter.forecasts(&outlook(&[3, visible]), &[None; 3]);
         let (yes, no) = (f64::INFINITY, 0.0);
         assert_eq!(usable(31), [yes, no, no]);
         assert_eq!(usable(32), [yes, yes, no]);
         assert_eq!(usable(128), [yes, yes, yes]);
         // A number of pages set by the user is read at any length.
-        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).promises(&outlook(&[]), &[None]), [yes]);
+        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).forecasts(&outlook(&[]), &[None]), [yes]);
 
         let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {

@@ -1,6 +1,6 @@
 """Blocks of every GGUF type with random codes and scales, and their values by the `gguf` package.
 
-python gguf_blocks.py        # needs numpy and gguf; writes gguf_blocks.safetensors beside this file
+python gguf_blocks.py        # needs numpy and gguf; writes gguf_blocks.safetensors next to this file
 """
 
 import json

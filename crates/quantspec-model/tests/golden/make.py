@@ -1,9 +1,9 @@
-"""Makes the golden checkpoints and logits beside this file, with Hugging Face transformers as the second opinion.
+"""Makes the golden checkpoints and logits next to this file, with Hugging Face transformers as the second opinion.
 
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py [DIRECTORY ...]      # without a name all; phi3, smollm3 and granite are of transformers 5.17.0
+    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3 and granite* are of transformers 5.17.0
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -81,6 +81,18 @@ PHI3: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != 
     "original_max_position_embeddings": 1024,
     "rope_scaling": None,
     "sliding_window": None,
+}
+LONGROPE: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0 + 0.01 * pair for pair in range(24)],
+    "long_factor": [round(1.0 + 0.05 * pair**2, 2) for pair in range(24)],
+}
+PHI4 = PHI3 | {
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": LONGROPE,
+    "sliding_window": 2048,
+    "tie_word_embeddings": True,
 }
 SMOLLM3 = LLAMA | {
     "architectures": ["SmolLM3ForCausalLM"],
@@ -242,6 +254,22 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
     ),
     # Queries, keys and values in one matrix, gate and up in another; two shards.
     "phi3": ({"config": PHI3}, 40, 2),
+    # LongRoPE on the first 48 of 64 channels. More tokens than the original context: transformers then uses the long factors
+    # in every row. `short` has the whole context as its original one.
+    "phi3-long": (
+        {
+            "config": PHI4,
+            "short": PHI4 | {"max_position_embeddings": 64, "original_max_position_embeddings": 64},
+            "new": without(PHI4, "rope_scaling", "rope_theta", "partial_rotary_factor")
+            | {
+                "rope_parameters": LONGROPE
+                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 1.1}
+            },
+            "unscaled": PHI4 | {"rope_scaling": None},
+        },
+        40,
+        1,
+    ),
     # Every fourth layer has no positions, or the layers that the configuration lists.
     "smollm3": (
         {

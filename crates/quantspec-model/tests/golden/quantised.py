@@ -1,6 +1,6 @@
 """A tiny Llama in every quantised format with random codes, and its matrices' values by NumPy.
 
-python quantised.py        # needs numpy; writes quantised.json and quantised.safetensors beside this file
+python quantised.py        # needs numpy; writes quantised.json and quantised.safetensors next to this file
 """
 
 import json

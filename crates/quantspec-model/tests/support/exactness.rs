@@ -105,7 +105,7 @@ impl Case {
     }
 }
 
-/// Drafts with another candidate in each round, regardless of promises.
+/// Drafts with another candidate in each round, regardless of forecasts.
 #[derive(Debug)]
 struct InTurn {
     drafter: Box<dyn Drafter>,
@@ -121,8 +121,8 @@ impl Drafter for InTurn {
         self.drafter.margins()
     }
 
-    fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
-        self.drafter.copies(slot, most, par)
+    fn copies(&self, slot: usize, most: usize, break_even: &dyn Fn(usize) -> Option<f64>) -> usize {
+        self.drafter.copies(slot, most, break_even)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
@@ -207,7 +207,7 @@ pub(crate) fn decode<B: Backend>(engine: &mut Engine<B>, case: &Case, requests: 
     let drafted = engine.stats().drafted_tokens() - drafted_before;
     assert!(drafted > 0 || may_draft_nothing, "{case:?}: nothing was drafted, so the comparison would be empty");
     let end = |(tokens, slot)| {
-        let logprobs = engine.take_logprobs(slot).expect("told");
+        let logprobs = engine.take_logprobs(slot).expect("log-probabilities");
         engine.finish(slot);
         Answer { tokens, logprobs }
     };

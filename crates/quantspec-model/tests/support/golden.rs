@@ -70,7 +70,7 @@ pub(crate) fn all() -> Vec<Golden> {
         variants.sort();
         goldens.extend(variants.iter().map(|variant| load(&directory, variant)));
     }
-    assert!(goldens.len() >= 18, "only {} goldens were found", goldens.len());
+    assert!(goldens.len() >= 27, "only {} goldens were found", goldens.len());
     goldens
 }
 

@@ -1,0 +1,78 @@
+//! Expected speed of a candidate before it is tried, so that hopeless ones never are.
+//!
+//! A forecast is optimistic: a draft step takes the time of the bytes it reads, and acceptance is that of a good model.
+//! Measurements of other candidates with the same weights correct both.
+
+use crate::cache::GAMMA_MAX;
+
+/// Least share of the measured rejections, and of the measured time beyond that of the bytes, expected of other candidates with the
+/// same weights.
+const REJECTIONS: f64 = 0.33;
+const EXCESS: f64 = 0.8;
+/// Cost of one more row of verification, in plain steps.
+const ROW: f64 = 0.02;
+
+/// Tokens that a round of γ = `gamma` emits on average if each drafted token is accepted with probability `alpha` < 1:
+/// (1 − α^(γ+1)) / (1 − α) (Leviathan et al. 2023, eq. 1).
+pub fn expected_tokens(alpha: f64, gamma: usize) -> f64 {
+    (1.0 - alpha.powi(gamma as i32 + 1)) / (1.0 - alpha)
+}
+
+/// What is known of a candidate before it drafts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prior {
+    /// Bytes that a draft step reads, relative to those of a plain step.
+    pub bytes: f64,
+    /// Highest plausible probability that a drafted token is accepted.
+    pub alpha: f64,
+    /// Identifies its weights: measurements of one candidate apply in part to others with the same weights.
+    pub weights: usize,
+}
+
+/// Expected tokens of each candidate in the time of a plain step. `measured` has the seconds of each candidate's step, relative to
+/// a plain one, and its α ([`crate::policy::Policy::measured`]).
+pub fn forecasts(priors: &[Prior], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+    priors.iter().map(|prior| forecast(prior, priors, measured)).collect()
+}
+
+fn forecast(prior: &Prior, priors: &[Prior], measured: &[Option<(f64, f64)>]) -> f64 {
+    let peers = priors.iter().zip(measured).filter(|(peer, _)| peer.weights == prior.weights);
+    let (mut excess, mut alpha) = (f64::INFINITY, 0.0_f64);
+    for (peer, (step, measured)) in peers.filter_map(|(peer, known)| Some((peer, (*known)?))) {
+        excess = excess.min(EXCESS * (step - peer.bytes).max(0.0) * (prior.bytes / peer.bytes).min(1.0));
+        alpha = alpha.max(1.0 - REJECTIONS * (1.0 - measured));
+    }
+    let (excess, alpha) = if excess.is_finite() { (excess, alpha.min(prior.alpha)) } else { (0.0, prior.alpha) };
+    let rate = |gamma| expected_tokens(alpha, gamma) / (1.0 + gamma as f64 * (prior.bytes + excess + ROW));
+    (1..=GAMMA_MAX).map(rate).fold(0.0, f64::max)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUICK: Prior = Prior { bytes: 0.25, alpha: 0.95, weights: 0 };
+    const SLOW: Prior = Prior { bytes: 0.9, alpha: 0.99, weights: 1 };
+
+    #[test]
+    fn fewer_bytes_raise_a_forecast() {
+        let found = forecasts(&[QUICK, Prior { bytes: 0.1, ..QUICK }, SLOW], &[None; 3]);
+        assert!(found[1] > found[0] && found[0] > found[2], "{found:?}");
+        // γ 8: (1 − 0.95⁹) / 0.05 tokens in 1 + 8·0.27 plain steps.
+        assert!((found[0] - 7.395 / 3.16).abs() < 1e-3, "{found:?}");
+        assert!(found[2] < 1.1);
+    }
+
+    #[test]
+    fn measurements_correct_candidates_with_the_same_weights() {
+        let priors = [QUICK, Prior { bytes: 0.1, ..QUICK }, SLOW];
+        let before = forecasts(&priors, &[None; 3]);
+        for (measured, bound) in [((0.25, 0.5), 0.75), ((1.0, 0.95), 0.9)] {
+            let found = forecasts(&priors, &[Some(measured), None, None]);
+            assert!(found[0] < bound * before[0] && found[1] < bound * before[1], "{found:?} {before:?}");
+            assert_eq!(found[2], before[2]);
+        }
+        // A measurement better than expected does not raise the expectation.
+        assert_eq!(forecasts(&priors, &[Some((0.2, 1.0)), None, None])[1], before[1]);
+    }
+}

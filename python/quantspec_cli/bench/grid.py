@@ -1,0 +1,236 @@
+"""What one `quantspec bench` measures: its request, the lists in it, and the text to read."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import files, prompts, render
+from ..errors import DoesNotFitError, InputError, ModelError, UsageError, native_errors
+from ..lists import items, numbers, numbers_or
+from ..options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..model import Model
+    from ..options import EngineOptions
+
+# The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, enough for every depth.
+BOOK = Path(__file__).parent.with_name("book.txt.gz")
+# More than a mean needs.
+REPETITIONS_MAX = 10_000
+# More sequences than any memory holds, and small enough for the engine's integers.
+BATCH_MAX = 4096
+
+Gamma = int | Literal["auto"]
+Pages = int | Literal["all", "auto"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method with its settings.
+
+    Attributes:
+        name: a name of `options.METHODS`.
+        kv_target: the target's view of the cache.
+        gamma: drafted tokens per round; 0 for "ar".
+        draft_pages: pages a draft reads per KV head.
+    """
+
+    name: str
+    kv_target: str
+    gamma: Gamma = 0
+    draft_pages: Pages = "all"
+
+    def native(self) -> dict[str, Any]:
+        """Keyword arguments of `_native.Engine.configure`."""
+        return {
+            "method": self.name,
+            "kv_target": self.kv_target,
+            "gamma": None if self.gamma == "auto" else self.gamma,
+            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+        }
+
+
+BASELINE = Method("ar", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Arguments of one `quantspec bench`; lists as typed."""
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    prompt: str | None
+    n_prompt: str
+    n_gen: str
+    n_depth: str
+    batch: str
+    gamma: str
+    draft_pages: str
+    draft_model: str | None
+    methods: str
+    repetitions: int
+    seed: int
+    output_format: str
+    output: str | None
+    report: str | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A request with its lists read."""
+
+    n_prompt: list[int]
+    n_gen: list[int]
+    n_depth: list[int]
+    batches: list[int]
+    methods: list[Method]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence: a decoded one has at least one token of text before it."""
+        decoded = max(max(depth, 1) + tokens + 1 for depth in self.n_depth for tokens in self.n_gen or [0])
+        # A prefill yields a token, too.
+        return max(decoded, max(self.n_depth) + max(self.n_prompt, default=0) + 1)
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of text that are read."""
+        return max(self.n_depth) + max([*self.n_prompt, 2])
+
+
+def read_grid(request: Request) -> Grid:
+    """The lists of a request, or an error about the wrong item."""
+    whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
+    # Every repetition has the next seed.
+    if not 0 <= request.seed <= SEED_MAX - request.repetitions:
+        most = SEED_MAX - request.repetitions
+        raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")
+    grid = Grid(
+        n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
+        n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
+        n_depth=numbers("-d", request.n_depth),
+        batches=_batches(request.batch),
+        methods=methods(
+            request.methods,
+            numbers_or("--gamma", request.gamma, ("auto",), 0, GAMMA_MAX),
+            numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
+        ),
+    )
+    drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
+    chooses = any(METHODS[method.name].chooses for method in grid.methods)
+    if (drafting and request.draft_model is None) or (request.draft_model is not None and not drafting and not chooses):
+        raise UsageError(
+            f"--methods has {drafting[0]}, but there is no draft model"
+            if drafting
+            else f"--draft-model is {request.draft_model}, but no method of --methods uses it",
+            "give both --draft-model and --methods ...,draft-model or auto, or neither",
+            option="draft_model",
+        )
+    if not grid.n_prompt and not grid.n_gen:
+        raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
+    return grid
+
+
+def _batches(given: str) -> list[int]:
+    found = numbers("--batch", given)
+    if not all(1 <= batch <= BATCH_MAX for batch in found):
+        raise UsageError(f"--batch is {given}", f"use whole numbers, 1 to {BATCH_MAX}", option="--batch")
+    return found
+
+
+def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:
+    """The methods of a list of `METHOD` or `METHOD-KV`, combined with every γ and page count if they draft."""
+    found: dict[Method, None] = {}
+    for item in items("--methods", given):
+        name, target = item, KV_TARGETS[0]
+        if item not in METHODS:
+            name, _, target = item.rpartition("-")
+        if name not in METHODS or target not in KV_TARGETS:
+            raise UsageError(
+                f"--methods has {item!r}",
+                f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without",
+                option="--methods",
+            )
+        method = METHODS[name]
+        of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
+        of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
+        if method.chooses or method.pages is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.pages or "auto"]
+        found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
+    return list(found)
+
+
+def models_of(given: str | None) -> list[str | None]:
+    """The models of a comma list; a directory may have a comma in its name."""
+    if given is None or files.status(given) is not None:
+        return [given]
+    return [*items("--model", given)]
+
+
+def read_text(request: Request) -> tuple[str, str]:
+    """Name and text of the document to read."""
+    if request.prompt is None:
+        return "the shipped book", gzip.decompress(BOOK.read_bytes()).decode()
+    document = prompts.read(request.prompt)
+    render.warn_of_documents([document])
+    return document.name, document.text
+
+
+def tokens_of(model: Model, name: str, text: str, grid: Grid) -> list[int]:
+    """The tokens of the text to use; an error if model or text is too short."""
+    if grid.capacity > model.context:
+        raise DoesNotFitError(
+            f"depth {max(grid.n_depth)} with its tests takes {grid.capacity} tokens, the context of {model.name} is "
+            f"{model.context}",
+            _room(grid, model.context),
+        )
+    ids = model.tokenizer.encode_start(text, grid.text_tokens)
+    if len(ids) < grid.text_tokens:
+        raise InputError(
+            f"{name} has {len(ids)} tokens, the deepest test reads {grid.text_tokens}",
+            "give a longer text with --prompt, or lower -d and -p",
+        )
+    return ids
+
+
+def _room(grid: Grid, context: int) -> str:
+    """A hint: what to lower, and to which value, so that a grid fits a context."""
+    deepest = max(grid.n_depth)
+    possible = max(context - grid.capacity + deepest, 0)
+    if deepest > 0 and replace(grid, n_depth=[possible]).capacity <= context:
+        return f"lower -d to at most {possible}"
+    # If the tests alone are too long: the room after that depth, or without any depth.
+    depth = deepest if deepest < context - 1 else 0
+    room = {"-p": (grid.n_prompt, context - depth - 1), "-n": (grid.n_gen, context - max(depth, 1) - 1)}
+    lower = [f"{flag} to at most {most}" for flag, (counts, most) in room.items() if max(counts, default=0) > most]
+    return "lower " + " and ".join([*(["-d to 0"] if depth < deepest else []), *lower])
+
+
+def check_fits(model: Model, grid: Grid, request: Request, options: EngineOptions) -> None:
+    """Refuses a model or sizes that the device or its memory refuses, before anything is read."""
+    from .. import _native
+
+    try:
+        draft_model = model.draft_model(request.draft_model)
+        with native_errors():
+            _native.planned(
+                str(model.directory), capacity=grid.capacity, draft_model=draft_model, **engine_options(options)
+            )
+    except (DoesNotFitError, ModelError) as error:
+        raise type(error)(f"{model.name}: {error.message}", error.hint) from error
+
+
+def engine_options(options: EngineOptions) -> dict[str, Any]:
+    """The engine options that apply to every method."""
+    native = options.native()
+    return {
+        name: native[name]
+        for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")
+    }

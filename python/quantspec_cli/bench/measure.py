@@ -1,0 +1,360 @@
+"""The measurements of one model: prefill and decoding, each method in turn."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__, files, loop, predict, render, settings
+from ..errors import InternalError, native_errors
+from ..options import METHODS
+from ..options import Method as Drafting
+from ..text import Text
+from .grid import BASELINE, Grid, Method, Request, engine_options
+from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from .. import _native
+    from ..model import Model
+    from ..options import EngineOptions
+
+# Warm-up tokens per method and depth: page faults, and the processor's clock.
+WARM_UP = 8
+# Warm-up tokens of a prompt, for the same reason.
+WARM_UP_PROMPT = 64
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+class Bench:
+    """The measurements of one model."""
+
+    def __init__(
+        self,
+        model: Model,
+        ids: Sequence[int],
+        grid: Grid,
+        request: Request,
+        options: EngineOptions,
+        *,
+        memory: dict[str, dict[str, Any]],
+    ) -> None:
+        """Loads the model, with every plane of the cache and the draft weights; records its memory in `memory`."""
+        from .. import _native
+
+        self._native = _native
+        self._model, self._ids, self._grid, self._request = model, ids, grid, request
+        self._draft_model = model.draft_model(request.draft_model, progress=render.on_terminal())
+        with render.progress("loading weights", shown=True) as on_loading, native_errors():
+            self._engine = _native.Engine(
+                str(model.directory),
+                capacity=grid.capacity,
+                slots=max(grid.batches) if grid.n_gen else 1,
+                **engine_options(options),
+                every_view=True,
+                draft_model=self._draft_model,
+                draft_cache=settings.native_draft_cache(),
+                on_loading=on_loading,
+            )
+            memory[model.name] = self._engine.stats()
+            self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
+            self._weights, self._precision = self._engine.info["weights"], self._engine.info["draft_precision"]
+        self._page_choice = options.choice_of_pages
+        self._accept = options.accept
+        self._info = self._engine.info
+        render.note_of_drafts(self._info)
+        self._bandwidth_now = 0.0
+        config = model.directory / "config.json"  # a GGUF file has none
+        self._widened = files.is_file(config) and "widened" in json.loads(files.read(config))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields all measurements, as each depth completes."""
+        for depth in self._grid.n_depth:
+            for tokens in self._grid.n_prompt:
+                yield self._prefill(depth, tokens)
+            for tokens, batch in itertools.product(self._grid.n_gen, self._grid.batches):
+                yield from self._decode(depth, tokens, batch)
+
+    def _bandwidth(self) -> float:
+        """GB/s now, of the engine's device."""
+        return self._engine.read_gb_per_s()
+
+    def _prefill(self, depth: int, tokens: int) -> dict[str, Any]:
+        """Cost of `tokens` more of a prompt after `depth`: their share of the prefill of both."""
+        samples = []
+        read = self._prefill_bytes(depth, tokens)
+        with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
+            slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
+            self._engine.prefill(slot)
+            self._engine.finish(slot)
+            for _ in range(self._request.repetitions):
+                before = self._bandwidth()
+                slot = self._add(depth + tokens, 1)
+                _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
+                self._engine.finish(slot)
+                samples.append(Sample(seconds, read, (before, self._bandwidth())))
+        matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
+        row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        row["flops_per_token"] = matrix + attention
+        # Prefill is in full precision, so it does not depend on the decoding method.
+        return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
+
+    def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
+        """Decodes sequences together; each follows its own part of the text and emits the same number of tokens."""
+        repetitions, grid = self._request.repetitions, self._grid
+        with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
+            answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
+        seen = self._traffic(answers.depth, answers.tokens)
+        if self._draft_model is not None:
+            seen["draft_model"] = self._traffic(answers.depth, answers.tokens, self._draft_model)
+        samples: dict[Method, list[Sample]] = {method: [] for method in grid.methods}
+        with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
+            for method in grid.methods:
+                self._configure(method)
+                answers.run(self._request.seed, min(WARM_UP, tokens))
+            for repetition in range(repetitions):
+                self._bandwidth_now = self._bandwidth()
+                # In alternating direction, so that a drift of the machine affects all methods alike.
+                for method in grid.methods[:: -1 if repetition % 2 else 1]:
+                    samples[method].append(self._sample(method, answers, seen, repetition))
+                    if tick:
+                        tick(sum(map(len, samples.values())), repetitions * len(grid.methods))
+                if self._accept == "replay":
+                    check_equal({method: runs[-1] for method, runs in samples.items()})
+        answers.close()
+        for method, runs in samples.items():
+            row = self._row(runs, batch * tokens, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
+            row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
+            row |= {"draft_pages": method.draft_pages} | speculation(runs) | speedup(runs, samples.get(BASELINE))
+            row["flops_per_token"] = self._decode_flops(method, seen, runs) / (batch * tokens)
+            yield row
+
+    def _configure(self, method: Method) -> None:
+        self._engine.configure(page_choice=self._page_choice, **method.native())
+
+    def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
+        before = self._bandwidth_now
+        self._configure(method)
+        seconds, tokens = answers.run(self._request.seed + repetition)
+        stats = self._engine.stats()
+        # The draft of one sequence may end early; a batch's drafts are as long as its longest.
+        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
+        stats |= {"passes": answers.passes, "draft_steps": steps}
+        # The bandwidth after a run is the bandwidth before the next.
+        after = self._bandwidth_now = self._bandwidth()
+        return Sample(seconds, self._decode_bytes(method, seen, stats), (before, after), stats, tokens)
+
+    def _add(self, prompt_tokens: int, new_tokens: int) -> int:
+        return self._engine.add(
+            self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
+        )
+
+    def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
+        """Bytes that steps at these positions read. Opens the checkpoint, so it must not be called between measurements."""
+        with native_errors():
+            return self._native.traffic(
+                model or str(self._model.directory),
+                start,
+                tokens,
+                self._weights,
+                self._info["device"],
+                draft_precision=self._precision,
+            )
+
+    def _prefill_bytes(self, depth: int, tokens: int) -> float:
+        """Fewest bytes read by a prefill of `tokens` after `depth`: a layer's weights and the past once per block, the head
+        once."""
+        seen = self._traffic(depth, tokens)
+        blocks = range(depth, depth + tokens, self._info["block_rows"])
+        layers = seen["weights_bytes"] - seen["head_bytes"]
+        read: float = len(blocks) * layers + sum(blocks) * seen["token_bytes"] + seen["head_bytes"]
+        return read
+
+    def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
+        """Bytes a run's verifications and drafts had to read: weights once for all sequences of a pass; per sequence the
+        visible pages of the view and the recent tokens.
+        """
+        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
+        cache = seen["pages"] * page[method.kv_target] + recent
+        read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
+        drafted = stats["drafted_tokens"] - stats["copied_tokens"]
+        pages = stats.get("draft_pages_mean") if method.draft_pages == "auto" else method.draft_pages
+        shares = {method.name: {"rounds": stats["rounds"], "drafted_tokens": drafted, "draft_pages_mean": pages}}
+        # With several methods, each has its own bytes.
+        for name, share in stats.get("by_method", shares).items():
+            if METHODS[name].draft_view is not None and share["drafted_tokens"]:
+                steps = stats["draft_steps"] * share["drafted_tokens"] / drafted
+                read += self._drafted_bytes(METHODS[name], method.kv_target, seen, share, steps)
+        return read
+
+    def _drafted_bytes(
+        self, drafts: Drafting, target: str, seen: Mapping[str, Any], share: Mapping[str, Any], steps: float
+    ) -> float:
+        """Bytes that the drafts of one method read in `steps` steps."""
+        if drafts.draft_model:
+            seen = seen["draft_model"]
+        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
+        weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
+        view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
+        asked = share["draft_pages_mean"]
+        pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
+        read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
+        if pages < seen["pages"] and self._page_choice == "best" and drafts.pages is None:
+            read += share["rounds"] * seen["pages"] * seen["page_bound_bytes"]
+        return read
+
+    def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Mean floating-point operations of a run: of all verified rows, and of rows with which the model itself drafted."""
+        visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
+        matrix, attention = predict.row_flops(self._model.info, visible)
+        drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
+        drafted = statistics.fmean(run.stats["drafted_tokens"] for run in runs)
+        rounds = statistics.fmean(run.stats["rounds"] for run in runs)
+        drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
+        return (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+
+    @staticmethod
+    def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Share of the visible tokens that a draft with selected pages reads."""
+        mean = statistics.fmean(run.stats.get("draft_pages_mean") or 0.0 for run in runs)
+        recent = seen["buffer_tokens"]
+        read = min(mean, seen["pages"]) * predict.PAGE_TOKENS + recent
+        share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
+        return share
+
+    def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
+        """Fields of every test."""
+        times = [sample.seconds / tokens * 1e3 for sample in samples]
+        bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
+        bandwidths = [sample.bandwidth for sample in samples]
+        steady = [sample for sample in samples if sample.steady]
+        milliseconds = statistics.fmean(times)
+        return {
+            "quantspec": __version__,
+            "model": self._model.name,
+            "widened": self._widened,
+            "device": self._info["device"],
+            "device_name": self._info["device_name"],
+            "simd": self._info.get("simd"),
+            "threads": self._info["threads"],
+            "method": None,
+            "weights": self._weights,
+            "kv_target": None,
+            "gamma": None,
+            "draft_pages": None,
+            "accept": self._accept,
+            "batch": 1,
+            **test,
+            "ms_per_token": milliseconds,
+            "ms_per_token_sd": statistics.stdev(times) if len(times) > 1 else 0.0,
+            "tokens_per_s": 1e3 / milliseconds,
+            "bytes_per_token": bytes_per_token,
+            "gb_per_s": bytes_per_token / milliseconds / 1e6,
+            "bandwidth_gb_per_s": statistics.fmean(bandwidths),
+            "bandwidth_share": bandwidth_share(steady),
+            "bandwidth_steady_repetitions": len(steady),
+            "acceptance_rate": None,
+            "mean_acceptance_length": None,
+            "repetitions": len(samples),
+            "samples_ms_per_token": times,
+            "samples_bandwidth_gb_per_s": bandwidths,
+        }
+
+
+class Answers:
+    """Decodes repeatedly after the same texts, whose prefill is kept as long as the buffer allows.
+
+    Attributes:
+        depth: tokens of text before each answer.
+        tokens: of each answer.
+        passes: verifications of the last run, over all its sequences together.
+        draft_steps: draft steps of the last run, likewise.
+    """
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        model: Model,
+        ids: Sequence[int],
+        depth: int,
+        tokens: int,
+        *,
+        batch: int,
+        on_prefill: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Prefills. At depth 0 there is one token of text, as the first decoded token needs a predecessor."""
+        self.depth, self.tokens = max(depth, 1), tokens
+        self.passes = self.draft_steps = 0
+        self._engine, self._model = engine, model
+        self._on_prefill = on_prefill
+        self._seed = 0
+        # Each sequence begins elsewhere in the text, after the same first token, often a BOS.
+        self._texts: dict[int, Sequence[int]] = {}
+        for sequence in range(batch):
+            start = 1 + sequence * (len(ids) - 1) // batch
+            text = [*ids[:1], *ids[start:], *ids[1:start]][: self.depth + 1]
+            self._texts[self._prefilled(text)] = text
+
+    def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
+        """Decodes with the loop of `quantspec run`; returns seconds and emitted tokens. The text's own next token comes
+        first."""
+        self._seed = seed
+        self.passes = self.draft_steps = 0
+        # The given token counts as an answer's first.
+        limit = (tokens or self.tokens) + 1
+        answers = {slot: Text(self._model.tokenizer.token_bytes, limit=limit) for slot in self._texts}
+        pieces = loop.decode(self, answers)
+        for _ in self._texts:
+            next(pieces)
+        started = time.perf_counter()
+        for _ in pieces:
+            pass
+        return time.perf_counter() - started, [answer.tokens for answer in answers.values()]
+
+    def close(self) -> None:
+        """Frees the slots."""
+        for slot in self._texts:
+            self._engine.finish(slot)
+
+    # The interface that the loop uses.
+
+    def prefill(self, slot: int, _on_progress: object = None) -> int:
+        """Returns to the end of the text, with a new prefill if too much was decoded."""
+        text = self._texts[slot]
+        if not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
+            self._engine.finish(slot)
+            if self._prefilled(text) != slot or not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
+                raise InternalError("a freshly prefilled prompt cannot be decoded", "please report this")
+        return text[-1]
+
+    def choose_gamma(self, slot: int) -> int:
+        """The engine's."""
+        return self._engine.choose_gamma(slot)
+
+    def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
+        """The engine's."""
+        self.draft_steps += max(gamma for _, gamma in gammas)
+        self._engine.draft(gammas)
+
+    def verify(self) -> list[tuple[int, list[int]]]:
+        """The engine's."""
+        self.passes += 1
+        return self._engine.verify()
+
+    def finish(self, slot: int) -> None:
+        """Keeps the slot for the next run."""
+
+    def _prefilled(self, text: Sequence[int]) -> int:
+        slot = self._engine.add(text[:-1], seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
+        self._engine.prefill(slot, self._on_prefill)
+        return slot
+
+
+def _page_bytes(seen: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a page by view."""
+    upper, lower = seen["upper_page_bytes"], seen["lower_page_bytes"]
+    return {"int4": upper, "int8": upper + lower, "fp16": seen["full_page_bytes"]}
