@@ -10,9 +10,9 @@ ci:
 test *args:
     QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model
     for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
-        echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_read every_method the_selection || exit; \
+        echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_are_processed every_method the_selection || exit; \
     done
-    python -m pytest -q -m "not slow and not gpu" {{args}} tests
+    python -m pytest -n 2 --dist worksteal -q -m "not slow and not gpu" {{args}} tests
 
 # All tests that need no GPU, against the wheel, as in README and CI
 test-all *args:

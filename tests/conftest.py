@@ -27,8 +27,8 @@ from quantspec_cli import entry, hub
 
 # Set before huggingface_hub is imported, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Read before it is removed: long runs try more examples per property.
-EXAMPLES = 2000 if os.environ.get("QUANTSPEC_LAWS") else 100
+# Read before it is removed: long runs repeat more.
+LONG = bool(os.environ.get("QUANTSPEC_LAWS"))
 # The user's own settings must not affect tests.
 for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
     if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU", "QUANTSPEC_TEST_MODELS"}:
@@ -44,7 +44,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 DEMO = hub.demo()
 
 # No deadline: a busy machine must not fail a property.
-hypothesis.settings.register_profile("quantspec", deadline=None, max_examples=EXAMPLES)
+hypothesis.settings.register_profile("quantspec", deadline=None, max_examples=2000 if LONG else 100)
 hypothesis.settings.load_profile("quantspec")
 
 

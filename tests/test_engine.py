@@ -20,7 +20,7 @@ import pytest
 from conftest import copy_demo
 
 import quantspec_cli
-from quantspec_cli import Engine, QuantspecError, loop
+from quantspec_cli import Engine, QuantspecError, background, loop
 from quantspec_cli.engine import Statistics
 from quantspec_cli.errors import DoesNotFitError, InputError, UsageError
 from quantspec_cli.model import Prompt
@@ -171,6 +171,36 @@ def test_an_interrupt_at_any_moment_leaves_no_slot_taken(
     engine.statistics()
     assert free(engine) == 2
     assert engine.generate_batch(["one", "two"], max_new_tokens=3)
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_ends_its_wait(engine: Engine, fake: Any) -> None:
+    """As a signal that arrives just before the wait: Python knows of it, and the system call goes on."""
+    fake.prefill_s = 30
+    seen: list[tuple[int, int]] = []
+
+    def on_prefill(done: int, total: int) -> None:
+        # On the scheduler's thread, while the main thread waits.
+        seen.append((done, total))
+        if len(seen) == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("one", max_new_tokens=2, on_prefill=on_prefill)
+    assert seen[-1][0] < seen[-1][1]
+    engine.statistics()
+    assert free(engine) == 2
+
+    ended, finished = threading.Event(), []
+
+    def work() -> None:
+        time.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+        finished.append(ended.wait(30))
+
+    with pytest.raises(KeyboardInterrupt):
+        background.run(work)
+    assert not finished
+    ended.set()
 
 
 def test_a_fork_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Outcome, copy_demo
+from conftest import DEMO, Outcome, copy_demo
 
 from quantspec_cli.model import Model
 from quantspec_cli.options import COMBINED, METHODS
@@ -47,6 +47,12 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     assert (text.code, text.stderr) == (0, "")
     assert text.stdout.splitlines()[-1].startswith("passed: ")
     assert len(text.stdout.splitlines()) == len(cases) + 2
+
+
+def test_a_draft_model_adds_the_cases_of_its_methods(fake: Any, quantspec: Run) -> None:
+    report = quantspec("selftest", "--json", "--draft-model", str(DEMO)).json
+    assert report["passed"] is True
+    assert {case["method"] for case in report["cases"]} == {name for name, method in METHODS.items() if method.drafts}
 
 
 def test_more_threads_than_processors_are_pointed_out(fake: Any, quantspec: Run) -> None:

@@ -34,4 +34,5 @@ pip install --quiet --disable-pip-version-check target/wheels/quantspec-*.whl
 
 echo "== pytest against the installed wheel"
 cd "$outside"
-HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q -rs "$@" "$root/tests" | tee -a "$log"
+# Two workers: many tests wait for a command that they started. Engines use every core.
+HF_HUB_OFFLINE=1 python -m pytest -n 2 --dist worksteal --rootdir "$root" -c "$root/pyproject.toml" -q -rs "$@" "$root/tests" | tee -a "$log"

@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from .errors import internal
+from .signals import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,8 @@ def run(work: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=attempt, name="quantspec-background", daemon=True)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(WAIT_S)
     if failure:
         # Panics of Rust libraries are BaseExceptions, which callers do not handle.
         raise failure[0] if isinstance(failure[0], Exception) else internal(failure[0])

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
 from . import schema, settings
@@ -22,6 +22,7 @@ from .model import Model, Prompt
 from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
+from .signals import WAIT_S
 from .text import Text
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class Batch:
             with self._turn:
                 if not self._open:
                     raise StopIteration
-                index, item, last = self._items.get()
+                index, item, last = _next(self._items)
                 self._open -= last
                 if isinstance(item, str):
                     return Piece(index, item, last)
@@ -260,6 +261,15 @@ def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
     items.put((index, item, last))
+
+
+def _next(items: SimpleQueue[tuple[int, str | BaseException, bool]]) -> tuple[int, str | BaseException, bool]:
+    """Waits for the next item, ready for Ctrl-C."""
+    while True:
+        try:
+            return items.get(timeout=WAIT_S)
+        except Empty:
+            continue
 
 
 class _Lease:

@@ -12,13 +12,14 @@ import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import loop
 from .errors import InputError, NotFiniteError, QuantspecError, UsageError, internal, native_errors
+from .signals import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,8 @@ class Scheduler:
         with self._lock:
             self.check()
             self._commands.put(call)
+        while not wait([call.done], WAIT_S).done:
+            pass
         result: Result = call.done.result()
         return result
 
@@ -164,7 +167,8 @@ class Scheduler:
             self._commands.put(None)
             if self.is_inside():
                 return
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(WAIT_S)
         del self.native
 
     def _run(self) -> None:

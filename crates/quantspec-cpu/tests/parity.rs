@@ -121,20 +121,20 @@ fn sensitive_matrices_match_the_reference() {
         let checkpoint = shape.checkpoint(seed as u64 + 1);
         let ids = random::tokens(shape.vocab, 2 * G, 99 + seed as u64);
         for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
-            let options = Options { weights, ..options(ids.len()) };
+            let options = |sensitive| Options { weights, sensitive, ..options(ids.len()) };
+            let kinds = Sensitive::KINDS.into_iter().chain(["qkv,o,gate-up,down"]);
+            let expected = kinds.map(|kind| {
+                let sensitive = Sensitive::named(kind).expect("a kind");
+                let mut reference =
+                    ReferenceBackend::load(&checkpoint, &options(sensitive), Hooks::default()).expect("reference");
+                (kind, sensitive, decode(&mut reference, &ids, G, 5, plan))
+            });
+            let expected: Vec<_> = expected.collect();
             for simd in paths() {
-                let of = |sensitive| {
-                    let options = Options { sensitive, ..options.clone() };
-                    decode(&mut load(&checkpoint, &options, simd), &ids, G, 5, plan)
-                };
+                let of = |sensitive| decode(&mut load(&checkpoint, &options(sensitive), simd), &ids, G, 5, plan);
                 let four = of(Sensitive::NONE);
-                for kind in Sensitive::KINDS.into_iter().chain(["qkv,o,gate-up,down"]) {
-                    let sensitive = Sensitive::named(kind).expect("a kind");
-                    let options = Options { sensitive, ..options.clone() };
-                    let mut reference =
-                        ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
-                    let expected = decode(&mut reference, &ids, G, 5, plan);
-                    let (near, far) = (worst(&of(sensitive), &expected), worst(&four, &expected));
+                for (kind, sensitive, expected) in &expected {
+                    let (near, far) = (worst(&of(*sensitive), expected), worst(&four, expected));
                     assert!(near < 0.6 * far && near < 0.12, "{kind} {weights:?} {simd:?} {shape:?}: {near}, {far}");
                 }
             }
@@ -148,6 +148,7 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
     let ids = random::tokens(shape.vocab, 5 * G + 12, 99 + seed as u64);
     let options = Options { weights, ..options(ids.len()) };
     let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+    let mut backends: Vec<_> = paths().into_iter().map(|simd| (simd, load(&checkpoint, &options, simd))).collect();
     let prompt = 5 * G - 9; // two windows before a page border, three after it
     for plan in [
         (Weights::Full, View::Full, Pages::All),
@@ -161,9 +162,8 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
         (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 1 }),
     ] {
         let expected = decode(&mut reference, &ids, prompt, 5, plan);
-        for simd in paths() {
-            let mut backend = load(&checkpoint, &options, simd);
-            let found = decode(&mut backend, &ids, prompt, 5, plan);
+        for (simd, backend) in &mut backends {
+            let found = decode(backend, &ids, prompt, 5, plan);
             let error = worst(&found, &expected);
             // Paths with BF16 arithmetic round activations and prompts to BF16, also for weights in planes. Elsewhere the
             // difference comes from codes at a tie, which weigh sixteen times as much in view Upper. Drafts round queries to
