@@ -212,9 +212,8 @@ fn speculation_changes_no_token_of_families_with_angles_and_factors_of_their_own
     for family in ["smollm3", "granite", "phi3-long"] {
         let model = root().join("crates/quantspec-model/tests/golden").join(family);
         for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
-            let of = |(run, batch)| (Run { weights, ..run }, batch);
-            let runs: Vec<_> = combinations().into_iter().step_by(7).map(of).collect();
-            law(&model, &prompts, G + 30, &runs);
+            let cases: Vec<Case> = of_four().into_iter().step_by(7).map(|case| Case { weights, ..case }).collect();
+            law_of_both(Model(model.clone()), &prompts, G + 30, &cases);
         }
     }
 }
