@@ -212,6 +212,8 @@ def test_a_gpu_has_no_ablations(driver: Driver) -> None:
         command = ("eval", "--tokens", "30", *flags)
         driver(*command).assert_error(2, "cuda:0 reads no cache with other groups", "--device cpu")
         assert driver(*command, "--device", "cpu").code == 0
+    single = ("eval", "--tokens", "30", "--sensitivity-layers")
+    driver(*single).assert_error(2, "cuda:0 scores kinds of matrices", "--device cpu")
 
 
 def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
