@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -176,6 +177,16 @@ def document(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_text("It was a dark and stormy night; the rain fell in torrents.", encoding="utf-8")
     return path
+
+
+def rest_of(terminal: int) -> bytes:
+    """The rest of a pseudo-terminal's output, which is then closed."""
+    seen = b""
+    with contextlib.suppress(OSError):  # a terminal's error after the last writer has closed it
+        while True:
+            seen += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    return seen
 
 
 def ids_of(text: str) -> list[int]:

@@ -1,7 +1,8 @@
 """An independent implementation in NumPy and float64: the network, the quantisers, the visibility law and teacher-forced
 drafts.
 
-Written from docs/algorithm.md and docs/design/cache.md alone. Slow and literal; tests compare the engine with it.
+Written from docs/algorithm.md, docs/design/cache.md and docs/design/quantise.md alone. Slow and literal; tests compare the
+engine with it.
 """
 
 from __future__ import annotations

@@ -66,3 +66,14 @@ def test_code_that_a_design_page_names_exists() -> None:
             assert "NAME" in path or (ROOT / path).exists(), f"{page.name}: {path}"
         for name, path in re.findall(r"`(\w+)`\s+in\s+`((?:crates|tests)/[\w./]+\.(?:rs|py))`", text):
             assert name in (ROOT / path).read_text(), f"{page.name}: {name} in {path}"
+
+
+def test_long_names_of_code_exist() -> None:
+    """Identifiers with three underscores or more are mostly names of tests."""
+    folders = ("crates", "kernels", "python", "tests", "tools")
+    suffixes = {".rs", ".py", ".cu", ".cuh"}
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    for page in [ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/design/*.md")]:
+        for name in re.findall(r"`(\w+)`", page.read_text()):
+            assert name.count("_") < 3 or name in words, f"{page.name}: {name}"

@@ -114,7 +114,7 @@ def test_ablations_agree_with_numpy() -> None:
         assert ablated[0]["targets"][name]["nll"] == pytest.approx(engine["targets"][name]["nll"], abs=2e-4)
     for name in ("quantspec", "kv4", "w4"):
         acceptance = engine["drafts"][name]["acceptance"]
-        assert ablated[0]["drafts"][name]["acceptance"] == pytest.approx(acceptance, abs=5e-4), name
+        assert ablated[0]["drafts"][name]["acceptance"] == pytest.approx(acceptance, abs=2e-3), name
 
 
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:

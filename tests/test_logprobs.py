@@ -54,8 +54,8 @@ def test_logprobs_and_scores_are_one_distribution() -> None:
         assert scores.shape == (len(prompt) + 299,)
         assert answer.logprobs is not None
         # Every token but the first comes from steps over the cache; the prompt is processed in full precision.
-        told = [one.logprob for one in answer.logprobs]
-        assert np.abs(scores[len(prompt) - 1 :] - told).max() < 0.2
+        reported = [one.logprob for one in answer.logprobs]
+        assert np.abs(scores[len(prompt) - 1 :] - reported).max() < 0.2
         assert np.exp(scores).max() <= 1 + 1e-12
         # A score does not depend on other sequences, nor on the rows of a step.
     with Engine.load(context=900, method="ar") as plain:

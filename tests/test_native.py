@@ -212,15 +212,15 @@ def test_an_exception_of_a_signal_handler_inside_a_callback_ends_work(
 def test_a_callback_may_end_the_program_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened()
     slot = engine.add([1] * 300, max_new_tokens=4, **SAMPLING)
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
 
     def fail(_done: int, _total: int) -> None:
         raise TimeoutError
 
     assert engine.prefill(slot, fail) == first(opened(), [1] * 300)
-    assert told
-    assert {one.exc_type for one in told} == {TimeoutError}
+    assert reported
+    assert {one.exc_type for one in reported} == {TimeoutError}
     engine.finish(slot)
     slot = engine.add([1] * 300, max_new_tokens=4, **SAMPLING)
     with pytest.raises(SystemExit):

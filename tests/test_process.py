@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Child
+from conftest import Child, rest_of
 
 Start = Callable[..., Child]
 
@@ -450,10 +449,7 @@ def test_progress_appears_on_a_terminal_and_ctrl_c_still_works(toy_command: list
     # The bar has only just appeared.
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=30)
-    with contextlib.suppress(OSError):  # a terminal's error after the last writer has closed it
-        while True:
-            seen += os.read(terminal, 1 << 16)
-    os.close(terminal)
+    seen += rest_of(terminal)
     assert (child.returncode, out) == (130, b"")
     # The bar is gone, and the cursor is visible.
     assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")

@@ -73,13 +73,19 @@ def test_each_matrix_is_scored_alone(quantspec: Run) -> None:
     model, tokens = llama_numpy.Llama(*llama_numpy.load(hub.demo())), np.array(ids)
     assert all(len(scores[kind]["layers"]) == model.layers for kind in SENSITIVE)
     parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate-up": ("gate", "up"), "down": ("down",)}
-    for kind, layer in (("qkv", 0), ("o", 5), ("gate-up", 2), ("down", 0), ("down", 5)):
+
+    def acceptance(kind: str, layer: int) -> float:
         block = "self_attn" if kind in {"qkv", "o"} else "mlp"
         exact = tuple(f"model.layers.{layer}.{block}.{part}_proj" for part in parts[kind])
         draft = llama_numpy.Llama(model.config, model.tensors, draft=True, exact=exact)
         logs = llama_numpy.evaluate(model, tokens, "int8", {"draft": (draft, "int4")})
-        acceptance = np.exp(np.minimum(logs["draft"], logs["target"])[:-1]).sum(-1).mean()
-        assert scores[kind]["layers"][layer] == pytest.approx(acceptance, abs=5e-4), (kind, layer)
+        return float(np.exp(np.minimum(logs["draft"], logs["target"])[:-1]).sum(-1).mean())
+
+    engine = [rate for kind in SENSITIVE for rate in scores[kind]["layers"]]
+    expected = [acceptance(kind, layer) for kind in SENSITIVE for layer in range(model.layers)]
+    # A draft's code at a tie moves a score by up to .0015, and one matrix gains up to .007.
+    assert engine == pytest.approx(expected, abs=0.003)
+    assert np.corrcoef(engine, expected)[0, 1] > 0.75
     lines = quantspec("eval", "--tokens", "20", "--sensitivity-layers", "--device", "cpu").stdout.splitlines()
     assert lines[-7].split() == ["exact", *SENSITIVE]
     assert [line.split()[:2] for line in lines[-6:]] == [["layer", str(layer)] for layer in range(model.layers)]

@@ -51,36 +51,36 @@ def test_templates_have_the_environment_of_transformers() -> None:
     assert render(source, "é<", None) == '"é<"014<s>\n.'
 
 
-def told(source: str, **arguments: Any) -> str:
+def rendered(source: str, **arguments: Any) -> str:
     return template.render(source, template.messages("D", None, None), {}, arguments).text
 
 
 def test_a_template_gets_its_arguments() -> None:
-    assert told("{{ tools | tojson }}{{ date }}", tools=[{"a": 1}], date="today") == '[{"a": 1}]today'
-    assert told("{{ bos_token }}", bos_token="!") == "!"
-    assert len(told("{{ a }}", a="x" * 2_000_000)) == 2_000_000
+    assert rendered("{{ tools | tojson }}{{ date }}", tools=[{"a": 1}], date="today") == '[{"a": 1}]today'
+    assert rendered("{{ bos_token }}", bos_token="!") == "!"
+    assert len(rendered("{{ a }}", a="x" * 2_000_000)) == 2_000_000
 
 
 def test_thinking_is_off_unless_an_argument_turns_it_on() -> None:
     source = "{% if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}"
-    assert told(source) == "off"
-    assert told(source, enable_thinking=True) == "on"
+    assert rendered(source) == "off"
+    assert rendered(source, enable_thinking=True) == "on"
 
 
 def test_an_argument_that_no_template_reads_is_refused() -> None:
     for source in ("{{ messages[0].content }}{{ tools }}", "{# foo #}{{ tools.foo }}{% set foo = 1 %}{{ foo }}"):
         with pytest.raises(UsageError, match="no variable foo") as caught:
-            told(source, foo=1)
+            rendered(source, foo=1)
         assert "the template has tools" in caught.value.hint
     with pytest.raises(UsageError, match="enable_thinking to switch thinking") as caught:
-        told("{{ messages }}", enable_thinking=True)
+        rendered("{{ messages }}", enable_thinking=True)
     assert "no variables" in caught.value.hint
     many = "".join(f"{{{{ v{number:02} }}}}" for number in range(20))
     with pytest.raises(UsageError) as caught:
         template.render(many + "{{ bos_token }}{{ messages }}", [], {"bos_token": "<s>"}, {"foo": 1})
     assert caught.value.hint.endswith("the template has " + ", ".join(f"v{number:02}" for number in range(12)))
     # A name that is read before it is set is a variable.
-    assert told("{% if foo is not defined %}{% set foo = 2 %}{% endif %}{{ foo }}", foo=1) == "1"
+    assert rendered("{% if foo is not defined %}{% set foo = 2 %}{% endif %}{{ foo }}", foo=1) == "1"
 
 
 def test_a_document_is_data_not_a_template() -> None:

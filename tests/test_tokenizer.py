@@ -207,22 +207,24 @@ def test_a_text_the_tokenizer_fails_on_is_one_error(tmp_path: Path) -> None:
             tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}', "\0\0", '{"version": "1.0"}'])
-def test_a_damaged_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(
+            ("tokenizer.json", content)
+            for content in ["", "{", "[]", '{"model": {"type": "BPE"}}', "\0\0", '{"version": "1.0"}']
+        ),
+        *(("tokenizer_config.json", content) for content in ["", "{", "[]", "[" * 100_000]),
+    ],
+)
+def test_a_damaged_tokenizer_file_is_one_error(
+    fake: Any, quantspec: Any, tmp_path: Path, name: str, content: str
+) -> None:
     model = copy_demo(tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer.json").write_text(content)
+    (model / name).unlink()
+    (model / name).write_text(content)
     outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
-    outcome.assert_error(1, "tokenizer.json")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
-def test_a_damaged_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path, content: str) -> None:
-    model = copy_demo(tmp_path / "model")
-    (model / "tokenizer_config.json").unlink()
-    (model / "tokenizer_config.json").write_text(content)
-    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
-    outcome.assert_error(1, "tokenizer_config.json")
+    outcome.assert_error(1, name)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO, Outcome
+from conftest import DEMO, Outcome, rest_of
 
 from quantspec_cli import Engine, hub
 from quantspec_cli.engine import Statistics
@@ -132,10 +131,7 @@ def test_ctrl_c_within_0_3_s_while_a_long_document_is_read(tmp_path: Path) -> No
         sent = time.monotonic()
         out, _ = child.communicate(timeout=60)
         waits.append(time.monotonic() - sent)
-        with contextlib.suppress(OSError):  # a terminal's error after the last writer has closed it
-            while True:
-                seen += os.read(terminal, 1 << 16)
-        os.close(terminal)
+        seen += rest_of(terminal)
         assert (child.returncode, out) == (130, b"")
         assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")
     # The fastest, so that a busy machine does not fail the test.

@@ -233,7 +233,7 @@ impl Policy {
     }
 
     /// Sets the expected tokens of each candidate in the time of a plain step, for the current round; 0 if it cannot draft.
-    /// Candidate 0 always can. The most promising are tried first; those below the fastest choice's rate are not tried.
+    /// Candidate 0 always can. The highest are tried first; those below the fastest choice's rate are not tried.
     pub fn observe_forecasts(&mut self, forecasts: &[f64]) {
         self.candidates.iter_mut().zip(forecasts).for_each(|(own, &forecast)| own.forecast = forecast);
         self.candidates[0].forecast = self.candidates[0].forecast.max(f64::MIN_POSITIVE);

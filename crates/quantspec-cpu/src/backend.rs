@@ -39,7 +39,7 @@ pub struct CpuBackend {
     /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
     /// Scores of pages chosen by the attention of a prompt's end, likewise.
-    snapped: Vec<SnapScores>,
+    snap_scores: Vec<SnapScores>,
     prompt: Prompt,
     rows: Rows,
     states: Vec<State>,
@@ -128,7 +128,7 @@ impl CpuBackend {
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
-            snapped: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
+            snap_scores: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],
             windows: vec![Vec::new(); options.slots],
             flushes: (0..threads).map(|_| quantize::Scratch::new(shape)).collect(),

@@ -64,7 +64,7 @@ pub(crate) fn sum(simd: Simd, x: &[u32]) -> u32 {
     #[inline(always)]
     fn body<const FMA: bool>(x: &[u32]) -> u32 {
         let mut sums = [0u32; 64];
-        let prefetch = Prefetch::here(false);
+        let prefetch = Prefetch::choose(false);
         for x in x.chunks_exact(64) {
             if let Some(prefetch) = prefetch {
                 x.chunks_exact(16).for_each(|line| prefetch.line(line.as_ptr()));

@@ -160,7 +160,7 @@ impl Prefetch {
     /// The distances that pay on this CPU, if any. `busy`: the kernel's arithmetic takes longer than its loads. Prefetching
     /// always pays on Intel server cores. Zen 4's hardware prefetchers keep up with one row (6 % slower with this) but not
     /// with slower streams: five rows with AVX2 take 0.7 of the time.
-    pub(crate) fn here(busy: bool) -> Option<Prefetch> {
+    pub(crate) fn choose(busy: bool) -> Option<Prefetch> {
         #[cfg(target_arch = "x86_64")]
         {
             static INTEL: std::sync::OnceLock<bool> = std::sync::OnceLock::new();

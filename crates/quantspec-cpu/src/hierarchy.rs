@@ -626,7 +626,7 @@ mod avx512 {
     unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
-            let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
+            let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::choose(M > 1));
             let second = if !BOTH || M <= 2 { 1 } else { 0 };
             let mut acc = [_mm512_setzero_ps(); M];
             for g in 0..part.groups {
@@ -746,7 +746,7 @@ mod avx2 {
     pub(super) unsafe fn column<const BOTH: bool>(part: &Operands, j: usize, out: *mut f32) {
         // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
-            let prefetch = Prefetch::here(false);
+            let prefetch = Prefetch::choose(false);
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
                 let (tile, at) = (part.upper.as_ptr().add(g * UPPER), j * part.groups + g);

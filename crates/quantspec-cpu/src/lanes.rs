@@ -138,7 +138,7 @@ pub(crate) fn widen(simd: Simd, from: &[u16], to: &mut [f32]) {
 fn widen_avx512(from: &[u16], to: &mut [f32]) {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
-    let (whole, prefetch) = (from.len() / 16 * 16, Prefetch::here(false));
+    let (whole, prefetch) = (from.len() / 16 * 16, Prefetch::choose(false));
     for i in (0..whole).step_by(16) {
         if let Some(prefetch) = prefetch
             && i % 32 == 0
@@ -159,7 +159,7 @@ fn widen_avx512(from: &[u16], to: &mut [f32]) {
 fn widen_avx2(from: &[u16], to: &mut [f32]) {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
-    let (whole, prefetch) = (from.len() / 8 * 8, Prefetch::here(false));
+    let (whole, prefetch) = (from.len() / 8 * 8, Prefetch::choose(false));
     for i in (0..whole).step_by(8) {
         if let Some(prefetch) = prefetch
             && i % 32 == 0

@@ -475,7 +475,7 @@ mod avx2 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
         assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-        let (chunk, prefetch) = (if m <= 2 { pairs } else { CHUNK }, Prefetch::here(m > 2));
+        let (chunk, prefetch) = (if m <= 2 { pairs } else { CHUNK }, Prefetch::choose(m > 2));
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {
@@ -593,7 +593,7 @@ mod avx512 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && x.len() >= (m - 1) * stride + 2 * pairs);
         assert!(chains.len() >= m * CHAINS && out.len() == m * PANEL);
-        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::here(m > GROUP));
+        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(m > GROUP));
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {
@@ -687,7 +687,7 @@ mod avx512 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
         assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::here(m > 2));
+        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(m > 2));
         for first in (0..pairs).step_by(chunk) {
             let k = 2 * chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {

@@ -1,4 +1,4 @@
-//! The last queries of the current prompt, and the attention they pay to its pages, by which `Pages::Snap` chooses.
+//! The last queries of the current prompt, and their attention to its pages, by which `Pages::Snap` chooses.
 
 use crate::dispatch::portable;
 use crate::lanes::{exp2, madd, widen};

@@ -57,18 +57,18 @@ struct Upcoming {
 /// A waiting loop of a thread.
 struct Wait<'a> {
     next: &'a Upcoming,
-    asked: usize,
+    prefetched: usize,
 }
 
 impl Wait<'_> {
     /// Prefetches some lines of the next operands, or pauses if all are fetched.
-    fn turn(&mut self) {
-        if self.asked < self.next.bytes.load(Relaxed) {
-            let at = self.next.start.load(Relaxed).wrapping_add(self.asked);
+    fn step(&mut self) {
+        if self.prefetched < self.next.bytes.load(Relaxed) {
+            let at = self.next.start.load(Relaxed).wrapping_add(self.prefetched);
             for line in (0..WAIT_BYTES).step_by(64) {
                 fetch_far(at.wrapping_add(line));
             }
-            self.asked += WAIT_BYTES;
+            self.prefetched += WAIT_BYTES;
         } else {
             std::hint::spin_loop();
         }
@@ -163,7 +163,7 @@ impl Pool {
 
     /// Sets the memory that each thread reads first after the next dispatches (`first(thread)`); waiting threads prefetch it.
     pub(crate) fn will_read<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
-        if Prefetch::here(false).is_none() {
+        if Prefetch::choose(false).is_none() {
             return;
         }
         for (thread, next) in self.shared.next.iter().enumerate() {
@@ -217,11 +217,11 @@ impl Pool {
                 }
             }
         }
-        let (mut spins, mut wait) = (0, Wait { next: &shared.next[0].0, asked: 0 });
+        let (mut spins, mut wait) = (0, Wait { next: &shared.next[0].0, prefetched: 0 });
         while shared.left.0.load(Acquire) != 0 {
             if spins < CALLER_SPINS {
                 spins += 1;
-                wait.turn();
+                wait.step();
             } else if spins < CALLER_SPINS + CALLER_YIELDS {
                 spins += 1;
                 std::thread::yield_now();
@@ -255,11 +255,11 @@ impl Drop for Pool {
 fn work(shared: &Shared, thread: usize) {
     let mut seen = 0;
     loop {
-        let (mut spins, mut wait) = (0, Wait { next: &shared.next[thread].0, asked: 0 });
+        let (mut spins, mut wait) = (0, Wait { next: &shared.next[thread].0, prefetched: 0 });
         while shared.epoch.0.load(SeqCst) == seen {
             if spins < shared.spins {
                 spins += 1;
-                wait.turn();
+                wait.step();
                 continue;
             }
             // Announced before the epoch is read again, so the caller sees the announcement or this thread sees the epoch.

@@ -326,7 +326,7 @@ impl Prompt {
                                 portable!(simd, norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32));
                             }
                             let (cos, sin) = (&cos[angles + lane..], &sin[angles + lane..]);
-                            portable!(simd, turn(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
+                            portable!(simd, rotate(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
                         }
                         if kind == Kind::Query {
                             head.iter_mut().flatten().for_each(|x| *x *= scale);
@@ -548,7 +548,7 @@ fn norm_head<const FMA: bool>(head: &mut [[f32; LANES]], weight: &[f32], eps: f3
 
 /// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]`, from the first token's lane on.
 #[inline(always)]
-fn turn<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
+fn rotate<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
     let half = head.len() / 2;
     let (a, b) = head.split_at_mut(half);
     for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {

@@ -74,7 +74,7 @@ pub fn rates(
         let bytes = gemm.bytes() as f64;
         let mut of_rows = |rows| {
             gemm.take(rows);
-            Ok(usual(poll, || gemm.call())? / bytes)
+            Ok(median_seconds(poll, || gemm.call())? / bytes)
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
@@ -96,7 +96,7 @@ pub fn rates(
         let bytes = attention.bytes() as f64;
         let mut of_rows = |rows| {
             attention.take(rows);
-            Ok(usual(poll, || attention.call())? / bytes)
+            Ok(median_seconds(poll, || attention.call())? / bytes)
         };
         rising(WINDOW.into_iter().map(&mut of_rows))
     };
@@ -105,12 +105,12 @@ pub fn rates(
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
     let mut smallest = Gemm::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
-    let dispatch_s = usual(poll, || smallest.call())?;
+    let dispatch_s = median_seconds(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
-    let prompt_matrix = matrix.flops() as f64 / usual(poll, || matrix.call())?;
+    let prompt_matrix = matrix.flops() as f64 / median_seconds(poll, || matrix.call())?;
     let before = (context.min(CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
     let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
-    let prompt_attention = block.flops() as f64 / usual(poll, || block.call())?;
+    let prompt_attention = block.flops() as f64 / median_seconds(poll, || block.call())?;
     Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
 }
 
@@ -135,7 +135,7 @@ fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
 }
 
 /// Seconds of several calls after a warm-up: their median, since a step in decoding is no faster than usual either.
-fn usual(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+fn median_seconds(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
     let (began, mut times) = (Instant::now(), Vec::new());
     while times.len() < CALLS || began.elapsed() < MEASURING_TIME {

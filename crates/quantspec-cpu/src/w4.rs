@@ -490,7 +490,7 @@ mod avx512 {
     unsafe fn tiles<const M: usize, const V: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: offsets are within the lengths that the caller guarantees.
         unsafe {
-            let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
+            let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::choose(M > 1));
             let mut acc = [_mm512_setzero_ps(); M];
             for g in 0..part.groups {
                 let tile = part.tiles.as_ptr().add(g * (PARAMS + V * 64));
@@ -554,7 +554,7 @@ mod avx2 {
         unsafe {
             let low = _mm256_set1_epi8(15);
             let ones = _mm256_set1_epi16(1);
-            let prefetch = Prefetch::here(false);
+            let prefetch = Prefetch::choose(false);
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
                 let tile = part.tiles.as_ptr().add(g * (PARAMS + 64 * V));

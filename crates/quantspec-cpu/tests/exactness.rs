@@ -205,6 +205,22 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     assert!(int8 != full && int4 != full && int8 != int4);
 }
 
+/// Layers without position embedding, Granite's factors, and heads of which a part is rotated, in tiny random models.
+#[test]
+fn speculation_changes_no_token_of_families_with_angles_and_factors_of_their_own() {
+    let prompts: Vec<Vec<u32>> = [G - 1, 2 * G + 1, 4 * G + 9]
+        .iter()
+        .map(|&length| book(length, length).iter().map(|id| 4 + id % 60).collect())
+        .collect();
+    for family in ["smollm3", "granite", "phi3-long"] {
+        let model = root().join("crates/quantspec-model/tests/golden").join(family);
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            let cases: Vec<Case> = of_four().into_iter().step_by(7).map(|case| Case { weights, ..case }).collect();
+            law_of_both(Model(model.clone()), &prompts, G + 30, &cases);
+        }
+    }
+}
+
 #[test]
 fn speculation_changes_no_token_with_grouped_heads() {
     let Some(model) = collection("seed-gqa") else { return };

@@ -1,4 +1,4 @@
-//! Decode attention: division of a step's rows into spans, parts and items, and the launches (kernels/attend.cu).
+//! Decode attention: division of a step's rows into spans, chunks and work items, and the launches (kernels/attend.cu).
 
 use crate::args;
 use crate::detect::DeviceInfo;
@@ -104,7 +104,7 @@ pub struct Chosen {
     pub visible: usize,
 }
 
-/// A launch: spans with their parts, over rows `first_row .. first_row + rows` of the step.
+/// A launch: spans over rows `first_row .. first_row + rows` of the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pass {
     /// Spans.

@@ -20,7 +20,7 @@ use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::masses::PageMasses;
-use crate::prefill::{self, Prefill, Shape, Way};
+use crate::prefill::{self, Path, Prefill, Shape};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Expanded, Full, Weights as Stored};
@@ -122,7 +122,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
     let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);
-    let way = Way::of(architecture, config.dtype);
+    let path = Path::of(architecture, config.dtype);
     Memory {
         weights_bytes: weights::bytes(checkpoint, options.weights),
         draft_weights_bytes: weights::draft_bytes(config, options),
@@ -143,7 +143,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
                 options.capacity,
                 options.rejection,
             )
-            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way)
+            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), path)
             + if weights::nibbles(options) { Expanded::bytes(config) } else { 0 },
     }
 }

@@ -1,4 +1,4 @@
-//! Attention that the last queries of a prompt pay to its pages (kernels/masses.cu), and the scores by which `Pages::Snap`
+//! Attention of the last queries of a prompt to its pages (kernels/masses.cu), and the scores by which `Pages::Snap`
 //! chooses.
 
 use crate::args;

@@ -3,12 +3,12 @@
 //! There are three paths, by compute capability and weight type. Results differ between them in the last bits. Within a path,
 //! a row's bits depend on that row alone, in any block:
 //!
-//! * [`Way::Hopper`] (9.0, 16-bit weights): wgmma. The QKV GEMM applies norms and RoPE per head and writes f16; the residual
+//! * [`Path::Hopper`] (9.0, 16-bit weights): wgmma. The QKV GEMM applies norms and RoPE per head and writes f16; the residual
 //!   is added in the epilogue; gate and up are combined in registers. The tile shape depends on the number of rows and does
 //!   not affect a bit.
-//! * [`Way::Tensor`] (8.0 and newer, and 7.5 with f16 weights): mma.sync. The same, except that `rope_store` finishes the f32
+//! * [`Path::Tensor`] (8.0 and newer, and 7.5 with f16 weights): mma.sync. The same, except that `rope_store` finishes the f32
 //!   output of the QKV GEMM.
-//! * [`Way::Plain`] (f32 weights; bfloat16 on 7.5): scalar GEMMs to f32, all other operations in kernels of their own.
+//! * [`Path::Plain`] (f32 weights; bfloat16 on 7.5): scalar GEMMs to f32, all other operations in kernels of their own.
 
 use crate::args;
 use crate::attend::check_head;
@@ -68,7 +68,7 @@ impl Shape {
 
 /// How a device runs prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Path {
     /// wgmma and tensor copies.
     Hopper,
     /// mma.sync.
@@ -77,14 +77,14 @@ pub enum Way {
     Plain,
 }
 
-impl Way {
+impl Path {
     /// The fastest path for weights of `dtype` with kernels compiled for a compute capability (times ten).
-    pub fn of(architecture: u32, dtype: Dtype) -> Way {
+    pub fn of(architecture: u32, dtype: Dtype) -> Path {
         match (architecture, dtype) {
-            (_, Dtype::F32) => Way::Plain,
-            (90, _) => Way::Hopper,
-            (80.., _) | (_, Dtype::F16) => Way::Tensor,
-            _ => Way::Plain,
+            (_, Dtype::F32) => Path::Plain,
+            (90, _) => Path::Hopper,
+            (80.., _) | (_, Dtype::F16) => Path::Tensor,
+            _ => Path::Plain,
         }
     }
 }
@@ -197,12 +197,12 @@ impl Prefill {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for other head widths, or widths that are not multiples of 8.
     pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
-        let way = Way::of(device.info.architecture, shape.dtype);
+        let path = Path::of(device.info.architecture, shape.dtype);
         check(&shape)?;
         check_head(&device.info, shape.head_dim)?;
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
-        let kernels = match way {
-            Way::Hopper => Kernels::Hopper {
+        let kernels = match path {
+            Path::Hopper => Kernels::Hopper {
                 // A head is within one tile.
                 qkv: Gemm::new(
                     device,
@@ -213,18 +213,18 @@ impl Prefill {
                 residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
                 gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
-            Way::Tensor => Kernels::Tensor {
+            Path::Tensor => Kernels::Tensor {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), shapes::MMA_SHARED)?,
                 residual: device.kernel(&format!("prefill_residual_{dtype}"), shapes::MMA_SHARED)?,
                 gated: device.kernel(&format!("prefill_gated_{dtype}"), shapes::MMA_SHARED)?,
             },
-            Way::Plain => Kernels::Plain {
+            Path::Plain => Kernels::Plain {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), 0)?,
                 silu_mul: device.kernel(&format!("silu_mul_{dtype}"), 0)?,
                 add_rows: device.kernel("add_rows", 0)?,
             },
         };
-        let bytes = Prefill::scratch_bytes(&shape, rows, way);
+        let bytes = Prefill::scratch_bytes(&shape, rows, path);
         let attend = format!("prefill_attend_{d}_{}", if shape.dtype == Dtype::F32 { "f16" } else { dtype });
         Ok(Prefill {
             kernels,
@@ -245,11 +245,11 @@ impl Prefill {
     }
 
     /// Device memory [`Prefill::new`] takes for itself.
-    pub fn scratch_bytes(shape: &Shape, rows: usize, way: Way) -> usize {
-        let widest = match way {
-            Way::Hopper => 0,
-            Way::Tensor => shape.qkv_width(),
-            Way::Plain => shape.qkv_width().max(2 * shape.intermediate).max(shape.hidden),
+    pub fn scratch_bytes(shape: &Shape, rows: usize, path: Path) -> usize {
+        let widest = match path {
+            Path::Hopper => 0,
+            Path::Tensor => shape.qkv_width(),
+            Path::Plain => shape.qkv_width().max(2 * shape.intermediate).max(shape.hidden),
         };
         rows * widest * 4
     }
@@ -510,7 +510,7 @@ impl Prefill {
                     let arguments = args![x, weights, y, rows, n, k, padded(k)];
                     self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
-                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this way")),
+                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this path")),
             }
         }
     }
@@ -729,10 +729,10 @@ mod tests {
 
     #[test]
     fn ways() {
-        assert_eq!(Way::of(90, Dtype::Bf16), Way::Hopper);
-        assert_eq!(Way::of(90, Dtype::F32), Way::Plain);
-        assert_eq!(Way::of(75, Dtype::F16), Way::Tensor);
-        assert_eq!(Way::of(75, Dtype::Bf16), Way::Plain);
-        assert_eq!(Way::of(120, Dtype::Bf16), Way::Tensor);
+        assert_eq!(Path::of(90, Dtype::Bf16), Path::Hopper);
+        assert_eq!(Path::of(90, Dtype::F32), Path::Plain);
+        assert_eq!(Path::of(75, Dtype::F16), Path::Tensor);
+        assert_eq!(Path::of(75, Dtype::Bf16), Path::Plain);
+        assert_eq!(Path::of(120, Dtype::Bf16), Path::Tensor);
     }
 }

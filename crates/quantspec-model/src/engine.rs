@@ -58,7 +58,7 @@ struct Sequence {
     /// Number of most likely tokens to return with each token's log-probability; `None` without log-probabilities.
     logprobs: Option<usize>,
     /// Log-probabilities not yet taken.
-    told: Vec<Logprob>,
+    token_logprobs: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
     /// Tokens it may still emit.
@@ -226,7 +226,7 @@ impl<B: Backend> Engine<B> {
             constraint: None,
             answers: 0,
             logprobs: None,
-            told: Vec::new(),
+            token_logprobs: Vec::new(),
             sampler,
             max_new_tokens,
             remaining: max_new_tokens,
@@ -277,7 +277,7 @@ impl<B: Backend> Engine<B> {
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence.
     pub fn take_logprobs(&mut self, slot: usize) -> Result<Vec<Logprob>> {
         let (_, _, sequence) = self.working(slot)?;
-        Ok(std::mem::take(&mut sequence.told))
+        Ok(std::mem::take(&mut sequence.token_logprobs))
     }
 
     /// Processes the slot's prompt and returns the first emitted token. `progress` is called with rows done and rows in
@@ -329,7 +329,7 @@ impl<B: Backend> Engine<B> {
             let token = backend.first(&turn)?;
             drop(turn);
             if let (Some(logits), Some(top)) = (logits, sequence.logprobs) {
-                sequence.told.push(logprob::of(&logits, token, top));
+                sequence.token_logprobs.push(logprob::of(&logits, token, top));
             }
             backend.set_window(slot, &[token])?;
             if let Some(drafter) = drafter {
@@ -444,7 +444,7 @@ impl<B: Backend> Engine<B> {
         }
         sequence.answers += 1;
         sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
-        (sequence.constraint, sequence.logprobs, sequence.told) = (None, None, Vec::new());
+        (sequence.constraint, sequence.logprobs, sequence.token_logprobs) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
@@ -611,17 +611,17 @@ impl<B: Backend> Engine<B> {
         }
         // The text grows in place, so no turn may hold a reference.
         turns.iter_mut().for_each(|turn| turn.history = None);
-        let (mut round, mut row, mut telling_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
+        let (mut round, mut row, mut logprobs_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
             let (backend, drafter, sequence) = self.working(turn.slot)?;
             let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
             tokens.push(verdict.token);
             if let Some(top) = sequence.logprobs {
-                let told = Instant::now();
+                let began = Instant::now();
                 for (i, &token) in tokens.iter().enumerate() {
-                    sequence.told.push(logprob::of(&backend.logits(row + i)?, token, top));
+                    sequence.token_logprobs.push(logprob::of(&backend.logits(row + i)?, token, top));
                 }
-                telling_s += told.elapsed().as_secs_f64();
+                logprobs_s += began.elapsed().as_secs_f64();
             }
             row += turn.gamma + 1;
             for page in sequence.extent.commit(verdict.accepted + 1) {
@@ -662,7 +662,7 @@ impl<B: Backend> Engine<B> {
             }
             round.push(Emitted { slot: turn.slot, tokens });
         }
-        let seconds = started.elapsed().as_secs_f64() - draft_s - telling_s;
+        let seconds = started.elapsed().as_secs_f64() - draft_s - logprobs_s;
         let rows = turns.iter().map(|turn| turn.gamma + 1).sum();
         self.method.policy.observe_verify(rows, seconds);
         self.stats.verify(seconds);

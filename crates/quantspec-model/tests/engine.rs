@@ -156,7 +156,7 @@ fn a_draft_may_be_left_to_the_verification() {
         }
         let verdicts = forward::verify(engine.backend(), View::Both, &turns).expect("verify");
         let window = engine.backend().window(slot, 5).expect("window");
-        assert!(turns[0].margins.is_empty(), "nobody asked");
+        assert!(turns[0].margins.is_empty(), "no margins were requested");
         (verdicts, window)
     };
     assert_eq!(run(true), run(false));

@@ -96,8 +96,8 @@ fn every_view_emits_its_story_with_and_without_drafts() {
 #[test]
 fn neighbours_selected_pages_and_sampling_change_no_token() {
     // Prefixes of the reference story that end on both sides of page borders, the last with three pages to choose from.
-    let told = expected();
-    let prompt = |length: usize| std::iter::once(STOP).chain(told.iter().copied().cycle()).take(length).collect();
+    let story = expected();
+    let prompt = |length: usize| std::iter::once(STOP).chain(story.iter().copied().cycle()).take(length).collect();
     let prompts: Vec<Vec<u32>> = [1, G - 1, 2 * G + 1, 4 * G + 40].into_iter().map(prompt).collect();
     let sampler = Sampler::new(0.8, 40, 0.95, 0.0, 11, 0, Accept::Replay).expect("sampler");
     let alone: Vec<Vec<u32>> = prompts

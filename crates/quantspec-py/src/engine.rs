@@ -93,7 +93,7 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMu
             }
             match callback.call1(py, (done, total)) {
                 Ok(_) => (),
-                Err(error) if error.is_instance_of::<PyException>(py) && !is_a_handlers(py, &error) => {
+                Err(error) if error.is_instance_of::<PyException>(py) && !is_of_signal_handler(py, &error) => {
                     error.write_unraisable(py, None);
                 }
                 Err(error) => {
@@ -105,8 +105,8 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMu
 }
 
 /// Returns true if a signal handler raised this: the handler's code is in the exception's traceback.
-fn is_a_handlers(py: Python<'_>, error: &PyErr) -> bool {
-    let codes = handlers_codes(py).unwrap_or_default();
+fn is_of_signal_handler(py: Python<'_>, error: &PyErr) -> bool {
+    let codes = signal_handler_codes(py).unwrap_or_default();
     let mut passed = error.traceback(py).map(Bound::into_any);
     while let Some(entry) = passed.filter(|entry| !entry.is_none()) {
         let code = entry.getattr("tb_frame").and_then(|frame| frame.getattr("f_code"));
@@ -119,7 +119,7 @@ fn is_a_handlers(py: Python<'_>, error: &PyErr) -> bool {
 }
 
 /// Code objects of all Python signal handlers: a function or method, a partial of one, or a callable object.
-fn handlers_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+fn signal_handler_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     let signal = py.import("signal")?;
     let mut codes = Vec::new();
     for number in signal.call_method0("valid_signals")?.try_iter()? {
@@ -229,7 +229,7 @@ impl PyEngine {
         let own = Raised::default();
         interruptible(py, &own, || {
             let me = thread::current().id();
-            let mut asked = poll(own.clone());
+            let mut poll_callback = poll(own.clone());
             let mut device = loop {
                 match self.device.try_lock() {
                     Ok(device) => break device,
@@ -245,7 +245,7 @@ impl PyEngine {
                         ));
                     }
                     Err(TryLockError::WouldBlock) => {
-                        asked()?;
+                        poll_callback()?;
                         thread::sleep(RETRY_EVERY);
                     }
                 }

@@ -89,13 +89,13 @@ fn halves(
         unsafe { add_values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16, next) };
     };
     take(0, common, rows.clone());
-    alike(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
+    equal_runs(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
 }
 
 /// Calls `each` for every run of adjacent rows that see the same number of tokens, unless that is 0. Rows ascend in position,
 /// and rows of a run share loads. `seen` takes a row's index in `rows`.
 #[cfg(target_arch = "x86_64")]
-fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut(Range<usize>, usize)) {
+fn equal_runs(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut(Range<usize>, usize)) {
     let mut i = 0;
     while i < rows.len() {
         let run = (i..rows.len()).take_while(|j| seen(*j) == seen(i)).count();

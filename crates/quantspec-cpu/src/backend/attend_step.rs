@@ -58,8 +58,8 @@ impl Reads<'_> {
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
             // Rows ascend in position, so the rows that see a page are the last ones.
-            let blind = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
-            let rows = blind * self.group..item.rows * self.group;
+            let hidden = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
+            let rows = hidden * self.group..item.rows * self.group;
             let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
@@ -145,7 +145,7 @@ impl CpuBackend {
         let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.sizes.shape);
         let (cache, qkv, width, rounding) =
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
-        let (chosen, snapped) = (DisjointSlice::new(&mut self.chosen), DisjointSlice::new(&mut self.snapped));
+        let (chosen, snap_scores) = (DisjointSlice::new(&mut self.chosen), DisjointSlice::new(&mut self.snap_scores));
         self.pool.run(&|thread| {
             let mut bounds = Vec::new();
             for item in share(runs.len() * kv_heads, thread, threads) {
@@ -154,7 +154,7 @@ impl CpuBackend {
                 let head = cache.head(row.slot, index, kv_head);
                 // SAFETY: a slot is one run (`runs`), and one of its heads is one item.
                 let ((list, visible), snap) =
-                    unsafe { (&mut chosen.slice(head, 1)[0], &mut snapped.slice(head, 1)[0]) };
+                    unsafe { (&mut chosen.slice(head, 1)[0], &mut snap_scores.slice(head, 1)[0]) };
                 let now = visible_pages(row.position);
                 // Of new pages every row reads those that it sees.
                 let end = match step.pages {

@@ -152,7 +152,7 @@ impl KvCache for CpuBackend {
             list.clear();
             *visible = 0;
         }
-        self.snapped.iter_mut().skip(slot * heads).take(heads).for_each(|scores| *scores = SnapScores::default());
+        self.snap_scores.iter_mut().skip(slot * heads).take(heads).for_each(|scores| *scores = SnapScores::default());
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

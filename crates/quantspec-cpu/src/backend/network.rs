@@ -342,7 +342,7 @@ impl Network for CpuBackend {
             let (masses, pages) = self.prompt(|prompt, machine, _, _| prompt.page_masses(machine, tokens))?;
             for kv_head in 0..kv_heads {
                 let prompt = masses[kv_head * pages..(kv_head + 1) * pages].to_vec();
-                self.snapped[first + kv_head] = SnapScores { prompt, ..SnapScores::default() };
+                self.snap_scores[first + kv_head] = SnapScores { prompt, ..SnapScores::default() };
             }
         }
         let place = |item: usize| {

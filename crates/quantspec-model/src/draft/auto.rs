@@ -283,7 +283,7 @@ mod tests {
         assert_eq!(forecast(&auto), [0.0; 2]);
         auto.commit(3, &[7; 13]).unwrap();
         auto.close(3);
-        let told = ["3 begins 5", "3 goes on by 500", "candidate 1", "3 goes on by 500", "3 ends", "3 ends"];
-        assert_eq!(*noted.0.lock().unwrap(), told);
+        let expected = ["3 begins 5", "3 goes on by 500", "candidate 1", "3 goes on by 500", "3 ends", "3 ends"];
+        assert_eq!(*noted.0.lock().unwrap(), expected);
     }
 }

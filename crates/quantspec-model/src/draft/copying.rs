@@ -1,7 +1,7 @@
 //! A network drafter that copies earlier text where that has proved reliable: `METHOD+ngram`.
 //!
 //! A copied run costs no draft step. Its reliability is known before the first copy: every emitted token is compared with the
-//! run that would have been copied, whichever drafter proposed it. So learning is free, and a text that never repeats itself
+//! run that would have been copied, whichever drafter proposed it. So measuring it is free, and a text that never repeats itself
 //! is decoded by the network alone.
 
 use super::ngram::{LONGEST, Text};
