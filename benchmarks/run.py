@@ -141,7 +141,7 @@ def accepted(row: Row) -> str:
 
 def planned(row: Row) -> str:
     """Predicted divided by measured tokens/s, if `plan` predicts this method."""
-    predicted = row["predicted_tokens_per_s"]
+    predicted = row.get("predicted_tokens_per_s")
     return "" if predicted is None else f"{predicted / row['tokens_per_s']:.2f}×"
 
 
