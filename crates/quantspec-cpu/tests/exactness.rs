@@ -165,12 +165,12 @@ fn of_four() -> Vec<Case> {
 /// A case of every method, with chunks of prompts from single blocks to several layers. `just test` runs this test.
 #[test]
 fn prompts_are_processed_between_the_rounds_of_others() {
-    let prompts: Vec<Vec<u32>> = [300, 520, 129, 250].iter().map(|&n| book(n, n)).collect();
-    let mut chunks = [1, 700, 4000].into_iter().cycle();
+    let prompts: Vec<Vec<u32>> = [129, 260, 20, 150].iter().map(|&n| book(n, n)).collect();
+    let mut chunks = [1, 300, 1000].into_iter().cycle();
     let of = |entry: &draft::Entry| cases().into_iter().find(|case| case.method == entry.name && case.batch >= 3);
     let cases = draft::METHODS.iter().map(|entry| of(entry).expect("a case in a batch"));
     let cases: Vec<Case> = cases.map(|case| Case { chunk_rows: chunks.next().expect("endless"), ..case }).collect();
-    law(&mut demo(), &requests(&prompts, &replay(), 64), &cases);
+    law(&mut demo(), &requests(&prompts, &replay(), 40), &cases);
 }
 
 fn prompts() -> Vec<Vec<u32>> {
