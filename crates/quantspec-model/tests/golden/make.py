@@ -263,7 +263,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
             "new": without(PHI4, "rope_scaling", "rope_theta", "partial_rotary_factor")
             | {
                 "rope_parameters": LONGROPE
-                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 1.1}
+                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 0.9}
             },
             "unscaled": PHI4 | {"rope_scaling": None},
         },
