@@ -68,7 +68,7 @@ impl Shape {
         let own = match self.family {
             "smollm3" => json!({"no_rope_layer_interval": 2}),
             "granite" => json!({
-                "embedding_multiplier": 0.7, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 3.0,
+                "embedding_multiplier": 0.7, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 3.0,
             }),
             "phi3" => json!({"partial_rotary_factor": 0.75}),
             _ => json!({}),

@@ -97,8 +97,7 @@ PHI4 = PHI3 | {
 SMOLLM3 = LLAMA | {
     "architectures": ["SmolLM3ForCausalLM"],
     "model_type": "smollm3",
-    "num_hidden_layers": 4,
-    "no_rope_layer_interval": 4,
+    "no_rope_layer_interval": 2,
     "pad_token_id": 0,
     "use_sliding_window": False,
     "sliding_window": None,
@@ -263,18 +262,18 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
             "new": without(PHI4, "rope_scaling", "rope_theta", "partial_rotary_factor")
             | {
                 "rope_parameters": LONGROPE
-                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 1.1}
+                | {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "attention_factor": 0.9}
             },
             "unscaled": PHI4 | {"rope_scaling": None},
         },
         40,
         1,
     ),
-    # Every fourth layer has no positions, or the layers that the configuration lists.
+    # Every second layer has no positions, or the layers that the configuration lists.
     "smollm3": (
         {
             "config": SMOLLM3 | {"tie_word_embeddings": True},
-            "listed": SMOLLM3 | {"tie_word_embeddings": True, "no_rope_layers": [0, 1, 0, 1]},
+            "listed": SMOLLM3 | {"tie_word_embeddings": True, "no_rope_layers": [0, 1]},
         },
         48,
         1,
