@@ -5,7 +5,7 @@
 //! channel is wrong by up to 0.004 rad at position 10⁵.
 //!
 //! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q and K are
-//! then loaded in the order of [`stored_channel`], which makes them pairs (i, i + D/2) with i < R/2; all others have the angle 0. One
+//! then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have the angle 0. One
 //! permutation of queries and keys changes no score.
 
 use quantspec_core::config::{ModelConfig, RopeScaling};
