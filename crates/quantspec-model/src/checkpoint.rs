@@ -397,55 +397,66 @@ impl Checkpoint {
 
     /// [`Checkpoint::read`] in a number format: that of [`Checkpoint::dtype`], or F32 of a GGUF file's matrix.
     fn read_in(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
-        let (height, width) = self.shape(part);
-        if !self.has(part) || rows.start > rows.end || rows.end > height {
-            return Err(Error::internal(format!("this model has no rows {rows:?} of {}", self.tensor_name(part))));
-        }
+        let width = self.shape(part).1;
         let row_bytes = width * dtype.bytes();
-        if out.len() != rows.len() * row_bytes {
-            return Err(Error::internal(format!(
-                "{} bytes of room for {} rows of {row_bytes} of {}",
-                out.len(),
-                rows.len(),
-                self.tensor_name(part)
-            )));
-        }
+        self.check_room(part, &rows, row_bytes, out.len())?;
         match &self.weights {
             Weights::SafeTensors { shards, places, quantised } => {
-                let mut rest = out;
-                for rows in self.stored_rows(part, rows) {
-                    let (out, after) = rest.split_at_mut(rows.len() * row_bytes);
-                    rest = after;
-                    let Some(&place) = places.get(&part) else {
-                        quantised.read(shards, &part.name(), rows, out)?;
-                        continue;
-                    };
-                    let offset = place.offset + rows.start as u64 * row_bytes as u64;
-                    read_at(shards, TensorLocation { offset, ..place }, out)?;
-                }
-                Ok(())
+                self.by_stored_rows(part, rows, row_bytes, out, |rows, out| match places.get(&part) {
+                    None => quantised.read(shards, &part.name(), rows, out),
+                    Some(&place) => {
+                        let offset = place.offset + rows.start as u64 * row_bytes as u64;
+                        read_at(shards, TensorLocation { offset, ..place }, out)
+                    }
+                })
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
         }
     }
 
-    /// The file's rows for some rows of a matrix, in order, as ranges of consecutive ones. Rows of Q and K are permuted if only some
-    /// channels are rotated ([`crate::rope`]); families with such heads have no biases or norms of queries and keys.
-    fn stored_rows(&self, part: Part, rows: Range<usize>) -> Vec<Range<usize>> {
+    /// Refuses rows that do not exist, and a destination of `len` elements that is not theirs, at `row` elements each.
+    fn check_room(&self, part: Part, rows: &Range<usize>, row: usize, len: usize) -> Result<()> {
+        if !self.has(part) || rows.start > rows.end || rows.end > self.shape(part).0 {
+            return Err(Error::internal(format!("this model has no rows {rows:?} of {}", self.tensor_name(part))));
+        }
+        if len != rows.len() * row {
+            let (name, count) = (self.tensor_name(part), rows.len());
+            return Err(Error::internal(format!("room for {len} elements of {count} rows of {row} of {name}")));
+        }
+        Ok(())
+    }
+
+    /// Calls `read` with ranges of consecutive rows in the file, and the part of `out` for each, at `row` elements a row. Rows of Q and K
+    /// are permuted if only some channels are rotated ([`crate::rope`]); families with such heads have no biases or norms of queries
+    /// and keys.
+    fn by_stored_rows<T>(
+        &self,
+        part: Part,
+        rows: Range<usize>,
+        row: usize,
+        out: &mut [T],
+        mut read: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
+    ) -> Result<()> {
         let ModelConfig { head_dim, rope: Rope { dim, .. }, .. } = self.config;
         if dim == head_dim || !matches!(part, Part::Layer(_, Q | K)) {
-            return vec![rows];
+            return read(rows, out);
         }
         let mut ranges: Vec<Range<usize>> = Vec::new();
-        for row in rows {
-            let stored = row / head_dim * head_dim + stored_channel(row % head_dim, head_dim, dim);
+        for at in rows {
+            let stored = at / head_dim * head_dim + stored_channel(at % head_dim, head_dim, dim);
             match ranges.last_mut() {
                 Some(last) if last.end == stored => last.end += 1,
                 _ => ranges.push(stored..stored + 1),
             }
         }
-        ranges
+        let mut rest = out;
+        for rows in ranges {
+            let (out, after) = rest.split_at_mut(rows.len() * row);
+            rest = after;
+            read(rows, out)?;
+        }
+        Ok(())
     }
 
     /// Reads some rows as f32, `[rows][columns]`; the weight of the final norm with the factor on the logits.
@@ -467,12 +478,9 @@ impl Checkpoint {
         {
             let width = self.shape(part).1;
             let first = rows.start * width;
-            let mut rest = &mut *out;
-            for rows in self.stored_rows(part, rows) {
-                let (out, after) = rest.split_at_mut(rows.len() * width);
-                rest = after;
-                quantised.read_stored(shards, &part.name(), rows, out)?;
-            }
+            self.check_room(part, &rows, width, out.len())?;
+            let read = |rows, out: &mut [f32]| quantised.read_stored(shards, &part.name(), rows, out);
+            self.by_stored_rows(part, rows, width, out, read)?;
             return self.check_finite(part, first, out);
         }
         let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
@@ -481,14 +489,7 @@ impl Checkpoint {
 
     fn floats(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let width = self.shape(part).1;
-        if out.len() != rows.len() * width {
-            return Err(Error::internal(format!(
-                "room for {} of {} values of {}",
-                out.len(),
-                rows.len() * width,
-                self.tensor_name(part)
-            )));
-        }
+        self.check_room(part, &rows, width, out.len())?;
         let row_bytes = width * dtype.bytes();
         let at_once = (CHUNK_BYTES / row_bytes).max(1);
         let mut chunk = vec![0; at_once.min(rows.len()) * row_bytes];
