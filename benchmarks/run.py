@@ -162,6 +162,7 @@ def cpu() -> str:
     ]
     for name, case in measured["cases"].items():
         decode = [row for row in case["rows"] if row["test"] == "tg"]
+        has_plan = any(map(planned, decode))
         lines = [
             [
                 f"{row['n_depth']:,}",
@@ -170,11 +171,19 @@ def cpu() -> str:
                 f"{speedup(row, decode):.2f}×",
                 spread(row),
                 accepted(row),
-                planned(row),
+                *([planned(row)] if has_plan else []),
             ]
             for row in decode
         ]
-        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted", "plan"]
+        head = [
+            "context",
+            "method",
+            "tokens/s",
+            "speed-up",
+            "slowest / fastest run",
+            "accepted",
+            *(["plan"] if has_plan else []),
+        ]
         prompts = [
             f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
         ]
