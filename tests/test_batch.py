@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LONG, Child, Outcome
+from conftest import Child, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -542,7 +542,9 @@ def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing(start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]) -> None:
+def test_a_hundred_kills_lose_nothing(
+    start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
+) -> None:
     """SIGKILL at random moments: finished documents stay finished, exactly once, and the result equals that of an
     undisturbed run."""
     docs, out, calm = tmp_path / "docs", tmp_path / "out", tmp_path / "calm"
@@ -553,7 +555,7 @@ def test_kills_lose_nothing(start: Start, fake: Any, quantspec: Run, tmp_path: P
     flags = ["-n", "16", "--parallel", "3", "-q"]
     random.seed(26)
     kills, known = 0, {}
-    while kills < (100 if LONG else 30):
+    while kills < 100:
         child = subprocess.Popen(
             [*toy_command, "batch", str(docs), "--out", str(out), *flags],
             env={**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.002})},
