@@ -16,6 +16,7 @@ pub mod grammar;
 pub mod layout;
 pub mod logprob;
 pub mod penalty;
+pub mod page_pool;
 pub mod plan;
 pub mod policy;
 pub mod quantize;
