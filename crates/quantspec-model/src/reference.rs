@@ -21,13 +21,13 @@ use quantspec_core::cache::{
     BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
 };
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
     quantize_head_row, quantize_page, quantize_weights_row,
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
