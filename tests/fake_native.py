@@ -34,6 +34,7 @@ class Script:
     not_finite: int | None = None  # rounds fail if a prompt has this many tokens
     memory_bytes: int = 10**12  # of the machine; one token of a sequence uses 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
+    room_asked: int = 0  # calls of has_room
 
     @classmethod
     def reset(cls) -> None:
@@ -50,6 +51,7 @@ class Script:
         cls.not_finite = settings.get("not_finite")
         cls.memory_bytes = settings.get("memory_bytes", 10**12)
         cls.engines = []
+        cls.room_asked = 0
 
 
 class NativeError(Exception):
