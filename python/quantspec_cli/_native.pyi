@@ -133,8 +133,10 @@ class Engine:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
 
-    def has_room(self, tokens: int) -> bool:
-        """True if a sequence of this many tokens, prompt and answer together, can be added now."""
+    def has_room(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
+        """True if `add` would succeed now: a slot is free, and so are the pages that the prompt does not share with a running
+        sequence.
+        """
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""

@@ -493,9 +493,9 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
-    /// Returns true if a sequence of this many tokens can be admitted now.
-    fn has_room(&self, py: Python<'_>, tokens: usize) -> PyResult<bool> {
-        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(tokens))))
+    /// Returns true if a prompt can be added now.
+    fn has_room(&self, py: Python<'_>, prompt: Vec<u32>, max_new_tokens: usize) -> PyResult<bool> {
+        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(&prompt, max_new_tokens))))
     }
 
     #[pyo3(signature = (slot, on_progress=None))]
