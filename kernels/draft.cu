@@ -10,7 +10,7 @@
 // the int8 input of its warps itself (a warp needs an eighth) and stores its outputs in their final form. Weights do not depend on the previous
 // kernel: a producer warp fills the pipeline stages in half an SM's shared memory while that kernel still runs in the other half.
 //
-// An input's norm is one factor per row, known when all warps have synchronised, so it multiplies the outputs.
+// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
 // two blocks of 64 inputs take the place of one of 128, and zero points multiply sums of 64 codes.

@@ -12,7 +12,8 @@
 //     Epilogues:
 //     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights'
+//               type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
@@ -53,7 +54,7 @@ DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   return {first + r % high, r / high};
 }
 
-// Indices of a thread's accumulators in its warpgroup's tile.
+// Where a warpgroup's accumulators belong in C, and where it puts blocks of 16-bit outputs or f32 sums for TMA.
 struct Corner {
   int row;     // first of the warpgroup's 64 rows
   int column;  // first of its COLUMNS columns
@@ -428,7 +429,8 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 
 }  // namespace mma_gemm
 
-// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch, ...)
+// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch,
+// ...): pitch and x_pitch are row strides of A and X in elements, group is that of `tile_at` in tile rows.
 // N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared memory.
 #define ENTRIES(NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
