@@ -38,11 +38,11 @@ use quantspec_model::rope::RopeTable;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
 
-/// Kernels launched from here.
+/// Kernels that the backend launches itself.
 #[derive(Debug)]
 struct Kernels {
     embed: Kernel,
-    /// By input type: the weights', the head's, and int8.
+    /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
     norm_i8: Kernel,
     /// Adds a GEMM's result to the hidden stream before a fused kernel.
@@ -300,7 +300,7 @@ impl CudaBackend {
         Ok(backend)
     }
 
-    /// The device under the model.
+    /// The device that holds the model.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }

@@ -129,7 +129,7 @@ pub(crate) struct Weights {
     /// None if the head is the embedding.
     pub(crate) head: Option<Full>,
     pub(crate) draft_head: Option<Quantised>,
-    /// What holds all draft weights.
+    /// Memory of all separate draft weights; None if there are none.
     pub(crate) drafts: Option<Arc<Buffer>>,
 }
 
@@ -292,7 +292,7 @@ pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
     config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
 }
 
-/// Bits of a draft's separate head.
+/// Bits of a draft's separate head; None if it reads the target's.
 fn head_bits(options: &Options) -> Option<usize> {
     (options.draft_weights == DraftWeights::Int4).then_some(8)
 }
@@ -353,7 +353,7 @@ impl Loader<'_> {
                 let bytes = count * row_bytes;
                 let turn = self.turn;
                 self.turn = 1 - turn;
-                // The chunk before the last was copied out of this buffer: the wait below ensures it.
+                // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
                 read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
                 self.device.synchronize()?;
                 // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
@@ -399,7 +399,7 @@ pub(crate) struct Expanded {
     buffer: Buffer,
     /// Byte offset of each matrix, in the order of [`Layer::matrices`].
     places: [usize; 4],
-    /// The layer that is there.
+    /// The layer in the buffer.
     layer: Option<usize>,
 }
 
@@ -545,12 +545,12 @@ pub(crate) fn load(
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
-/// Address of an optional vector as a kernel argument; 0 for None.
+/// Address of an optional vector; 0 for None.
 pub(crate) fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, |buffer| buffer.at(0))
 }
 
-/// The same as an argument.
+/// [`address`] as a kernel argument.
 pub(crate) fn argument(buffer: &Option<Buffer>) -> Arg<'static> {
     Arg::Long(address(buffer))
 }
