@@ -509,8 +509,8 @@ impl Prompt {
         Ok(())
     }
 
-    /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, by the layer's last queries, and their number:
-    /// core's `page_masses`.
+    /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, and the number of these pages.
+    /// They are core's `page_masses` for the layer's last queries.
     pub(crate) fn page_masses(&mut self, machine: &Machine, tokens: usize) -> Result<(Vec<f32>, usize)> {
         self.masses.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
     }

@@ -51,8 +51,9 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens, of a target whose weights are `kept` so, in some seconds. Holds at most [`crate::bench::SPREAD`] bytes at
-/// a time. `poll` is called between calls; its error ends the measurement.
+/// Times every operation for sequences of `context` tokens and a target whose weights are stored as `kept`. Takes some seconds
+/// and holds at most [`crate::bench::SPREAD`] bytes at a time. `poll` is called between timed calls; its error ends the
+/// measurement.
 ///
 /// # Errors
 /// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.

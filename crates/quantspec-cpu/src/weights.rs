@@ -116,7 +116,8 @@ const LINEARS: [&[LayerPart]; 4] = {
     [&[Q, K, V], &[Output], &[Gate, Up], &[Down]]
 };
 
-/// Panels and inputs of the linear layers of one decoder layer, in the order of [`LINEARS`], and of the head, with their draft bits.
+/// (panels, inputs, draft bits) of the linear layers of one decoder layer, in the order of [`LINEARS`], and of the head. Draft
+/// bits are None if the draft reads the target's weights.
 #[derive(Debug)]
 struct Sizes {
     layer: [(usize, usize, Option<Bits>); 4],

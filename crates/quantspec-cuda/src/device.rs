@@ -713,7 +713,8 @@ impl Buffer {
             return Err(Error::internal("copy beyond a page-locked buffer"));
         }
         self.device.bind()?;
-        // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to it.
+        // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to
+        // it.
         let status = unsafe {
             sys::cuMemcpyHtoDAsync_v2(self.at(offset), from.pointer.add(start).cast(), bytes, self.device.stream)
         };
@@ -773,7 +774,8 @@ impl Buffer {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by
+    /// the copy.
     pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         from.inside(start, bytes)?;

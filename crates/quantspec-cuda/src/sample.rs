@@ -432,7 +432,8 @@ impl Sampling {
         if features.masks {
             self.penalties.mask(count, logits)?;
         }
-        // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
+        // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the
+        // buffers here.
         unsafe {
             if features.warm {
                 let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];

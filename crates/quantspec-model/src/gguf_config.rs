@@ -45,7 +45,7 @@ const NEUTRAL: [(&str, f64); 10] = [
 /// Location of a weight, and the format it is read as.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packed {
-    /// The file of several.
+    /// Number of the part (file) that holds it.
     pub(crate) part: usize,
     /// First byte.
     pub(crate) offset: u64,
@@ -319,8 +319,8 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     })
 }
 
-/// Granite's multipliers, and the one of the branches among them. Without `attention.scale` scores are divided by the root of the head's
-/// channels, as elsewhere.
+/// Granite's multipliers, and its residual multiplier. Without `attention.scale` scores are divided by √head_dim, as in other
+/// families.
 fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
     let scale = |name| fields.number(name, MULTIPLIERS);
     let (embedding, residual) = (scale("embedding_scale")?.unwrap_or(1.0), scale("residual_scale")?.unwrap_or(1.0));
@@ -337,7 +337,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     }
     let kind = fields.gguf.text(&fields.key("rope.scaling.type"))?;
     let factor = |name| fields.number(name, 1.0..=65_536.0);
-    // Files from before 2024 use another key for the factor of linear scaling.
+    // Files of old converters have another key for the factor of linear scaling.
     let (factor, old) = (factor("rope.scaling.factor")?, factor("rope.scale_linear")?);
     let kind = kind.unwrap_or_else(|| if old.is_some() { "linear" } else { "none" }.to_string());
     let stretch = factor.or(old);

@@ -94,7 +94,7 @@ pub trait Network: Send {
     /// GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
 
-    /// Whether steps may read [`Pages::Tokens`].
+    /// Returns true if steps may read [`Pages::Tokens`].
     fn reads_tokens(&self) -> bool {
         false
     }
@@ -144,8 +144,9 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Ends a prefill layer: quantises the prompt's complete pages, except those shared, and copies the last (up to 3G) tokens to the buffer. With
-    /// [`crate::backend::Options::page_masses`] it keeps the attention that the last queries paid to the pages that a query after them sees.
+    /// Ends a prefill layer: quantises the prompt's complete pages, except shared ones, and copies the last (up to 3G) tokens
+    /// to the buffer. With [`crate::backend::Options::page_masses`] it keeps the masses of the pages that a query after the
+    /// prompt sees.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this in

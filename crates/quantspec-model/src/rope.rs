@@ -4,9 +4,9 @@
 //! x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in f32 the angle of the fastest
 //! channel is wrong by up to 0.004 rad at position 10⁵.
 //!
-//! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q and K are
-//! then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have the angle 0. One
-//! permutation of queries and keys changes no score.
+//! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q
+//! and K are then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have
+//! the angle 0. The same permutation of queries and keys changes no score.
 
 use quantspec_core::config::{ModelConfig, RopeScaling};
 use std::f64::consts::PI;
@@ -14,11 +14,11 @@ use std::f64::consts::PI;
 /// Inverse frequencies of a model with their scaling.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
-    /// Of the rotated pairs, [R/2].
+    /// Inverse frequencies of the rotated pairs, [R/2].
     inverse: Vec<f64>,
     /// Factor on the cosines and sines of rotated pairs.
     attention_factor: f64,
-    /// Factor on the cosines of all others: the root of the factor on the scores.
+    /// Factor on the cosines of all other pairs: the root of the factor on the attention scores (`Scales::scores`).
     level: f64,
     dynamic: Option<Dynamic>,
 }
@@ -102,8 +102,8 @@ impl RopeTable {
         self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
     }
 
-    /// Cosines and sines of `position`, [D/2] each. Both hold the root of the factor on the scores, and those of rotated pairs also the
-    /// attention factor of YaRN and LongRoPE.
+    /// Cosines and sines of `position`, [D/2] each. They include the root of the factor on the attention scores; those of
+    /// rotated pairs also include the attention factor of YaRN and LongRoPE.
     ///
     /// `length` is the sequence length at this row and matters for dynamic scaling only: a prefill row passes the prompt's
     /// length, a step row position + 1.
@@ -128,7 +128,7 @@ impl RopeTable {
         }
     }
 
-    /// Cosines and sines of pairs that are not rotated, at any position: those of a layer without position embedding, [D/2] each.
+    /// Cosines and sines of pairs that are not rotated, at any position: all [D/2] of a layer without position embedding.
     pub fn fill_unrotated(&self, cos: &mut [f32], sin: &mut [f32]) {
         cos.fill(self.level as f32);
         sin.fill(0.0);

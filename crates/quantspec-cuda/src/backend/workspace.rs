@@ -13,7 +13,7 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_model::backend::Options;
 use std::sync::Arc;
 
-/// Input of a GEMM, for `width` inputs a row: in the weights' type (x), and as int8 codes (x8) with their scales and sums (xs).
+/// Input of a GEMM, `width` numbers per row: in the weights' type (x), and as int8 codes (x8) with their scales and sums (xs).
 #[derive(Debug)]
 pub(super) struct Input {
     pub(super) x: Buffer,
@@ -75,8 +75,8 @@ pub(super) struct PromptSpace {
     pub(super) own: [usize; 2],
     /// Which of the two are in the draft weights' memory for the current prompt.
     pub(super) borrows: [bool; 2],
-    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a block or a
-    /// step.
+    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a
+    /// block or a step.
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
     pub(super) normed: Buffer,
