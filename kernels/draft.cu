@@ -19,7 +19,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
-// Chunks of 17 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
 // Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
@@ -138,7 +138,7 @@ struct FromBf16 {
     }
   }
 };
-// x int8 [row][groups * 128] and xs float2 [row][groups], in the format of linear_w4.
+// x int8 [row][groups * 128] and xs float2 [row][groups] {scale, sum}, as `linear_w4_*` reads them.
 struct FromInt8 {
   static constexpr bool NORM = false;
   const int8_t* x;

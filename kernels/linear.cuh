@@ -234,12 +234,12 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // pass, i.e. for as many tiles as registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
 // weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
-// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128 inputs. A chunk
-// is eight pieces, one per warp, of one tile (of two tiles for 4-bit blocks). A warp reads only its own part of x. The tiles of a pass alternate by
-// chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
+// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile, or of two or four tiles if pieces are small. A warp
+// reads only its own part of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, of 16 or 17 KB each. They saturate memory; more of them would delay inputs and results. The first loads of a block
-// compete with the end of the previous kernel, so fewer are allowed.
+// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block compete
+// with the end of the previous kernel, so fewer are allowed.
 constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int RING_KEPT = 40, RING_TAKEN = 232, RING_ENTRY = 168;

@@ -1,7 +1,8 @@
 // GEMMs of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
 //
 // sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain
-// and elementwise's `rope_store` replace qkv); sm_75, without bfloat16 tensor cores, only prefill_plain_bf16. prefill_plain_f32 exists everywhere.
+// and elementwise.cu's `rope_store` replace qkv). sm_75 has no bfloat16 tensor cores: there prefill_plain_bf16, without them, is the only bf16 kernel.
+// prefill_plain_f32 exists everywhere.
 //
 //     A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
 //     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded with zeros. This equals TMA's

@@ -317,7 +317,7 @@ impl PromptCache {
                 let in_use: usize =
                     reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
-                // Branches in use are the last.
+                // The least recently used go first; those in use are the last (`use_held`).
                 let mut held: usize = branches.iter().map(|branch| branch.bytes).sum();
                 while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
                     held -= branches.remove(0).bytes;
