@@ -1,6 +1,5 @@
-//! Pages and rings. The pool is one array per plane, `[physical page][layer][KV head]`.
-//!
-//! A page has all layers and KV heads together, so that memory becomes resident by pages in use, not by the size of the pool.
+//! Pages and rings. The pool is one array per plane, `[layer][KV head][physical page]`: a sequence whose pages are consecutive in
+//! the pool is read as one stream.
 
 use crate::attend::Shape;
 use crate::memory::Array;
@@ -43,6 +42,11 @@ impl CacheSizes {
     /// Layers × KV heads.
     pub(crate) fn heads(&self) -> usize {
         self.layers * self.kv_heads
+    }
+
+    /// Index in the pool of a physical page of a head ([`Cache::head`]).
+    pub(crate) fn place(&self, head: usize, physical: usize) -> usize {
+        head % self.heads() * self.pool + physical
     }
 
     /// Offset of the ring's page that holds page `page` of the sequence of this head.
@@ -98,8 +102,7 @@ impl Cache {
 
     /// Index in the pool of a page of a head.
     fn place(&self, head: usize, page: usize) -> usize {
-        let heads = self.sizes.heads();
-        self.pages.table(head / heads)[page] as usize * heads + head % heads
+        self.sizes.place(head, self.pages.table(head / self.sizes.heads())[page] as usize)
     }
 
     /// Index of a KV head of a layer of a slot.
