@@ -503,7 +503,8 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if a slot holds no sequence, is not decoding or occurs twice, if γ is beyond
-    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`].
+    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`]
+    /// and of [`forward::Executor::restore_drafts`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -566,6 +567,9 @@ impl<B: Backend> Engine<B> {
         let Some(drafter) = drafter else {
             return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
         };
+        if drafter.needs().draft_weights {
+            self.backend.restore_drafts()?;
+        }
         let started = Instant::now();
         let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
         (0..proposed.without_token).for_each(|_| policy.observe_failure());

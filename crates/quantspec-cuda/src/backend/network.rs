@@ -15,7 +15,7 @@ use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, Weights};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Network, Pass, Step};
+use quantspec_model::backend::{Executor, Network, Pass, Step};
 
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
@@ -147,17 +147,6 @@ impl CudaBackend {
     pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
         let (eps, width) = (self.config.rms_eps, self.config.hidden);
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
-    }
-
-    /// Recomputes the draft weights if a prompt has overwritten them, and waits: draft kernels read weights before the
-    /// previous kernel has ended.
-    pub(super) fn restore_drafts(&mut self) -> Result<()> {
-        if self.overwritten {
-            self.weights.quantise(&self.linear, self.sampling.shared())?;
-            self.device.synchronize()?;
-            self.overwritten = false;
-        }
-        Ok(())
     }
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
