@@ -100,40 +100,16 @@ impl Cache {
         })
     }
 
-    /// Index in the pool of a page of a head.
-    fn place(&self, head: usize, page: usize) -> usize {
-        self.sizes.place(head, self.pages.table(head / self.sizes.heads())[page] as usize)
+    /// The pages of a head.
+    #[inline]
+    pub(crate) fn of_head(&self, head: usize) -> HeadPages<'_> {
+        let table = self.pages.table(head / self.sizes.heads());
+        HeadPages { cache: self, first: self.sizes.place(head, 0), table }
     }
 
     /// Index of a KV head of a layer of a slot.
     pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
         (slot * self.sizes.layers + layer) * self.sizes.kv_heads + kv_head
-    }
-
-    /// The upper block of a page.
-    pub(crate) fn upper(&self, head: usize, page: usize) -> &[u8] {
-        let bytes = self.sizes.shape.upper_bytes();
-        &self.upper[self.place(head, page) * bytes..][..bytes]
-    }
-
-    /// The lower block of a page; empty if lower nibbles are not kept.
-    pub(crate) fn lower(&self, head: usize, page: usize) -> &[u8] {
-        if !self.sizes.planes.lower {
-            return &[];
-        }
-        let bytes = self.sizes.shape.lower_bytes();
-        &self.lower[self.place(head, page) * bytes..][..bytes]
-    }
-
-    /// The f16 page of a view: of Full, and in an ablation of any.
-    pub(crate) fn full(&self, view: View, head: usize, page: usize) -> &[u16] {
-        let pages = match view {
-            View::Upper => &self.ablated[0],
-            View::Both => &self.ablated[1],
-            View::Full => &self.full,
-        };
-        let len = self.sizes.shape.full_len();
-        &pages[self.place(head, page) * len..][..len]
     }
 
     /// The ring's page that holds page `page` of the sequence.
@@ -160,5 +136,50 @@ impl Cache {
     /// True if pages have nibbles; in an ablation none have.
     pub(crate) fn has_nibbles(&self) -> bool {
         self.sizes.planes.upper && !self.sizes.ablated
+    }
+}
+
+/// The pages of one KV head of one layer of a slot.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadPages<'a> {
+    cache: &'a Cache,
+    /// Index of the head's physical page 0.
+    first: usize,
+    table: &'a [u32],
+}
+
+impl<'a> HeadPages<'a> {
+    #[inline]
+    fn place(&self, page: usize) -> usize {
+        self.first + self.table[page] as usize
+    }
+
+    /// The upper block of a page.
+    #[inline]
+    pub(crate) fn upper(&self, page: usize) -> &'a [u8] {
+        let bytes = self.cache.sizes.shape.upper_bytes();
+        &self.cache.upper[self.place(page) * bytes..][..bytes]
+    }
+
+    /// The lower block of a page; empty if lower nibbles are not kept.
+    #[inline]
+    pub(crate) fn lower(&self, page: usize) -> &'a [u8] {
+        if !self.cache.sizes.planes.lower {
+            return &[];
+        }
+        let bytes = self.cache.sizes.shape.lower_bytes();
+        &self.cache.lower[self.place(page) * bytes..][..bytes]
+    }
+
+    /// The f16 page of a view: of Full, and in an ablation of any.
+    #[inline]
+    pub(crate) fn full(&self, view: View, page: usize) -> &'a [u16] {
+        let pages = match view {
+            View::Upper => &self.cache.ablated[0],
+            View::Both => &self.cache.ablated[1],
+            View::Full => &self.cache.full,
+        };
+        let len = self.cache.sizes.shape.full_len();
+        &pages[self.place(page) * len..][..len]
     }
 }

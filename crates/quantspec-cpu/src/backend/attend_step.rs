@@ -54,6 +54,7 @@ impl Reads<'_> {
             self.recent(state, item, head);
             return;
         };
+        let of_head = self.cache.of_head(head);
         let pages = &list[(chunk * CHUNK).min(list.len())..((chunk + 1) * CHUNK).min(list.len())];
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
@@ -63,13 +64,13 @@ impl Reads<'_> {
             let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
-                    let next = next.map(|page| (self.cache.upper(head, page), self.cache.lower(head, page)));
-                    let (upper, lower) = (self.cache.upper(head, page), self.cache.lower(head, page));
+                    let next = next.map(|page| (of_head.upper(page), of_head.lower(page)));
+                    let (upper, lower) = (of_head.upper(page), of_head.lower(page));
                     attend::nibble_page(self.simd, state, rows, planes, self.rounding, upper, lower, next);
                 }
                 None => {
                     let visible = vec![G; rows.len()];
-                    let read = |page| self.cache.full(self.step.view, head, page);
+                    let read = |page| of_head.full(self.step.view, page);
                     let next = next.map(read);
                     attend::full_page(self.simd, state, rows, read(page), &visible, next);
                 }
@@ -167,10 +168,11 @@ impl CpuBackend {
                     *visible = end;
                     continue;
                 }
+                let of_head = cache.of_head(head);
                 let queries = &qkv[first * width + kv_head * group * d..][..group * d];
                 let score = |bounds: &mut Vec<f32>| {
                     bounds.clear();
-                    let upper = |page| cache.upper(head, page);
+                    let upper = |page| of_head.upper(page);
                     bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
                 };
                 let pages = match step.pages {
