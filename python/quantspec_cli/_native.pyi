@@ -86,7 +86,7 @@ class Engine:
         gamma: int | None = None,
         slots: int = 1,
         pool_tokens: int | None = None,
-        every_view: bool = False,
+        every_method: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
         prompt_memory: bool = False,
@@ -165,7 +165,8 @@ class Engine:
         draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_view`; policy and statistics restart."""
+        """Changes the method of an engine opened with `every_method`, and with `kv_target` "fp16" if this one is; policy and
+        statistics restart."""
 
     def restart(
         self,
@@ -271,16 +272,18 @@ def planned(
     model: str,
     *,
     capacity: int,
+    slots: int,
     device: str,
     threads: int | None,
     weights: str,
+    kv_target: str,
     kv_rounding: str,
     draft_precision: str,
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
 ) -> int:
-    """Peak bytes of an `Engine` with `every_view`; or its refusal, before weights are read."""
+    """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
 def plan(
     model: str,
