@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3" or "granite".
+    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite" or "olmo2".
     pub family: String,
     /// Decoder layers.
     pub layers: usize,
@@ -37,8 +37,10 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// Gate, up and down projections have biases.
     pub mlp_bias: bool,
-    /// Q and K are RMS-normalised per head before RoPE (Qwen3).
-    pub qk_norm: bool,
+    /// RMSNorm of queries and keys before RoPE.
+    pub qk_norm: QkNorm,
+    /// Where a layer's RMSNorms are.
+    pub norms: LayerNorms,
     /// Type of the stored weights.
     pub dtype: Dtype,
     /// Tokens that end a text.
@@ -65,6 +67,26 @@ impl ModelConfig {
     pub fn kv_width(&self) -> usize {
         self.kv_heads * self.head_dim
     }
+}
+
+/// RMSNorm of queries and keys before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// Of each head (Qwen3).
+    Heads,
+    /// Of all heads together: over the whole projection (OLMo 2). Such a model has no biases.
+    Projection,
+}
+
+/// Where a layer's RMSNorms are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerNorms {
+    /// Before attention and before the feed-forward network.
+    Before,
+    /// After both, before the residual addition (OLMo 2). The projections read the residual stream as it is, and have no biases.
+    After,
 }
 
 /// Constant factors of a network, all 1 except in Granite.

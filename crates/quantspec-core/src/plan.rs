@@ -128,7 +128,7 @@ pub fn largest_fitting(most: usize, bytes: usize, needed_bytes: impl Fn(usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Dtype, Rope, RopeScaling, Scales, View};
+    use crate::config::{Dtype, LayerNorms, QkNorm, Rope, RopeScaling, Scales, View};
 
     fn llama_8b() -> ModelConfig {
         ModelConfig {
@@ -149,7 +149,8 @@ mod tests {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::Bf16,
             eos: vec![],
         }

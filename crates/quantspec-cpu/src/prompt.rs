@@ -12,7 +12,7 @@ use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
-use quantspec_core::config::ModelConfig;
+use quantspec_core::config::{ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Block, Options};
 use quantspec_model::rope::RopeTable;
@@ -214,12 +214,12 @@ impl Prompt {
         })
     }
 
-    /// Normalises the block's hidden states into the input of `linear`.
+    /// Normalises the block's hidden states into the input of `linear`, or copies them if there is no norm.
     fn norm(
         &mut self,
         machine: &mut Machine,
         linear: &Linear,
-        weight: &[f32],
+        weight: Option<&[f32]>,
         (first, count): (usize, usize),
     ) -> Result<()> {
         let (hidden, eps, simd, threads) =
@@ -234,7 +234,13 @@ impl Prompt {
                 // SAFETY: a panel is one item of one thread.
                 let x = unsafe { x.slice(panel * len, len) };
                 for lane in (0..PANEL_TOKENS).step_by(LANES) {
-                    rms_norm_panel(simd, states, lane, weight, eps, &mut out);
+                    match weight {
+                        Some(weight) => rms_norm_panel(simd, states, lane, weight, eps, &mut out),
+                        None => {
+                            let features = states.chunks_exact(PANEL_TOKENS);
+                            out.iter_mut().zip(features).for_each(|(out, x)| *out = take(x, lane));
+                        }
+                    }
                     put_features(simd, pairs, x, 0, lane, &out);
                 }
             }
@@ -245,15 +251,38 @@ impl Prompt {
         prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &mut self.x, &mut self.y, count)
     }
 
-    /// Adds a linear layer's output to the hidden states of the block's rows.
+    /// Normalises features from `from` on of the last matrix's output, in place; its panels have `width` features.
+    fn norm_output(&mut self, machine: &Machine, weight: &[f32], from: usize, width: usize, count: usize) -> Result<()> {
+        let (n, eps, simd, threads) = (weight.len(), self.config.rms_eps, machine.simd, machine.pool.threads());
+        let y = DisjointSlice::new(&mut self.y);
+        machine.pool.run(&|thread| {
+            let mut out = vec![[0f32; LANES]; n];
+            for panel in share(count, thread, threads) {
+                // SAFETY: a panel is one item of one thread.
+                let y = unsafe { y.slice((panel * width + from) * PANEL_TOKENS, n * PANEL_TOKENS) };
+                for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                    rms_norm_panel(simd, y, lane, weight, eps, &mut out);
+                    for (y, out) in y.chunks_exact_mut(PANEL_TOKENS).zip(&out) {
+                        y[lane..lane + LANES].copy_from_slice(out);
+                    }
+                }
+            }
+        })
+    }
+
+    /// Adds a linear layer's output to the hidden states of the block's rows, normalised if there is a norm.
     fn add(
         &mut self,
         machine: &mut Machine,
         linear: &Linear,
+        norm: Option<&[f32]>,
         block: &Block,
         (first, count): (usize, usize),
     ) -> Result<()> {
         let (hidden, threads, width) = (self.config.hidden, machine.pool.threads(), linear.full.panels * PANEL);
+        if let Some(norm) = norm {
+            self.norm_output(machine, norm, 0, width, count)?;
+        }
         let (y, bias) = (&self.y, &linear.bias);
         let states = DisjointSlice::new(&mut self.hidden);
         machine.pool.run(&|thread| {
@@ -274,8 +303,16 @@ impl Prompt {
 
     pub(crate) fn qkv(&mut self, machine: &mut Machine, index: usize, layer: &Layer, block: &Block) -> Result<()> {
         let (first, count) = self.panels(block)?;
-        self.norm(machine, &layer.qkv, &layer.attention_norm, (first, count))?;
+        self.norm(machine, &layer.qkv, layer.attention_norm.as_deref(), (first, count))?;
         self.multiply(machine, &layer.qkv, count)?;
+        let mut of_heads = layer.qk_norm.as_ref();
+        if self.config.qk_norm == QkNorm::Projection
+            && let Some((q_norm, k_norm)) = of_heads.take()
+        {
+            let QkvOffsets { key, width, .. } = self.places;
+            self.norm_output(machine, q_norm, 0, width, count)?;
+            self.norm_output(machine, k_norm, key, width, count)?;
+        }
         let (simd, threads) = (machine.simd, machine.pool.threads());
         let (config, places, tokens) = (&self.config, self.places, self.tokens);
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
@@ -321,7 +358,7 @@ impl Prompt {
                         }
                         if kind != Kind::Value {
                             let head = &mut head[..];
-                            if let Some((q_norm, k_norm)) = &layer.qk_norm {
+                            if let Some((q_norm, k_norm)) = of_heads {
                                 let (weight, eps) = (if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
                                 portable!(simd, norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32));
                             }
@@ -399,12 +436,12 @@ impl Prompt {
     pub(crate) fn output(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
         self.multiply(machine, &layer.output, at.1)?;
-        self.add(machine, &layer.output, block, at)
+        self.add(machine, &layer.output, layer.attention_output_norm.as_deref(), block, at)
     }
 
     pub(crate) fn gate_up(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
-        self.norm(machine, &layer.gate_up, &layer.mlp_norm, at)?;
+        self.norm(machine, &layer.gate_up, layer.mlp_norm.as_deref(), at)?;
         self.multiply(machine, &layer.gate_up, at.1)?;
         let (simd, threads, n) = (machine.simd, machine.pool.threads(), self.config.intermediate);
         let pairs = takes_pairs(simd, &layer.down.full);
@@ -434,7 +471,7 @@ impl Prompt {
     pub(crate) fn down(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
         self.multiply(machine, &layer.down, at.1)?;
-        self.add(machine, &layer.down, block, at)
+        self.add(machine, &layer.down, layer.mlp_output_norm.as_deref(), block, at)
     }
 
     /// Hidden state of one row, [hidden].

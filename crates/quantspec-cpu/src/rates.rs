@@ -152,7 +152,7 @@ fn median_seconds(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -
 mod tests {
     use super::*;
     use quantspec_core::Error;
-    use quantspec_core::config::{Rope, RopeScaling, Scales};
+    use quantspec_core::config::{LayerNorms, QkNorm, Rope, RopeScaling, Scales};
 
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
@@ -174,7 +174,8 @@ mod tests {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::F32,
             eos: vec![],
         }

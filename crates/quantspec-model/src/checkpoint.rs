@@ -13,7 +13,7 @@ use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, Sensitive};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, Sensitive};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -56,10 +56,12 @@ pub enum LayerPart {
     VBias,
     /// Bias of the output projection, `[hidden]`.
     OutputBias,
-    /// RMSNorm of every query head, `[head_dim]`.
+    /// RMSNorm of every query head, `[head_dim]`, or of all, `[q_width]`.
     QNorm,
-    /// RMSNorm of every key head, `[head_dim]`.
+    /// RMSNorm of every key head, `[head_dim]`, or of all, `[kv_width]`.
     KNorm,
+    /// RMSNorm of the output projection's result, `[hidden]`.
+    AttentionOutputNorm,
     /// RMSNorm before the feed-forward network, `[hidden]`.
     MlpNorm,
     /// Gate projection, `[intermediate][hidden]`.
@@ -74,12 +76,14 @@ pub enum LayerPart {
     UpBias,
     /// Bias of the down projection, `[hidden]`.
     DownBias,
+    /// RMSNorm of the down projection's result, `[hidden]`.
+    MlpOutputNorm,
 }
 
 use LayerPart::*;
 
 /// Every part of a layer, in the order of computation.
-const LAYER_PARTS: [LayerPart; 18] = [
+const LAYER_PARTS: [LayerPart; 20] = [
     AttentionNorm,
     Q,
     K,
@@ -91,6 +95,7 @@ const LAYER_PARTS: [LayerPart; 18] = [
     KNorm,
     Output,
     OutputBias,
+    AttentionOutputNorm,
     MlpNorm,
     Gate,
     Up,
@@ -98,6 +103,7 @@ const LAYER_PARTS: [LayerPart; 18] = [
     UpBias,
     Down,
     DownBias,
+    MlpOutputNorm,
 ];
 
 impl LayerPart {
@@ -110,8 +116,10 @@ impl LayerPart {
             QBias | KBias | VBias => config.qkv_bias,
             OutputBias => config.output_bias,
             GateBias | UpBias | DownBias => config.mlp_bias,
-            QNorm | KNorm => config.qk_norm,
-            AttentionNorm | Q | K | V | Output | MlpNorm | Gate | Up | Down => true,
+            QNorm | KNorm => config.qk_norm != QkNorm::None,
+            AttentionNorm | MlpNorm => config.norms == LayerNorms::Before,
+            AttentionOutputNorm | MlpOutputNorm => config.norms == LayerNorms::After,
+            Q | K | V | Output | Gate | Up | Down => true,
         }
     }
 
@@ -129,7 +137,8 @@ impl LayerPart {
             OutputBias => "self_attn.o_proj.bias",
             QNorm => "self_attn.q_norm.weight",
             KNorm => "self_attn.k_norm.weight",
-            MlpNorm => "post_attention_layernorm.weight",
+            MlpNorm | AttentionOutputNorm => "post_attention_layernorm.weight",
+            MlpOutputNorm => "post_feedforward_layernorm.weight",
             Gate => "mlp.gate_proj.weight",
             Up => "mlp.up_proj.weight",
             Down => "mlp.down_proj.weight",
@@ -143,12 +152,14 @@ impl LayerPart {
     fn shape(self, config: &ModelConfig) -> (usize, usize) {
         let (hidden, intermediate, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
         match self {
-            AttentionNorm | MlpNorm | OutputBias | DownBias => (1, hidden),
+            AttentionNorm | MlpNorm | AttentionOutputNorm | MlpOutputNorm | OutputBias | DownBias => (1, hidden),
             Q => (q, hidden),
             K | V => (kv, hidden),
             Output => (hidden, q),
             QBias => (1, q),
             KBias | VBias => (1, kv),
+            QNorm if config.qk_norm == QkNorm::Projection => (1, q),
+            KNorm if config.qk_norm == QkNorm::Projection => (1, kv),
             QNorm | KNorm => (1, config.head_dim),
             Gate | Up => (intermediate, hidden),
             Down => (hidden, intermediate),

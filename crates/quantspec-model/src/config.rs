@@ -4,13 +4,13 @@
 //! and is not implemented is refused by name.
 
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3 and Granite 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3 and OLMo 2 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -39,7 +39,8 @@ struct Family {
     /// `attention_bias` applies to all four projections.
     attention_bias: bool,
     mlp_bias: bool,
-    qk_norm: bool,
+    qk_norm: QkNorm,
+    norms: LayerNorms,
     /// `partial_rotary_factor` applies, and `original_max_position_embeddings` has a default of its own. Such a family has neither biases
     /// nor norms of queries and keys, which would have to be permuted with their channels.
     partial_rotary: bool,
@@ -75,14 +76,15 @@ const COMMON: Family = Family {
     always_qkv_bias: false,
     attention_bias: false,
     mlp_bias: false,
-    qk_norm: false,
+    qk_norm: QkNorm::None,
+    norms: LayerNorms::Before,
     partial_rotary: false,
     no_rope: false,
     multipliers: false,
     window: Window::Stated,
 };
 
-const FAMILIES: [Family; 7] = [
+const FAMILIES: [Family; 8] = [
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
     Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
     Family {
@@ -99,7 +101,7 @@ const FAMILIES: [Family; 7] = [
         head_dim: Some(128),
         max_positions: 32_768,
         attention_bias: true,
-        qk_norm: true,
+        qk_norm: QkNorm::Heads,
         window: Window::Optional,
         ..COMMON
     },
@@ -117,6 +119,7 @@ const FAMILIES: [Family; 7] = [
         ..COMMON
     },
     Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
+    Family { name: "olmo2", rms_eps: 1e-5, qk_norm: QkNorm::Projection, norms: LayerNorms::After, ..COMMON },
 ];
 
 /// SmolLM3's default of `no_rope_layer_interval`.
@@ -179,6 +182,9 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let max_positions = max_positions.min(plain_positions(&fields)?);
     refuse_window(&fields, family, layers, max_positions)?;
 
+    if family.norms == LayerNorms::After && fields.flag("attention_bias", false)? {
+        return Err(unsupported(format!("config.json: attention_bias in a {} network", family.name)));
+    }
     let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
     let (scales, residual) = if family.multipliers { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
     Ok(ModelConfig {
@@ -200,6 +206,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
         qk_norm: family.qk_norm,
+        norms: family.norms,
         dtype: dtype(if fields.stated("dtype") || fields.stated("torch_dtype") { &fields } else { &outer })?,
         eos: eos(if fields.stated("eos_token_id") { &fields } else { &outer }, generation, vocab)?,
     })

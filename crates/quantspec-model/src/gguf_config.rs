@@ -10,14 +10,14 @@ use crate::config::{
 };
 use crate::gguf::{Gguf, Tensor, Value};
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
 const SUPPORTED: &str =
-    "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3 and granite networks";
+    "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3, granite and olmo2 networks";
 
 /// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -92,6 +92,8 @@ pub(crate) fn tensor_name(part: Part) -> String {
                 QNorm => "attn_q_norm.weight",
                 KNorm => "attn_k_norm.weight",
                 MlpNorm => "ffn_norm.weight",
+                AttentionOutputNorm => "post_attention_norm.weight",
+                MlpOutputNorm => "post_ffw_norm.weight",
                 Gate => "ffn_gate.weight",
                 Up => "ffn_up.weight",
                 Down => "ffn_down.weight",
@@ -242,7 +244,7 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
     };
     let fields = Fields { gguf, architecture: &architecture };
-    if !["llama", "qwen2", "qwen3", "smollm3", "granite"].contains(&architecture.as_str()) {
+    if !["llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2"].contains(&architecture.as_str()) {
         return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
     }
     let granite = architecture == "granite";
@@ -310,7 +312,12 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         qkv_bias: architecture == "qwen2" || has_in_layer(LayerPart::QBias),
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
-        qk_norm: architecture == "qwen3",
+        qk_norm: match architecture.as_str() {
+            "qwen3" => QkNorm::Heads,
+            "olmo2" => QkNorm::Projection,
+            _ => QkNorm::None,
+        },
+        norms: if architecture == "olmo2" { LayerNorms::After } else { LayerNorms::Before },
         no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
         scales,
         dtype: Dtype::F32,

@@ -6,7 +6,7 @@
 //! dequantised codes.
 
 use crate::backend::{
-    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+    Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::prompt_cache::PromptRows;
@@ -20,7 +20,7 @@ use quantspec_core::attend::{
 use quantspec_core::cache::{
     BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
 };
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights};
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
     quantize_head_row, quantize_page, quantize_weights_row,
@@ -198,6 +198,11 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
+    /// Rows normalised by a part of a layer, or as they are if the model has no such norm.
+    fn normed(&self, rows: &Tensor, layer: usize, part: LayerPart) -> Result<Tensor> {
+        if part.exists(&self.config) { self.norm(rows, Part::Layer(layer, part)) } else { Ok(rows.clone()) }
+    }
+
     /// Applies a layer's RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
     fn rotate(&self, layer: usize, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
@@ -232,16 +237,20 @@ impl ReferenceBackend {
     ) -> Result<[Tensor; 3]> {
         use LayerPart::*;
         let part = |part| Part::Layer(layer, part);
-        let x = self.norm(hidden, part(AttentionNorm))?;
+        let x = self.normed(hidden, layer, AttentionNorm)?;
         let mut q = self.linear(&x, part(Q), Some(part(QBias)), weights)?;
         let mut k = self.linear(&x, part(K), Some(part(KBias)), weights)?;
         let v = self.linear(&x, part(V), Some(part(VBias)), weights)?;
         let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
-        if self.config.qk_norm {
-            let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
-            let flat = |x: Tensor| tensor(|| x.flatten_from(1));
-            q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
-            k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
+        match self.config.qk_norm {
+            QkNorm::None => (),
+            QkNorm::Heads => {
+                let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
+                let flat = |x: Tensor| tensor(|| x.flatten_from(1));
+                q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
+                k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
+            }
+            QkNorm::Projection => (q, k) = (self.norm(&q, part(QNorm))?, self.norm(&k, part(KNorm))?),
         }
         Ok([self.rotate(layer, &q, heads, places)?, self.rotate(layer, &k, kv_heads, places)?, v])
     }
@@ -657,7 +666,12 @@ impl Network for ReferenceBackend {
         self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
     }
 
-    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+    fn reduce_residual(&mut self, layer: usize, branch: Branch, pass: &Pass) -> Result<()> {
+        let norm = match branch {
+            Branch::Attention => LayerPart::AttentionOutputNorm,
+            Branch::Mlp => LayerPart::MlpOutputNorm,
+        };
+        self.between = self.between.iter().map(|y| self.normed(y, layer, norm)).collect::<Result<_>>()?;
         let hidden = self.hidden(pass)?;
         let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
         self.set_hidden(pass, sums);
@@ -669,7 +683,7 @@ impl Network for ReferenceBackend {
         let (weights, part) = (weights_of(pass), |part| Part::Layer(layer, part));
         let mut gated = Vec::new();
         for hidden in self.hidden(pass)? {
-            let x = self.norm(&hidden, part(MlpNorm))?;
+            let x = self.normed(&hidden, layer, MlpNorm)?;
             let gate = self.linear(&x, part(Gate), Some(part(GateBias)), weights)?;
             let up = self.linear(&x, part(Up), Some(part(UpBias)), weights)?;
             gated.push(tensor(|| gate.silu()? * up)?);

@@ -138,7 +138,7 @@ impl RopeTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Dtype, Rope, Scales};
+    use quantspec_core::config::{Dtype, LayerNorms, QkNorm, Rope, Scales};
 
     fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
         RopeTable::new(&model(head_dim, scaling))
@@ -163,7 +163,8 @@ mod tests {
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::F32,
             eos: Vec::new(),
         }

@@ -80,15 +80,19 @@ impl Shape {
     /// Name, shape, and scale of the random values (0: a norm, near 1) of every tensor.
     fn tensors(&self) -> Vec<(String, Vec<usize>, f32)> {
         let (h, q, kv, f) = (self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate);
-        let (llama, qwen2, qwen3) =
-            (self.family == "llama" && self.biases, self.family == "qwen2", self.family == "qwen3");
+        let (llama, qwen2) = (self.family == "llama" && self.biases, self.family == "qwen2");
         let mut out = vec![("model.embed_tokens.weight".to_string(), vec![self.vocab, h], 1.0)];
         for layer in 0..self.layers {
             let mut push = |name: &str, shape: Vec<usize>, scale: f32| {
                 out.push((format!("model.layers.{layer}.{name}"), shape, scale));
             };
-            push("input_layernorm.weight", vec![h], 0.0);
-            push("post_attention_layernorm.weight", vec![h], 0.0);
+            let norms = match self.family {
+                "olmo2" => ["post_attention_layernorm", "post_feedforward_layernorm"],
+                _ => ["input_layernorm", "post_attention_layernorm"],
+            };
+            for norm in norms {
+                push(&format!("{norm}.weight"), vec![h], 0.0);
+            }
             let matrices = match self.family {
                 "phi3" => vec![
                     ("self_attn.qkv_proj", q + 2 * kv, h, false),
@@ -112,9 +116,13 @@ impl Shape {
                     push(&format!("{name}.bias"), vec![n], 0.3);
                 }
             }
-            if qwen3 {
-                push("self_attn.q_norm.weight", vec![self.head_dim], 0.0);
-                push("self_attn.k_norm.weight", vec![self.head_dim], 0.0);
+            let normed = match self.family {
+                "qwen3" => [self.head_dim; 2],
+                "olmo2" => [q, kv],
+                _ => [0; 2],
+            };
+            for (name, width) in ["q", "k"].into_iter().zip(normed).filter(|(_, width)| *width > 0) {
+                push(&format!("self_attn.{name}_norm.weight"), vec![width], 0.0);
             }
         }
         out.push(("model.norm.weight".to_string(), vec![h], 0.0));

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -108,7 +108,8 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
         qkv_bias: false,
         output_bias: false,
         mlp_bias: false,
-        qk_norm: false,
+        qk_norm: QkNorm::None,
+        norms: LayerNorms::Before,
         dtype: Dtype::Bf16,
         eos: Vec::new(),
     }

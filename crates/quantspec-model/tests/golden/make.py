@@ -3,7 +3,7 @@
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3 and granite* are of transformers 5.17.0
+    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3, granite* and olmo2 are of transformers 5.17.0
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -102,6 +102,18 @@ SMOLLM3 = LLAMA | {
     "use_sliding_window": False,
     "sliding_window": None,
     "rope_theta": 5000000.0,
+}
+# Norms after the branches, and of queries and keys over all heads.
+OLMO2 = LLAMA | {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
 }
 GRANITE = LLAMA | {
     "architectures": ["GraniteForCausalLM"],
@@ -278,6 +290,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         48,
         1,
     ),
+    "olmo2": ({"config": OLMO2}, 48, 1),
     # Factors on the embedding, the scores, both branches and the logits; tied and untied.
     "granite": ({"config": GRANITE | {"tie_word_embeddings": True}}, 48, 1),
     "granite-head": ({"config": GRANITE | {"attention_multiplier": 0.3, "logits_scaling": 3.0}}, 40, 1),
