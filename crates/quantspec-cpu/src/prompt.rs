@@ -252,7 +252,14 @@ impl Prompt {
     }
 
     /// Normalises features from `from` on of the last matrix's output, in place; its panels have `width` features.
-    fn norm_output(&mut self, machine: &Machine, weight: &[f32], from: usize, width: usize, count: usize) -> Result<()> {
+    fn norm_output(
+        &mut self,
+        machine: &Machine,
+        weight: &[f32],
+        from: usize,
+        width: usize,
+        count: usize,
+    ) -> Result<()> {
         let (n, eps, simd, threads) = (weight.len(), self.config.rms_eps, machine.simd, machine.pool.threads());
         let y = DisjointSlice::new(&mut self.y);
         machine.pool.run(&|thread| {

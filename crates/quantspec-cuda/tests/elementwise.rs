@@ -113,6 +113,87 @@ fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, code
     }
 }
 
+/// Branches are normalised and added, all heads are normalised in place in either order of channels, and rows alone have the same bits.
+#[test]
+fn rows_are_normalised_in_place_or_added() {
+    let Some(device) = device() else { return };
+    let mut random = Random(7);
+    let (rows, eps) = (9, 1e-6f32);
+    // Width, first column and pitch; heads of `paired` channels.
+    for (width, first, pitch, paired) in
+        [(72, 0, 72, 0), (9216, 0, 9216, 0), (384, 128, 768, 0), (384, 128, 768, 128), (192, 64, 448, 64)]
+    {
+        let (x, to) = (random.normals(rows * pitch), random.normals(rows * width));
+        let weight = random.normals(width);
+        let weight_on = device.copied(&weight).unwrap();
+        // The channel at a place of a row.
+        let channel = |at: usize| match paired {
+            0 => at,
+            d => at / d * d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2),
+        };
+        let want = |row: usize, add: bool| -> Vec<f64> {
+            let x = &x[row * pitch + first..][..width];
+            let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / width as f64;
+            let f = 1.0 / (mean + f64::from(eps)).sqrt();
+            let normed = x.iter().enumerate().map(|(at, &x)| f64::from(x) * f * f64::from(weight[channel(at)]));
+            normed.zip(&to[row * width..]).map(|(y, &h)| if add { y + f64::from(h) } else { y }).collect()
+        };
+        let launch = |first_row: usize, count: usize, add: bool| -> Vec<f32> {
+            let x_on = device.copied(&x[first_row * pitch..][..count * pitch]).unwrap();
+            let to_on = device.copied(&to[first_row * width..][..count * width]).unwrap();
+            let from = x_on.at(first * 4);
+            let (at, to_pitch) = if add { (to_on.at(0), width) } else { (from, pitch) };
+            let arguments = args![from, pitch, at, to_pitch, &weight_on, eps, width, paired, usize::from(add)];
+            run(&device, "norm_rows", [count, 1, 1], 512, 0, &arguments);
+            let after = x_on.read::<f32>(0, count * pitch).unwrap();
+            for (row, (after, before)) in after.chunks(pitch).zip(x[first_row * pitch..].chunks(pitch)).enumerate() {
+                let inside = |at: usize| !add && (first..first + width).contains(&at);
+                assert!((0..pitch).all(|at| inside(at) || after[at] == before[at]), "row {row} beyond its columns");
+            }
+            if add {
+                return to_on.read::<f32>(0, count * width).unwrap();
+            }
+            after.chunks(pitch).flat_map(|row| row[first..first + width].to_vec()).collect()
+        };
+        for add in [false, true] {
+            let got = launch(0, rows, add);
+            let want: Vec<f64> = (0..rows).flat_map(|row| want(row, add)).collect();
+            let error = distance(&got, &want);
+            assert!(error < 2e-6, "norm_rows of {width}, add {add}: {error}");
+            for row in [0, 4, 8] {
+                assert!(launch(row, 1, add) == got[row * width..][..width], "row {row} of {width} alone");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_hidden_stream_is_converted() {
+    let Some(device) = device() else { return };
+    let mut random = Random(8);
+    for width in [72, 2056] {
+        let rows = 5;
+        let hidden = random.normals(rows * width);
+        let h = device.copied(&hidden).unwrap();
+        let pitch = width.next_multiple_of(64) + 64;
+        let grid = [width.div_ceil(1024), rows, 1];
+        for dtype in DTYPES {
+            let x = poisoned(&device, rows * pitch * dtype.bytes());
+            run(&device, &format!("convert_{}", name(dtype)), grid, 256, 0, &args![&h, &x, width, pitch]);
+            let got = download(&x, rows * pitch, dtype);
+            for (got, hidden) in got.chunks(pitch).zip(hidden.chunks(width)) {
+                assert!(got.iter().zip(hidden).all(|(&got, &x)| got == round(x, dtype)), "{dtype:?} of {width}");
+                assert!(got[width..].iter().all(|x| x.is_nan()), "{dtype:?} of {width} beyond its columns");
+            }
+        }
+        let groups = width.div_ceil(128);
+        let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
+        run(&device, "convert_i8", grid, 256, 0, &args![&h, &x8, &xs, width, 0usize]);
+        let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+        check_int8(&hidden, width, width, rows, &codes, &scales);
+    }
+}
+
 /// Inputs of a draft with 4-bit activations: codes and scales of int8 inputs, and values in 16 bits.
 #[test]
 fn inputs_on_the_grid_of_4_bits() {

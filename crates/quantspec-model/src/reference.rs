@@ -20,7 +20,9 @@ use quantspec_core::attend::{
 use quantspec_core::cache::{
     BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
 };
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
+};
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
     quantize_head_row, quantize_page, quantize_weights_row,

@@ -3,7 +3,7 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::config::parse;
@@ -526,12 +526,12 @@ fn families_have_their_own_defaults() {
     let llama = parsed(json!({"attention_bias": true, "mlp_bias": true, "num_key_value_heads": "REMOVE"}));
     assert_eq!(
         (llama.kv_heads, llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm),
-        (2, true, true, true, false)
+        (2, true, true, true, QkNorm::None)
     );
     let qwen2 = parsed(json!({"model_type": "qwen2", "head_dim": "REMOVE", "attention_bias": true}));
     assert_eq!((qwen2.head_dim, qwen2.qkv_bias, qwen2.output_bias), (4, true, false));
     let qwen3 = parsed(json!({"model_type": "qwen3", "head_dim": "REMOVE"}));
-    assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, true));
+    assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, QkNorm::Heads));
     let mistral = parsed(json!({"model_type": "mistral", "sliding_window": null, "attention_bias": true}));
     assert_eq!((mistral.qkv_bias, mistral.rope.theta), (false, 10_000.0));
     // If the file states the original context, the context is the stretched one.
@@ -599,6 +599,17 @@ fn layers_without_positions_are_read() {
     let windows = json!({"model_type": "smollm3", "use_sliding_window": true, "sliding_window": 32});
     config_refused(windows, "sliding-window attention (32 tokens of a context of 64");
     assert_eq!(parsed(json!({"model_type": "smollm3", "sliding_window": 32})).max_positions, 64);
+}
+
+#[test]
+fn norms_after_the_branches_are_read() {
+    let config = parsed(json!({"model_type": "olmo2", "rms_norm_eps": "REMOVE", "num_key_value_heads": "REMOVE"}));
+    assert_eq!((config.rms_eps, config.kv_heads, config.tied_embeddings), (1e-5, 2, false));
+    assert_eq!((config.qk_norm, config.norms), (QkNorm::Projection, LayerNorms::After));
+    parsed(json!({"model_type": "olmo2", "attention_bias": false}));
+    let biased = json!({"model_type": "olmo2", "attention_bias": true});
+    config_refused(biased, "attention_bias in a olmo2 network is not supported");
+    assert_eq!(parsed(json!({})).norms, LayerNorms::Before);
 }
 
 #[test]

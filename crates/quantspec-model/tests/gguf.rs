@@ -8,7 +8,7 @@ mod format;
 use folder::Folder;
 use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_value, u32_value, value};
 use half::f16;
-use quantspec_core::config::{Dtype, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, QkNorm, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::blocks::Encoding;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -154,8 +154,31 @@ fn qwen_rows_are_stored_in_order() {
         file.tensors.push(Tensor(name.to_string(), vec![4], 0, floats(4)));
     }
     let checkpoint = open(&file).expect("checkpoint");
-    assert!(checkpoint.config().qk_norm);
+    assert_eq!(checkpoint.config().qk_norm, QkNorm::Heads);
     assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+}
+
+#[test]
+fn olmo2_has_norms_after_the_branches() {
+    let mut file = named("olmo2");
+    for tensor in &mut file.tensors {
+        tensor.0 = tensor.0.replace("attn_norm", "post_attention_norm").replace("ffn_norm", "post_ffw_norm");
+    }
+    for (name, width) in [("blk.0.attn_q_norm.weight", 8), ("blk.0.attn_k_norm.weight", 4)] {
+        file.tensors.push(Tensor(name.to_string(), vec![width], 0, floats(width as usize)));
+    }
+    let checkpoint = open(&file).expect("checkpoint");
+    assert_eq!((checkpoint.config().qk_norm, checkpoint.config().norms), (QkNorm::Projection, LayerNorms::After));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::QNorm)), (0..8).map(value).collect::<Vec<f32>>());
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+    for name in ["blk.0.post_attention_norm.weight", "blk.0.post_ffw_norm.weight"] {
+        assert!(file.tensors.iter().any(|tensor| tensor.0 == name), "{name}");
+        let mut without = file.clone();
+        without.tensors.retain(|tensor| tensor.0 != name);
+        refused(&without, &format!("has no tensor \"{name}\""));
+    }
+    file.tensors.push(Tensor("blk.0.attn_norm.weight".to_string(), vec![32], 0, floats(32)));
+    refused(&file, "tensor \"blk.0.attn_norm.weight\" is no part of a olmo2 network");
 }
 
 /// Stores F32 matrices in another type.
