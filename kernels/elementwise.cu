@@ -414,6 +414,20 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
   if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f)) atomicOr(flag, FLAG_CACHE);
 }
 
+// scale_queries: q f16 [row][width] times 1 + beta ln(1 + floor(position / original)), at the positions of `rows`, or at first + row without them.
+// Width a multiple of 8. Grid (ceil(width / 2048), rows), block 256.
+KERNEL __launch_bounds__(256) scale_queries(uint16_t* q, const Row* rows, int first, float beta, int original, int width) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8, whole = (rows ? rows[row].position : first + row) / original;
+  if (k >= width || whole == 0) return;
+  const float factor = 1.f + beta * logf(1.f + (float)whole);
+  uint4* at = (uint4*)(q + (size_t)row * width + k);
+  const uint4 v = ldg_plain(at);
+  auto scaled = [&](uint32_t x) { return Half::pack(Half::to_float((uint16_t)x) * factor, Half::to_float((uint16_t)(x >> 16)) * factor); };
+  *at = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
+}
+
 #define HEADS(D)                                                                                                                                        \
   KERNEL __launch_bounds__(128) append_##D(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,                 \
                                            const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale, int heads,   \

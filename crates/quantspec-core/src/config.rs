@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite" or "olmo2".
+    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "olmo2" or "ministral3".
     pub family: String,
     /// Decoder layers.
     pub layers: usize,
@@ -51,6 +51,11 @@ impl ModelConfig {
     /// Whether a layer rotates its queries and keys.
     pub fn rotates(&self, layer: usize) -> bool {
         !self.no_rope.get(layer).copied().unwrap_or(false)
+    }
+
+    /// Factor on a query at a position, after its rotation.
+    pub fn query_factor(&self, position: usize) -> f32 {
+        self.rope.query_scale.map_or(1.0, |scale| scale.at(position))
     }
 
     /// Query heads that share one key/value head.
@@ -144,6 +149,24 @@ pub struct Rope {
     pub dim: usize,
     /// How the frequencies are changed for long contexts.
     pub scaling: RopeScaling,
+    /// How queries grow with their position (Ministral 3).
+    pub query_scale: Option<QueryScale>,
+}
+
+/// Growth of queries with their position, which keeps attention over long texts sharp (introduced by Llama 4). Keys do not grow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScale {
+    /// β of the factor 1 + β·ln(1 + ⌊position / `original`⌋).
+    pub beta: f64,
+    /// Context of the pre-training, in tokens; queries within it keep their size.
+    pub original: usize,
+}
+
+impl QueryScale {
+    /// The factor at a position.
+    pub fn at(&self, position: usize) -> f32 {
+        (1.0 + self.beta * ((position / self.original) as f64).ln_1p()) as f32
+    }
 }
 
 /// `rope_scaling` of config.json.

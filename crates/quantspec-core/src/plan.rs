@@ -142,7 +142,7 @@ mod tests {
             vocab: 128_256,
             max_positions: 131_072,
             rms_eps: 1e-5,
-            rope: Rope { theta: 5e5, dim: 128, scaling: RopeScaling::None },
+            rope: Rope { theta: 5e5, dim: 128, scaling: RopeScaling::None, query_scale: None },
             no_rope: Vec::new(),
             scales: Scales::NONE,
             tied_embeddings: false,

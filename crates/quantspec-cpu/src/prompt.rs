@@ -373,7 +373,10 @@ impl Prompt {
                             portable!(simd, rotate(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
                         }
                         if kind == Kind::Query {
-                            head.iter_mut().flatten().for_each(|x| *x *= scale);
+                            let position = (first + panel) * PANEL_TOKENS + lane;
+                            let factors: [f32; LANES] =
+                                std::array::from_fn(|l| scale * config.query_factor(position + l));
+                            head.iter_mut().for_each(|x| x.iter_mut().zip(&factors).for_each(|(x, f)| *x *= f));
                             for l in (0..LANES).filter(|l| lanes.contains(&(lane + l))) {
                                 // SAFETY: a head of a row is one item.
                                 let to = unsafe { last.row((first + panel) * PANEL_TOKENS + lane + l, index) };

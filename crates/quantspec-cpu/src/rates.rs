@@ -167,7 +167,7 @@ mod tests {
             vocab: 300,
             max_positions: 4096,
             rms_eps: 1e-5,
-            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None },
+            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None, query_scale: None },
             no_rope: Vec::new(),
             scales: Scales::NONE,
             tied_embeddings: true,

@@ -78,7 +78,7 @@ fn nan_is_no_match() {
     assert!(worst(&[vec![1.0, f32::NAN, 3.0]], &row).is_nan());
 }
 
-const SHAPES: [Shape; 13] = [
+const SHAPES: [Shape; 14] = [
     Shape { biases: true, ..Shape::new("llama", "F32", (4, 2, 24)) },
     Shape { tied: false, intermediate: 173, ..Shape::new("llama", "F16", (2, 2, 64)) },
     Shape { hidden: 64, ..Shape::new("llama", "F32", (8, 4, 8)) },
@@ -92,6 +92,7 @@ const SHAPES: [Shape; 13] = [
     Shape { tied: false, ..Shape::new("granite", "F16", (2, 1, 64)) },
     Shape::new("phi3", "BF16", (4, 2, 40)),
     Shape { hidden: 100, tied: false, ..Shape::new("olmo2", "BF16", (4, 2, 40)) },
+    Shape::new("ministral3", "F16", (4, 2, 64)),
 ];
 
 #[test]

@@ -58,6 +58,8 @@ struct Kernels {
     silu: Kernel,
     silu_i8: Kernel,
     append: Kernel,
+    /// Lets queries grow with their position.
+    scale_queries: Kernel,
     flush: Kernel,
     store: Kernel,
     keep_recent: Kernel,
@@ -237,6 +239,7 @@ impl CudaBackend {
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
             silu_i8: device.kernel("silu_mul_i8", 0)?,
             append: device.kernel(&format!("append_{d}"), 0)?,
+            scale_queries: device.kernel("scale_queries", 0)?,
             flush: device.kernel(&format!("flush_{d}"), page_shared)?,
             store: device.kernel(&format!("store_{d}"), page_shared)?,
             keep_recent: device.kernel("keep_recent", 0)?,

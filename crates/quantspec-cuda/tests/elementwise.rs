@@ -6,7 +6,7 @@ mod gpu;
 use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, QueryScale};
 use quantspec_core::quantize::quantize_activations;
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Arg, Device};
@@ -165,6 +165,41 @@ fn rows_are_normalised_in_place_or_added() {
             }
         }
     }
+}
+
+/// Queries grow at the positions of a step's rows and of consecutive prompt rows; those within the original context keep their bits.
+#[test]
+fn queries_grow_with_their_position() {
+    let Some(device) = device() else { return };
+    let mut random = Random(11);
+    let (width, scale) = (2112, QueryScale { beta: 0.1, original: 16_384 });
+    let values: Vec<u16> = random.normals(4 * width).into_iter().map(|x| f16::from_f32(x).to_bits()).collect();
+    let positions = [16_383usize, 16_384, 16_385, 16_386];
+    let rows = [0, 3, 1, 2].map(|row| [0, 0, positions[row] as i32, -1]);
+    let far = [[0, 0, 5, -1], [0, 0, 40_000, -1], [0, 0, 131_072, -1], [0, 0, 262_143, -1]];
+    let run_on = |rows: Option<&[[i32; 4]]>, first: usize| -> Vec<u16> {
+        let q = device.copied(&values).unwrap();
+        let rows = rows.map(|rows| rows_of(&device, rows));
+        let at = rows.as_ref().map_or(0, |rows| rows.at(0));
+        let arguments = args![&q, at, first, scale.beta as f32, scale.original, width];
+        run(&device, "scale_queries", [2, 4, 1], 256, 0, &arguments);
+        q.read::<u16>(0, 4 * width).unwrap()
+    };
+    let check = |got: &[u16], at: [usize; 4]| {
+        for ((got, before), position) in got.chunks(width).zip(values.chunks(width)).zip(at) {
+            let factor = scale.at(position);
+            assert_eq!(factor == 1.0, position < scale.original);
+            for (&got, &before) in got.iter().zip(before) {
+                let want = f16::from_f32(f16::from_bits(before).to_f32() * factor);
+                // The device's logarithm may differ in a last place, which may change a tie.
+                let apart = i32::from(got & 0x7fff) - i32::from(want.to_bits() & 0x7fff);
+                assert!(apart.abs() <= i32::from(factor != 1.0), "{got:x} at {position}, {want}");
+            }
+        }
+    };
+    check(&run_on(None, 16_383), positions);
+    check(&run_on(Some(&rows), 0), [0, 3, 1, 2].map(|row| positions[row]));
+    check(&run_on(Some(&far), 0), [5, 40_000, 131_072, 262_143]);
 }
 
 #[test]

@@ -195,8 +195,9 @@ const HEADS_OF_256: [Model; 5] = [
     Model::new("mistral", "BF16", (2, 2, 256)).untied().sized((104, 152, 309)),
 ];
 
-/// Layers without position embedding, constant factors, heads of which three quarters are rotated, and norms after the branches.
-const FAMILIES: [Model; 9] = [
+/// Layers without position embedding, constant factors, heads of which three quarters are rotated, norms after the branches, and
+/// queries that grow.
+const FAMILIES: [Model; 11] = [
     Model::new("smollm3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
     Model::new("granite", "BF16", (6, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
     Model::new("phi3", "F32", (4, 2, 64)).sized((120, 136, 259)),
@@ -206,6 +207,8 @@ const FAMILIES: [Model; 9] = [
     Model::new("olmo2", "BF16", (6, 2, 64)).untied().sized((200, 264, 2051)).second_prompt(129),
     Model::new("olmo2", "F16", (4, 4, 128)).sized((136, 200, 303)).second_prompt(300),
     Model::new("olmo2", "F32", (4, 2, 64)).sized((120, 136, 259)),
+    Model::new("ministral3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
+    Model::new("ministral3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
 ];
 
 type Plan = (Weights, View, Pages);

@@ -4,13 +4,13 @@
 //! and is not implemented is refused by name.
 
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3 and OLMo 2 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2 and Ministral 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -48,6 +48,8 @@ struct Family {
     no_rope: bool,
     /// Granite's four multipliers apply.
     multipliers: bool,
+    /// `llama_4_scaling_beta` of the RoPE parameters applies.
+    query_scale: bool,
     window: Window,
 }
 
@@ -81,10 +83,11 @@ const COMMON: Family = Family {
     partial_rotary: false,
     no_rope: false,
     multipliers: false,
+    query_scale: false,
     window: Window::Stated,
 };
 
-const FAMILIES: [Family; 8] = [
+const FAMILIES: [Family; 9] = [
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
     Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
     Family {
@@ -120,6 +123,15 @@ const FAMILIES: [Family; 8] = [
     },
     Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
     Family { name: "olmo2", rms_eps: 1e-5, qk_norm: QkNorm::Projection, norms: LayerNorms::After, ..COMMON },
+    Family {
+        name: "ministral3",
+        kv_heads: Some(8),
+        head_dim: Some(128),
+        max_positions: 262_144,
+        rms_eps: 1e-5,
+        query_scale: true,
+        ..COMMON
+    },
 ];
 
 /// SmolLM3's default of `no_rope_layer_interval`.
@@ -201,7 +213,8 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         rope,
         no_rope: if family.no_rope { no_rope(&fields, layers)? } else { Vec::new() },
         scales,
-        tied_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
+        tied_embeddings: if fields.stated("tie_word_embeddings") { &fields } else { &outer }
+            .flag("tie_word_embeddings", family.tied)?,
         qkv_bias: family.always_qkv_bias || attention_bias,
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
@@ -520,7 +533,11 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
     }
     let dim = rotated(fields, scaling.as_ref(), family, head_dim)?;
     let Some(inner) = scaling else {
-        return Ok((Rope { theta, dim, scaling: RopeScaling::None }, stated_positions));
+        // transformers has defaults for all parameters together, which no published checkpoint needs.
+        if family.query_scale {
+            return Err(fields.missing("rope_parameters"));
+        }
+        return Ok((Rope { theta, dim, scaling: RopeScaling::None, query_scale: None }, stated_positions));
     };
     if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
         return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.place, shown(name))));
@@ -554,6 +571,16 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         } else {
             Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
         }
+    };
+    let query_scale = if family.query_scale {
+        const BETA: &str = "llama_4_scaling_beta";
+        let beta = inner.number(BETA, None)?;
+        if !(0.0..=100.0).contains(&beta) {
+            return Err(absurd(format!("{}: {BETA} {beta} is not from 0 to 100", inner.place)));
+        }
+        Some(QueryScale { beta, original: original()? })
+    } else {
+        None
     };
     // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
     let stretched =
@@ -617,7 +644,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
             ));
         }
     };
-    Ok((Rope { theta, dim, scaling }, max_positions))
+    Ok((Rope { theta, dim, scaling, query_scale }, max_positions))
 }
 
 /// LongRoPE's stretch of each of `pairs` rotated pairs.

@@ -390,7 +390,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         }
         _ => stated_positions,
     };
-    Ok((Rope { theta, dim: head_dim, scaling }, max_positions))
+    Ok((Rope { theta, dim: head_dim, scaling, query_scale: None }, max_positions))
 }
 
 /// Factors on RoPE's wavelengths, `[head_dim / 2]`.

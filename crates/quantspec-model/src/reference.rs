@@ -254,7 +254,10 @@ impl ReferenceBackend {
             }
             QkNorm::Projection => (q, k) = (self.norm(&q, part(QNorm))?, self.norm(&k, part(KNorm))?),
         }
-        Ok([self.rotate(layer, &q, heads, places)?, self.rotate(layer, &k, kv_heads, places)?, v])
+        let factors: Vec<f32> = places.iter().map(|&(position, _)| self.config.query_factor(position)).collect();
+        let factors = tensor(|| Tensor::from_vec(factors, (places.len(), 1), &Device::Cpu))?;
+        let q = self.rotate(layer, &q, heads, places)?;
+        Ok([tensor(|| q.broadcast_mul(&factors))?, self.rotate(layer, &k, kv_heads, places)?, v])
     }
 
     /// Attention of one decode row, [1][q_width].

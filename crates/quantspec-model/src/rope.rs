@@ -156,7 +156,7 @@ mod tests {
             vocab: 1,
             max_positions: 1 << 20,
             rms_eps: 1e-5,
-            rope: Rope { theta: 10_000.0, dim: head_dim, scaling },
+            rope: Rope { theta: 10_000.0, dim: head_dim, scaling, query_scale: None },
             no_rope: Vec::new(),
             scales: Scales::NONE,
             tied_embeddings: false,

@@ -3,7 +3,7 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::config::parse;
@@ -610,6 +610,54 @@ fn norms_after_the_branches_are_read() {
     let biased = json!({"model_type": "olmo2", "attention_bias": true});
     config_refused(biased, "attention_bias in a olmo2 network is not supported");
     assert_eq!(parsed(json!({})).norms, LayerNorms::Before);
+}
+
+#[test]
+fn growing_queries_are_read() {
+    let parameters = json!({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0});
+    let fields = json!({"model_type": "ministral3", "rope_parameters": parameters, "rope_theta": "REMOVE",
+        "rms_norm_eps": "REMOVE", "max_position_embeddings": "REMOVE", "sliding_window": null});
+    let config = parsed(fields.clone());
+    assert_eq!(config.rope.query_scale, Some(QueryScale { beta: 0.1, original: 16 }));
+    assert_eq!((config.rope.theta, config.rms_eps, config.max_positions), (1e6, 1e-5, 262_144));
+    assert_eq!([0, 15].map(|position| config.query_factor(position)), [1.0; 2]);
+    let grown = [16, 47, 48].map(|position| config.query_factor(position));
+    assert_eq!(grown, [2f64, 3.0, 4.0].map(|chunks| (1.0 + 0.1 * chunks.ln()) as f32));
+    // As published: within the configuration of a model with a vision tower, which may say that the head is the embedding.
+    let mut inner = json!({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "hidden_act": "silu"});
+    inner.as_object_mut().expect("object").extend(
+        fields
+            .as_object()
+            .expect("object")
+            .iter()
+            .filter(|(_, value)| *value != "REMOVE")
+            .map(|(k, v)| (k.clone(), v.clone())),
+    );
+    let wrapped = |tied: bool| json!({"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": tied});
+    for tied in [true, false] {
+        let config = parse(wrapped(tied).to_string().as_bytes(), None).expect("configuration");
+        assert_eq!((config.family.as_str(), config.tied_embeddings), ("ministral3", tied));
+    }
+    // Mistral's queries do not grow.
+    let mut mistral = fields.clone();
+    mistral["model_type"] = json!("mistral");
+    assert_eq!(parsed(mistral).rope.query_scale, None);
+    let with = |beta: Value| {
+        let mut fields = fields.clone();
+        fields["rope_parameters"]["llama_4_scaling_beta"] = beta;
+        fields
+    };
+    for wrong in [-0.1, 101.0] {
+        config_refused(with(json!(wrong)), &format!("llama_4_scaling_beta {wrong} is not from 0 to 100"));
+    }
+    config_refused(with(Value::Null), "rope_parameters: llama_4_scaling_beta is missing");
+    config_refused(with(json!("0.1")), "llama_4_scaling_beta is \"0.1\", not a number");
+    config_refused(json!({"model_type": "ministral3"}), "config.json: rope_parameters is missing");
+    let mut windowed = fields;
+    windowed["sliding_window"] = json!(32);
+    config_refused(windowed, "sliding-window attention (32 tokens of a context of 262144");
 }
 
 #[test]

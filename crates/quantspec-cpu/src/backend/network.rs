@@ -156,7 +156,10 @@ impl CpuBackend {
                 };
                 if item >= kv_heads {
                     let (j, head) = ((item - kv_heads) / heads, (item - kv_heads) % heads);
-                    turn(j, part(j, head * d), of_heads.map(|norms| &norms.0));
+                    let query = part(j, head * d);
+                    turn(j, query, of_heads.map(|norms| &norms.0));
+                    let factor = config.query_factor(step.rows[j].position);
+                    query.iter_mut().for_each(|x| *x *= factor);
                     continue;
                 }
                 for (j, row) in step.rows.iter().enumerate() {

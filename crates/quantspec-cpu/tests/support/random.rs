@@ -71,6 +71,10 @@ impl Shape {
                 "embedding_multiplier": 0.7, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 3.0,
             }),
             "phi3" => json!({"partial_rotary_factor": 0.75}),
+            "ministral3" => json!({"rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            }}),
             _ => json!({}),
         };
         config.as_object_mut().expect("an object").extend(own.as_object().expect("an object").clone());

@@ -12,7 +12,9 @@ use crate::hierarchy::Reads;
 use crate::linear::{ATOM, GROUP, Quantised};
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, Pages, QkNorm, Rounding, Weights};
+use quantspec_core::config::{
+    DraftWeights, Dtype, LayerNorms, ModelConfig, Pages, QkNorm, QueryScale, Rounding, Weights,
+};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Branch, Network, Pass, Step};
@@ -293,6 +295,15 @@ impl CudaBackend {
         )
     }
 
+    /// Lets queries grow with their position, if the model says so. `described`: address of the step's rows, or 0 for consecutive ones
+    /// from `first` on.
+    pub(super) fn scale_queries(&self, q: &Buffer, described: u64, first: usize, rows: usize) -> Result<()> {
+        let Some(QueryScale { beta, original }) = self.config.rope.query_scale else { return Ok(()) };
+        let width = self.config.q_width();
+        let arguments = args![q, described, first, beta as f32, original, width];
+        self.launch(self.kernels.scale_queries, [width.div_ceil(2048), rows, 1], 256, 0, &arguments)
+    }
+
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let half_sm = self.fused_gemms(step, OUTPUT).is_some();
@@ -408,7 +419,7 @@ impl Network for CudaBackend {
             Pass::Step(step) => {
                 self.step_qkv(layer, step)?;
                 self.residual = None;
-                Ok(())
+                self.scale_queries(&self.step.q, self.layout.rows, 0, step.rows.len())
             }
             Pass::Prefill(block) => {
                 // Another sequence may have begun or ended after the last chunk.

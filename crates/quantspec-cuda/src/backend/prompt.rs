@@ -135,7 +135,8 @@ impl CudaBackend {
                 kv,
                 self.sampling.flag(),
                 block.rows,
-            )
+            )?;
         }
+        self.scale_queries(&prompt.q, 0, block.start, block.rows)
     }
 }

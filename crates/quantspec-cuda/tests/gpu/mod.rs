@@ -101,7 +101,7 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
         vocab: 64,
         max_positions: 1 << 20,
         rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None },
+        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None, query_scale: None },
         no_rope: Vec::new(),
         scales: Scales::NONE,
         tied_embeddings: true,

@@ -3,7 +3,7 @@
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3, granite* and olmo2 are of transformers 5.17.0
+    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3, granite*, olmo2 and ministral3 are of transformers 5.17.0
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -34,6 +34,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 VOCAB = 64
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The configuration less some fields."""
+    return {name: value for name, value in config.items() if name not in names}
+
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,6 +120,25 @@ OLMO2 = LLAMA | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 500000.0,
 }
+# Queries grow by 1 + beta ln(1 + floor(position / 16)).
+MINISTRAL3 = without(MISTRAL, "rope_theta") | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 GRANITE = LLAMA | {
     "architectures": ["GraniteForCausalLM"],
     "model_type": "granite",
@@ -123,11 +147,6 @@ GRANITE = LLAMA | {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.0078125,
 }
-
-
-def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The configuration less some fields."""
-    return {name: value for name, value in config.items() if name not in names}
 
 
 # directory -> (variants of the configuration, tokens, shards)
@@ -291,6 +310,22 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         1,
     ),
     "olmo2": ({"config": OLMO2}, 48, 1),
+    "ministral3": (
+        {
+            "config": MINISTRAL3,
+            "plain": MINISTRAL3
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 500.0,
+                    "original_max_position_embeddings": 8,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+        },
+        48,
+        1,
+    ),
     # Factors on the embedding, the scores, both branches and the logits; tied and untied.
     "granite": ({"config": GRANITE | {"tie_word_embeddings": True}}, 48, 1),
     "granite-head": ({"config": GRANITE | {"attention_multiplier": 0.3, "logits_scaling": 3.0}}, 40, 1),
