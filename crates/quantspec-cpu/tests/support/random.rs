@@ -73,7 +73,7 @@ impl Shape {
             "phi3" => json!({"partial_rotary_factor": 0.75}),
             "ministral3" => json!({"rope_parameters": {
                 "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
-                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
             }}),
             _ => json!({}),
         };
