@@ -8,7 +8,7 @@ use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -217,7 +217,8 @@ fn dtype_of(checkpoint: &Checkpoint, mut parts: impl Iterator<Item = Part>) -> D
 /// Bytes of norms and biases.
 fn vectors(config: &ModelConfig) -> usize {
     let when = |there: bool, n: usize| if there { n } else { 0 };
-    let layer = 2 * config.hidden
+    let norms = if config.norms == LayerNorms::Both { 4 } else { 2 };
+    let layer = norms * config.hidden
         + match config.qk_norm {
             QkNorm::None => 0,
             QkNorm::Heads => 2 * config.head_dim,

@@ -43,6 +43,7 @@ fn memory_is_what_was_planned() {
         (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
         (Shape::new("smollm3", "BF16", (2, 1, 64)), DraftWeights::Int4),
         (Shape::new("olmo2", "BF16", (2, 1, 64)), DraftWeights::Int4),
+        (Shape::new("gemma3_text", "BF16", (2, 1, 64)), DraftWeights::Int4),
         (Shape { tied: false, ..Shape::new("qwen2", "BF16", (2, 1, 64)) }, DraftWeights::Int4),
     ] {
         // The last checkpoint mixes number formats: of tables, within a fused matrix, of a layer.

@@ -214,8 +214,14 @@ impl DraftArena {
     }
 }
 
-/// Refuses layers whose matrices have different number formats: the activations of all layers have one.
+/// Refuses local layers, and layers whose matrices have different number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
+    if let Some(local) = &checkpoint.config().local {
+        return Err(Error::model(
+            format!("attention to the last {} tokens ({}) on the GPU", local.reach, checkpoint.config().family),
+            "the GPU has no kernels for local layers; use --device cpu",
+        ));
+    }
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
         (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
@@ -593,6 +599,14 @@ mod tests {
                 assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype} {weights:?}");
             }
         }
+    }
+
+    #[test]
+    fn local_layers_are_refused() {
+        let error = check(&Shape::new("gemma3_text", "BF16", (2, 1, 64)).checkpoint(1)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Model);
+        assert!(error.message.contains("last 256 tokens (gemma3_text) on the GPU"), "{}", error.message);
+        assert!(error.hint.contains("--device cpu"));
     }
 
     #[test]

@@ -117,15 +117,16 @@ impl LayerPart {
             OutputBias => config.output_bias,
             GateBias | UpBias | DownBias => config.mlp_bias,
             QNorm | KNorm => config.qk_norm != QkNorm::None,
-            AttentionNorm | MlpNorm => config.norms == LayerNorms::Before,
-            AttentionOutputNorm | MlpOutputNorm => config.norms == LayerNorms::After,
+            AttentionNorm | MlpNorm => config.norms != LayerNorms::After,
+            AttentionOutputNorm | MlpOutputNorm => config.norms != LayerNorms::Before,
             Q | K | V | Output | Gate | Up | Down => true,
         }
     }
 
     /// The tensor's name after `model.layers.i.`.
-    fn suffix(self) -> &'static str {
+    fn suffix(self, config: &ModelConfig) -> &'static str {
         match self {
+            MlpNorm if config.norms == LayerNorms::Both => "pre_feedforward_layernorm.weight",
             AttentionNorm => "input_layernorm.weight",
             Q => "self_attn.q_proj.weight",
             K => "self_attn.k_proj.weight",
@@ -209,12 +210,12 @@ impl Part {
     }
 
     /// The tensor's name in Hugging Face checkpoints.
-    fn name(self) -> String {
+    fn name(self, config: &ModelConfig) -> String {
         match self {
             Part::Embedding => "model.embed_tokens.weight".to_string(),
             Part::FinalNorm => "model.norm.weight".to_string(),
             Part::Head => "lm_head.weight".to_string(),
-            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix()),
+            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix(config)),
         }
     }
 }
@@ -315,7 +316,7 @@ impl Checkpoint {
             if let Some(scheme) = scheme
                 && !part.is_vector()
                 && part != Part::Embedding
-                && quantised.add(scheme, &part.name(), part.shape(&config), &shards, names)?
+                && quantised.add(scheme, &part.name(&config), part.shape(&config), &shards, names)?
             {
                 continue;
             }
@@ -328,6 +329,7 @@ impl Checkpoint {
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
         }
+        config::round_embedding_factor(&mut config, table.dtype);
         Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places, quantised }, draft_cache: None })
     }
 
@@ -351,7 +353,7 @@ impl Checkpoint {
     pub fn dtype(&self, part: Part) -> Dtype {
         let own = match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
-                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name()))
+                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name(&self.config)))
             }
             Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
         };
@@ -381,7 +383,7 @@ impl Checkpoint {
     pub fn has(&self, part: Part) -> bool {
         match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
-                places.contains_key(&part) || quantised.dtype(&part.name()).is_some()
+                places.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
             }
             Weights::Gguf { places, .. } => places.contains_key(&part),
         }
@@ -391,7 +393,7 @@ impl Checkpoint {
     pub fn tensor_name(&self, part: Part) -> String {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
-            Weights::SafeTensors { .. } => part.name(),
+            Weights::SafeTensors { .. } => part.name(&self.config),
             Weights::Gguf { .. } => gguf_config::tensor_name(part),
         }
     }
@@ -414,7 +416,7 @@ impl Checkpoint {
         match &self.weights {
             Weights::SafeTensors { shards, places, quantised } => {
                 self.by_stored_rows(part, rows, row_bytes, out, |rows, out| match places.get(&part) {
-                    None => quantised.read(shards, &part.name(), rows, out),
+                    None => quantised.read(shards, &part.name(&self.config), rows, out),
                     Some(&place) => {
                         let offset = place.offset + rows.start as u64 * row_bytes as u64;
                         read_at(shards, TensorLocation { offset, ..place }, out)
@@ -470,7 +472,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads some rows as f32, `[rows][columns]`; the weight of the final norm with the factor on the logits.
+    /// Reads some rows as f32, `[rows][columns]`; norm weights as they multiply, that of the final norm with the factor on the logits.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
@@ -490,7 +492,7 @@ impl Checkpoint {
             let width = self.shape(part).1;
             let first = rows.start * width;
             self.check_room(part, &rows, width, out.len())?;
-            let read = |rows, out: &mut [f32]| quantised.read_stored(shards, &part.name(), rows, out);
+            let read = |rows, out: &mut [f32]| quantised.read_stored(shards, &part.name(&self.config), rows, out);
             self.by_stored_rows(part, rows, width, out, read)?;
             return self.check_finite(part, first, out);
         }
@@ -509,6 +511,9 @@ impl Checkpoint {
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
             self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
+            if self.config.norms_less_one && part.is_vector() {
+                out.iter_mut().for_each(|x| *x += 1.0);
+            }
             if part == Part::FinalNorm {
                 out.iter_mut().for_each(|x| *x *= self.config.scales.logits);
             }
@@ -785,7 +790,7 @@ fn refuse_foreign(
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
-    let matrices: HashSet<String> = parts.map(Part::name).collect();
+    let matrices: HashSet<String> = parts.map(|part| part.name(config)).collect();
     let of_matrix = |name: &str| {
         let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
         scheme.owns(suffix) && matrices.contains(&format!("{module}.weight"))
@@ -795,7 +800,7 @@ fn refuse_foreign(
             continue;
         }
         let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(Part::name);
+        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(|part| part.name(config));
         let (layer, suffix) = match in_layer {
             Some((layer, suffix)) => (Some(layer), suffix),
             // Any other tensor of the embedding, the final norm or the head, for example a bias of the head.
@@ -805,7 +810,7 @@ fn refuse_foreign(
             None => continue,
         };
         let shown = shown(name);
-        const QUANTISED: [&str; 12] = [
+        const QUANTISED: [&str; 13] = [
             ".qweight",
             ".qzeros",
             ".scales",
@@ -818,6 +823,7 @@ fn refuse_foreign(
             ".quant_map",
             ".SCB",
             ".input_scale",
+            ".activation_scale",
         ];
         if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
             return Err(Error::model(
@@ -834,7 +840,8 @@ fn refuse_foreign(
                 "config.json and the weights are of different models; fetch both again",
             ));
         }
-        let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
+        let used =
+            layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
         let idle = || -> Result<bool> {
             let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
             Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
@@ -870,11 +877,11 @@ fn embedding_of(
     shards: &[SafeTensors],
     names: &HashMap<String, usize>,
 ) -> Result<TensorLocation> {
-    if !config.tied_embeddings || !names.contains_key(&Part::Head.name()) {
+    if !config.tied_embeddings || !names.contains_key(&Part::Head.name(config)) {
         return locate(config, shards, names, Part::Embedding);
     }
     let head = locate(config, shards, names, Part::Head)?;
-    if !names.contains_key(&Part::Embedding.name()) {
+    if !names.contains_key(&Part::Embedding.name(config)) {
         return Ok(head);
     }
     let table = locate(config, shards, names, Part::Embedding)?;
@@ -915,7 +922,7 @@ fn locate(
     names: &HashMap<String, usize>,
     part: Part,
 ) -> Result<TensorLocation> {
-    let name = part.name();
+    let name = part.name(config);
     let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
     let Some((shard, tensor)) = found else {
         let hint = match part {

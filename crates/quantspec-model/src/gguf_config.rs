@@ -10,7 +10,7 @@ use crate::config::{
 };
 use crate::gguf::{Gguf, Tensor, Value};
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -320,6 +320,9 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         norms: if architecture == "olmo2" { LayerNorms::After } else { LayerNorms::Before },
         no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
         scales,
+        local: None,
+        activation: Activation::Silu,
+        norms_less_one: false,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
         family: architecture,

@@ -18,10 +18,10 @@ use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
 use quantspec_core::cache::{
-    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
+    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, first_visible, visible_buffer, visible_pages, visible_quantised,
 };
 use quantspec_core::config::{
-    DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
+    Activation, DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
 };
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
@@ -41,6 +41,8 @@ pub struct ReferenceBackend {
     options: Options,
     hooks: Hooks,
     rope: RopeTable,
+    /// Of local layers.
+    local_rope: Option<RopeTable>,
     /// Weights in f32: matrices [outputs][inputs], vectors [n].
     full: HashMap<Part, Tensor>,
     /// Dequantised draft weights. A missing part drafts with its full weights.
@@ -131,6 +133,7 @@ impl ReferenceBackend {
         }
         Ok(ReferenceBackend {
             rope: RopeTable::new(&config),
+            local_rope: RopeTable::local(&config),
             slots: (0..options.slots).map(|_| None).collect(),
             options: options.clone(),
             config,
@@ -212,8 +215,9 @@ impl ReferenceBackend {
         for (row, &(position, length)) in places.iter().enumerate() {
             let channels = row * half..(row + 1) * half;
             let (cos, sin) = (&mut cos[channels.clone()], &mut sin[channels]);
+            let local = self.local_rope.as_ref().filter(|_| self.config.reach(layer).is_some());
             if self.config.rotates(layer) {
-                self.rope.fill(position, length, cos, sin);
+                local.unwrap_or(&self.rope).fill(position, length, cos, sin);
             } else {
                 self.rope.fill_unrotated(cos, sin);
             }
@@ -267,12 +271,17 @@ impl ReferenceBackend {
         let (group, rounding, planes) = (self.config.group(), self.options.rounding, self.options.planes);
         check_view(step.view, planes)?;
         let nibbles = planes.upper && self.options.ablation.is_none();
+        // A local layer reads every token of it, whatever the draft's pages.
+        let hidden = self.config.reach(layer).map(|reach| first_visible(row.position, reach));
         let query = tensor(|| self.between[index].reshape((kv_heads, group, head_dim)))?;
         let mut outputs = Vec::new();
         for kv_head in 0..kv_heads {
             let query = tensor(|| query.get(kv_head))?;
             let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
-            let pages = head.choose_pages(step, row.position, &query, rounding, nibbles)?;
+            let pages = match hidden {
+                None => head.choose_pages(step, row.position, &query, rounding, nibbles)?,
+                Some(first) => (first / G..visible_pages(row.position)).collect(),
+            };
             let (mut keys, mut values) = (Vec::new(), Vec::new());
             for page in pages {
                 head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
@@ -285,9 +294,14 @@ impl ReferenceBackend {
             let (quantised, shape) = (visible_quantised(row.position), (keys.len() / head_dim, head_dim));
             let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
             let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
-            let mask = match step.pages {
-                Pages::Tokens(n) => Some(best_tokens(&query, &keys, quantised, n)?),
-                _ => None,
+            let mask = match (hidden, step.pages) {
+                (Some(first), _) => {
+                    let hidden = |index: usize| index % shape.0 < first % G && first < quantised;
+                    let mask = (0..group * shape.0).map(|index| if hidden(index) { f32::NEG_INFINITY } else { 0.0 });
+                    Some(tensor(|| Tensor::from_vec(mask.collect(), (group, shape.0), &Device::Cpu))?)
+                }
+                (None, Pages::Tokens(n)) => Some(best_tokens(&query, &keys, quantised, n)?),
+                (None, _) => None,
             };
             outputs.push(softmax_sum(&query, &keys, &values, mask.as_ref())?);
         }
@@ -295,14 +309,18 @@ impl ReferenceBackend {
     }
 
     /// Exact causal attention of a prompt block over the layer's scratch, [rows][q_width].
-    fn attend_block(&self, block: &Block) -> Result<Tensor> {
+    fn attend_block(&self, layer: usize, block: &Block) -> Result<Tensor> {
         let ModelConfig { heads, head_dim, .. } = self.config;
         let Some((keys, values)) = &self.scratch else {
             return Err(Error::internal("prompt attention without keys"));
         };
         let tokens = block.start + block.rows;
-        // Row r sees tokens 0..=start + r.
-        let hidden = |index: usize| index % tokens > block.start + index / tokens;
+        // Row r sees tokens 0..=start + r, or the last ones of these.
+        let reach = self.config.reach(layer).unwrap_or(usize::MAX);
+        let hidden = |index: usize| {
+            let (position, token) = (block.start + index / tokens, index % tokens);
+            token > position || token < first_visible(position, reach)
+        };
         let mask = (0..block.rows * tokens).map(|index| if hidden(index) { f32::NEG_INFINITY } else { 0.0 }).collect();
         let mask = tensor(|| Tensor::from_vec(mask, (block.rows, tokens), &Device::Cpu))?;
         let mut outputs = Vec::new();
@@ -662,7 +680,7 @@ impl Network for ReferenceBackend {
             Pass::Step(step) => {
                 (0..step.rows.len()).map(|index| self.attend_row(layer, step, index)).collect::<Result<_>>()?
             }
-            Pass::Prefill(block) => vec![self.attend_block(block)?],
+            Pass::Prefill(block) => vec![self.attend_block(layer, block)?],
         };
         Ok(())
     }
@@ -691,7 +709,10 @@ impl Network for ReferenceBackend {
             let x = self.normed(&hidden, layer, MlpNorm)?;
             let gate = self.linear(&x, part(Gate), Some(part(GateBias)), weights)?;
             let up = self.linear(&x, part(Up), Some(part(UpBias)), weights)?;
-            gated.push(tensor(|| gate.silu()? * up)?);
+            gated.push(match self.config.activation {
+                Activation::Silu => tensor(|| gate.silu()? * up)?,
+                Activation::Gelu => tensor(|| gate.gelu()? * up)?,
+            });
         }
         self.between = gated;
         Ok(())

@@ -3,7 +3,9 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales};
+use quantspec_core::config::{
+    Activation, Dtype, LayerNorms, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales,
+};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::config::parse;
@@ -444,7 +446,7 @@ fn absurd_configurations() {
 fn unsupported_models_are_named() {
     config_refused(json!({"model_type": "mixtral"}), "model family \"mixtral\" (mixture of experts) is not supported");
     config_refused(json!({"model_type": "qwen3_moe"}), "model family \"qwen3_moe\" (mixture of experts)");
-    config_refused(json!({"model_type": "gemma3_text"}), "model family \"gemma3_text\" is not supported");
+    config_refused(json!({"model_type": "gemma2"}), "model family \"gemma2\" is not supported");
     config_refused(json!({"model_type": "jamba"}), "model family \"jamba\"");
     config_refused(
         json!({"architectures": ["LlamaForSequenceClassification"]}),
@@ -610,6 +612,76 @@ fn norms_after_the_branches_are_read() {
     let biased = json!({"model_type": "olmo2", "attention_bias": true});
     config_refused(biased, "attention_bias in a olmo2 network is not supported");
     assert_eq!(parsed(json!({})).norms, LayerNorms::Before);
+}
+
+#[test]
+fn local_layers_are_read() {
+    let bare = json!({"model_type": "gemma3_text", "num_hidden_layers": 8, "hidden_act": "REMOVE", "rope_theta": "REMOVE",
+        "num_attention_heads": "REMOVE", "num_key_value_heads": "REMOVE", "head_dim": "REMOVE", "vocab_size": "REMOVE",
+        "max_position_embeddings": "REMOVE", "rms_norm_eps": "REMOVE", "tie_word_embeddings": "REMOVE"});
+    let with = |extra: Value| {
+        let mut fields = bare.clone();
+        fields.as_object_mut().expect("object").extend(extra.as_object().expect("object").clone());
+        fields
+    };
+    let config = parsed(bare.clone());
+    assert_eq!((config.heads, config.kv_heads, config.head_dim, config.vocab), (8, 4, 256, 262_208));
+    assert_eq!((config.max_positions, config.rms_eps, config.rope.theta), (131_072, 1e-6, 1e6));
+    assert!(config.tied_embeddings && config.norms_less_one);
+    assert_eq!((config.activation, config.norms, config.qk_norm), (Activation::Gelu, LayerNorms::Both, QkNorm::Heads));
+    let local = config.local.clone().expect("local layers");
+    assert_eq!((local.reach, local.rope.theta), (4096, 10_000.0));
+    assert_eq!(local.layers, [true, true, true, true, true, false, true, true]);
+    assert_eq!([4, 5, 8].map(|layer| config.reach(layer)), [Some(4096), None, None]);
+    // The root of the hidden size 8, and heads of 256 channels.
+    assert_eq!(config.scales, Scales { embedding: 8f32.sqrt(), scores: 1.0, logits: 1.0 });
+    let config = parsed(with(json!({"query_pre_attn_scalar": 64, "sliding_window_pattern": 2, "sliding_window": 512,
+        "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})));
+    assert_eq!((config.scales.scores, &config.rope.scaling), (2.0, &RopeScaling::Linear { factor: 8.0 }));
+    let local = config.local.expect("local layers");
+    assert_eq!((local.reach, local.rope.theta, local.layers[..3].to_vec()), (512, 5e3, vec![true, false, true]));
+    assert_eq!(local.rope.scaling, RopeScaling::None);
+    // Lists of layers and RoPE by layer type, as transformers 5 writes them.
+    let types = ["full_attention", "sliding_attention"].repeat(4);
+    let by_type = |local: Value| {
+        let full = json!({"rope_type": "default", "rope_theta": 2e6});
+        json!({"layer_types": types, "rope_parameters": {"full_attention": full, "sliding_attention": local}})
+    };
+    let config = parsed(with(by_type(json!({"rope_type": "default", "rope_theta": 3e4}))));
+    let local = config.local.expect("local layers");
+    assert_eq!((config.rope.theta, local.rope.theta, local.layers[..2].to_vec()), (2e6, 3e4, vec![false, true]));
+    // As published: within the configuration of a model with a vision tower.
+    let inner: serde_json::Map<_, _> = with(json!({"hidden_size": 8, "intermediate_size": 16}))
+        .as_object()
+        .expect("object")
+        .iter()
+        .filter(|(_, value)| **value != "REMOVE")
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect();
+    let wrapped = json!({"model_type": "gemma3", "text_config": inner});
+    assert_eq!(parse(wrapped.to_string().as_bytes(), None).expect("config").family, "gemma3_text");
+    for (extra, expected) in [
+        (
+            json!({"sliding_window": 192}),
+            "sliding_window 192, which is not a multiple of 64 from 256 on, is not supported",
+        ),
+        (json!({"sliding_window": 300}), "sliding_window 300, which is not a multiple of 64"),
+        (json!({"sliding_window": "4"}), "sliding_window is \"4\", not a whole number"),
+        (json!({"sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
+        (json!({"layer_types": ["full_attention"]}), "layer_types has 1 entries for 8 layers"),
+        (json!({"layer_types": vec!["linear_attention"; 8]}), "layer type \"linear_attention\""),
+        (json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping (50.0) is not supported"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping (30.0) is not supported"),
+        (json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
+        (json!({"hidden_activation": "gelu"}), "activation \"gelu\" (hidden_activation)"),
+        (json!({"query_pre_attn_scalar": 0}), "query_pre_attn_scalar 0 is not from 1 to 1000000"),
+        (json!({"attention_bias": true}), "attention_bias in a gemma3_text network is not supported"),
+        (json!({"rope_local_base_freq": 1.0}), "rope_theta 1 is not above 1"),
+        (by_type(json!({"rope_type": "yarn"})), "RoPE type \"yarn\" of local layers is not supported"),
+        (json!({"rope_parameters": {"rope_type": "default"}}), "rope_parameters.full_attention is missing"),
+    ] {
+        config_refused(with(extra), expected);
+    }
 }
 
 #[test]

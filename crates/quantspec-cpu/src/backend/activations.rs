@@ -34,9 +34,12 @@ pub(super) struct Rows {
     pub(super) ffn: Array<f32>,
     /// `[row][vocab]`
     pub(super) logits: Array<f32>,
-    /// `[row][D/2]`; after the step's rows, one for layers without position embedding if there are any.
+    /// `[row][D/2]`; then the same for local layers if there are any; then one row for layers without position embedding if there
+    /// are any.
     pub(super) cos: Array<f32>,
     pub(super) sin: Array<f32>,
+    /// Start of the angles of local layers.
+    pub(super) local_angles: usize,
     /// `[row][head][part][2 + D]`
     pub(super) partials: Array<f32>,
     /// 0, 1, 2, …: the list of all pages.
@@ -75,7 +78,7 @@ impl Lengths {
             attended: rows * row_stride(config.q_width()),
             ffn: rows * row_stride(config.intermediate),
             logits: rows * config.vocab,
-            angles: rows * config.head_dim / 2 + unrotated,
+            angles: rows * config.head_dim / 2 * if config.local.is_some() { 2 } else { 1 } + unrotated,
             unrotated,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
@@ -134,6 +137,7 @@ impl Rows {
             logits: Array::zeros(len.logits)?,
             cos,
             sin,
+            local_angles: options.step_rows.max(1) * config.head_dim / 2,
             partials: Array::zeros(len.partials)?,
             all: (0..len.pages as u32).collect(),
         })

@@ -4,7 +4,7 @@ use super::CpuBackend;
 use super::activations::Source;
 use super::kv_cache::PageMove;
 use crate::attend;
-use crate::elementwise::{rms_norm, rope, silu_mul};
+use crate::elementwise::{activate_mul, rms_norm, rope};
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, PANEL, row_stride};
 use crate::memory::DisjointSlice;
@@ -83,6 +83,11 @@ impl CpuBackend {
             let angles = j * half..(j + 1) * half;
             let (cos, sin) = (&mut self.rows.cos[angles.clone()], &mut self.rows.sin[angles]);
             self.rope.fill(row.position, row.position + 1, cos, sin);
+            if let Some(rope) = &self.local_rope {
+                let angles = self.rows.local_angles + j * half..self.rows.local_angles + (j + 1) * half;
+                let (cos, sin) = (&mut self.rows.cos[angles.clone()], &mut self.rows.sin[angles]);
+                rope.fill(row.position, row.position + 1, cos, sin);
+            }
         }
         Ok(())
     }
@@ -120,6 +125,7 @@ impl CpuBackend {
         let shape = self.cache.sizes.shape;
         let threads = self.pool.team(m * places.width);
         let (cos, sin, rotates) = (&self.rows.cos, &self.rows.sin, config.rotates(index));
+        let local = if config.reach(index).is_some() { self.rows.local_angles } else { 0 };
         let (of_heads, of_projection) = match config.qk_norm {
             QkNorm::Projection => (None, layer.qk_norm.as_ref()),
             QkNorm::None | QkNorm::Heads => (layer.qk_norm.as_ref(), None),
@@ -151,7 +157,7 @@ impl CpuBackend {
                         let before = x.to_vec();
                         rms_norm(simd, &before, norm, config.rms_eps, x);
                     }
-                    let angles = if rotates { j * d / 2 } else { cos.len() - d / 2 };
+                    let angles = if rotates { local + j * d / 2 } else { cos.len() - d / 2 };
                     rope(simd, x, &cos[angles..][..d / 2], &sin[angles..][..d / 2]);
                 };
                 if item >= kv_heads {
@@ -226,13 +232,13 @@ impl CpuBackend {
         let stride = row_stride(config.intermediate);
         let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, Source::X, config.hidden, m);
         let out = DisjointSlice::new(out.ffn);
-        let bias = &layer.gate_up.bias;
+        let (bias, activation) = (&layer.gate_up.bias, config.activation);
         linear::run(&self.pool, simd, weight, input, m, 2, &|unit, tile| {
             let (gate, up) = tile.split_at_mut(m * PANEL);
             for (j, (gate, up)) in gate.chunks_exact_mut(PANEL).zip(up.chunks_exact_mut(PANEL)).enumerate() {
                 add_bias(gate, bias, 2 * unit);
                 add_bias(up, bias, 2 * unit + 1);
-                silu_mul(simd, gate, up);
+                activate_mul(simd, activation, gate, up);
                 // SAFETY: a pair of panels is one unit of one thread. Outputs after the last are zero up to the stride.
                 unsafe { out.slice(j * stride + unit * PANEL, PANEL) }.copy_from_slice(gate);
             }
@@ -270,10 +276,10 @@ impl CpuBackend {
     /// Runs a prompt operation with the backend's other parts borrowed.
     pub(super) fn prompt<T>(
         &mut self,
-        work: impl FnOnce(&mut Prompt, &mut Machine, &Model, &RopeTable) -> Result<T>,
+        work: impl FnOnce(&mut Prompt, &mut Machine, &Model, [Option<&RopeTable>; 2]) -> Result<T>,
     ) -> Result<T> {
         let mut machine = Machine { simd: self.choice.simd, pool: &self.pool, poll: &mut *self.hooks.poll };
-        work(&mut self.prompt, &mut machine, &self.model, &self.rope)
+        work(&mut self.prompt, &mut machine, &self.model, [Some(&self.rope), self.local_rope.as_ref()])
     }
 }
 
@@ -309,7 +315,7 @@ impl Network for CpuBackend {
         match pass {
             Pass::Step(step) => self.attend_step(layer, step),
             Pass::Prefill(block) => {
-                self.prompt(|prompt, machine, model, _| prompt.attend(machine, &model.layers[layer], block))
+                self.prompt(|prompt, machine, model, _| prompt.attend(machine, layer, &model.layers[layer], block))
             }
         }
     }

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -103,6 +103,9 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
         rms_eps: 1e-5,
         rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None, query_scale: None },
         no_rope: Vec::new(),
+        local: None,
+        activation: Activation::Silu,
+        norms_less_one: false,
         scales: Scales::NONE,
         tied_embeddings: true,
         qkv_bias: false,
