@@ -243,11 +243,12 @@ pub trait Executor: Network + TokenSampler {
         false
     }
 
-    /// Prepares the data of draft steps. [`draft`] calls it, so that its time does not count as verification.
+    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] would, too, but this is called apart, so that
+    /// its time does not count as that of a draft.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
-    fn prepare_draft(&mut self, _plan: &DraftConfig) -> Result<()> {
+    fn restore_drafts(&mut self) -> Result<()> {
         Ok(())
     }
 
@@ -299,12 +300,11 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says, unless a grammar needs each token to mask the next.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
+/// Those of [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
 /// [of tokens](quantspec_core::ErrorKind::is_of_tokens) are not among them: they end the draft.
 pub fn draft<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
     let masked = turns.iter().any(|turn| turn.constraint.is_some());
     if backend.runs_rounds_whole() && !masked && !is_watched(turns) {
-        backend.prepare_draft(config)?;
         turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
     }
@@ -321,7 +321,6 @@ fn is_watched(turns: &[Turn]) -> bool {
 /// # Errors
 /// As [`draft`].
 pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
-    backend.prepare_draft(config)?;
     backend.poll()?;
     let watched = is_watched(turns);
     for offset in 0.. {
