@@ -7,7 +7,7 @@ use crate::blocks::Encoding;
 use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
-use crate::gguf_config::{self, Packed};
+use crate::gguf_config::{self, Packed, RowOrder};
 use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
@@ -394,7 +394,7 @@ impl Checkpoint {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
             Weights::SafeTensors { .. } => part.name(&self.config),
-            Weights::Gguf { .. } => gguf_config::tensor_name(part),
+            Weights::Gguf { .. } => gguf_config::tensor_name(&self.config.family, part),
         }
     }
 
@@ -562,7 +562,7 @@ fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out:
     let (values, block_bytes) = place.encoding.block();
     let raw_row = width / values * block_bytes;
     // Consecutive rows are read in one call.
-    let at_once = if place.interleaved.is_none() { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
+    let at_once = if place.order == RowOrder::Own { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
     let row_bytes = width * place.dtype.bytes();
     let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
     let mut decoded = vec![0.0; width];
