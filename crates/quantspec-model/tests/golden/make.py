@@ -3,7 +3,9 @@
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3, granite*, olmo2, gemma3 and ministral3 are of transformers 5.17.0
+    python make.py [DIRECTORY ...]      # without a name all
+
+phi3*, smollm3, granite*, olmo2, ministral3 and gemma3 are of transformers 5.17.0.
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -34,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 VOCAB = 64
+
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
     """The configuration less some fields."""
