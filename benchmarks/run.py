@@ -150,7 +150,8 @@ def label(row: Row) -> str:
     """A row's method as shown on the page."""
     if row["method"] == "ar":
         return f"plain, {row['kv_target'].upper()} cache"
-    return row["method"] if row["draft_pages"] == "all" else f"{row['method']}, best {row['draft_pages']} pages"
+    pages = {"all": "", "auto": ", pages auto"}.get(row["draft_pages"], f", best {row['draft_pages']} pages")
+    return f"{row['method']}{pages}"
 
 
 def cpu() -> str:
@@ -215,7 +216,26 @@ def gpu() -> str:
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
-    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
+    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}\n\n### Batches\n\n{batches()}"
+
+
+def batches() -> str:
+    """The table of several sequences at once, against plain decoding of the same batch."""
+    rows: list[Row] = [json.loads(line) for line in (RESULTS / "h200-batch.jsonl").read_text().splitlines()]
+    plain = {(row["batch"], row["n_depth"]): row["tokens_per_s"] for row in rows if row["method"] == "ar"}
+    lines = [
+        [
+            str(row["batch"]),
+            f"{row['n_depth']:,}",
+            label(row),
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s'] / plain[row['batch'], row['n_depth']]:.2f}×",
+            accepted(row),
+            f"{row['gamma_mean']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table(["sequences", "context of each", "method", "tokens/s", "speed-up", "accepted", "mean γ"], lines)
 
 
 def llama_cpp() -> str:
