@@ -45,6 +45,11 @@ struct Kernels {
     /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
     norm_i8: Kernel,
+    /// Normalises f32 rows: a branch, or queries and keys.
+    norm_rows: Kernel,
+    /// The hidden stream as it is, by input type.
+    convert: Kernel,
+    convert_i8: Kernel,
     /// Adds a GEMM's result to the hidden stream before a fused kernel.
     add_rows: Kernel,
     /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 ones, and 16-bit ones for nibbles.
@@ -53,6 +58,8 @@ struct Kernels {
     silu: Kernel,
     silu_i8: Kernel,
     append: Kernel,
+    /// Lets queries grow with their position.
+    scale_queries: Kernel,
     flush: Kernel,
     store: Kernel,
     keep_recent: Kernel,
@@ -220,6 +227,9 @@ impl CudaBackend {
                 device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
             norm_i8: device.kernel("norm_i8", 0)?,
+            norm_rows: device.kernel("norm_rows", 0)?,
+            convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
+            convert_i8: device.kernel("convert_i8", 0)?,
             add_rows: device.kernel("add_rows", 0)?,
             coarse_i8: device.kernel("coarse_i8", 0)?,
             coarse: match dtype {
@@ -229,6 +239,7 @@ impl CudaBackend {
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
             silu_i8: device.kernel("silu_mul_i8", 0)?,
             append: device.kernel(&format!("append_{d}"), 0)?,
+            scale_queries: device.kernel("scale_queries", 0)?,
             flush: device.kernel(&format!("flush_{d}"), page_shared)?,
             store: device.kernel(&format!("store_{d}"), page_shared)?,
             keep_recent: device.kernel("keep_recent", 0)?,

@@ -8,7 +8,7 @@
 //! and K are then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have
 //! the angle 0. The same permutation of queries and keys changes no score.
 
-use quantspec_core::config::{ModelConfig, RopeScaling};
+use quantspec_core::config::{ModelConfig, Rope, RopeScaling};
 use std::f64::consts::PI;
 
 /// Inverse frequencies of a model with their scaling.
@@ -46,16 +46,25 @@ pub(crate) fn stored_channel(channel: usize, head_dim: usize, dim: usize) -> usi
 }
 
 impl RopeTable {
-    /// The table of a model.
+    /// The table of a model's layers that see all tokens.
     pub fn new(config: &ModelConfig) -> RopeTable {
-        let (theta, dim) = (config.rope.theta, config.rope.dim);
+        RopeTable::of(&config.rope, config)
+    }
+
+    /// The table of local layers; `None` if the model has none.
+    pub fn local(config: &ModelConfig) -> Option<RopeTable> {
+        config.local.as_ref().map(|local| RopeTable::of(&local.rope, config))
+    }
+
+    fn of(rope: &Rope, config: &ModelConfig) -> RopeTable {
+        let (theta, dim) = (rope.theta, rope.dim);
         let mut table = RopeTable {
             inverse: inverse_frequencies(theta, dim),
             attention_factor: 1.0,
             level: config.scales.scores.sqrt(),
             dynamic: None,
         };
-        match config.rope.scaling {
+        match rope.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => table.inverse.iter_mut().for_each(|f| *f /= factor),
             RopeScaling::Dynamic { factor, original } => table.dynamic = Some(Dynamic { theta, factor, original }),
@@ -138,7 +147,7 @@ impl RopeTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Dtype, Rope, Scales};
+    use quantspec_core::config::{Activation, Dtype, LayerNorms, QkNorm, Rope, Scales};
 
     fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
         RopeTable::new(&model(head_dim, scaling))
@@ -156,14 +165,18 @@ mod tests {
             vocab: 1,
             max_positions: 1 << 20,
             rms_eps: 1e-5,
-            rope: Rope { theta: 10_000.0, dim: head_dim, scaling },
+            rope: Rope { theta: 10_000.0, dim: head_dim, scaling, query_scale: None },
             no_rope: Vec::new(),
+            local: None,
+            activation: Activation::Silu,
+            norms_less_one: false,
             scales: Scales::NONE,
             tied_embeddings: false,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::F32,
             eos: Vec::new(),
         }

@@ -311,6 +311,7 @@ unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) 
 /// step (`most`) over the top code. Also sets the row's merge factors. Steps come from [`normalise_steps`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centre: f32) {
+    st.mask(r);
     // SAFETY: as `page`.
     unsafe {
         let wide = st.shape.wide();
