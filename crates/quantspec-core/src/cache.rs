@@ -34,8 +34,8 @@ pub const fn visible_buffer(position: usize) -> Range<usize> {
     visible_quantised(position)..position + 1
 }
 
-/// First token that a query at `position` sees if it sees `reach` tokens, including its own. With at least 2G tokens it is at most
-/// [`visible_quantised`], so the query sees all tokens that it reads from the buffer.
+/// First token that a query at `position` sees if it sees `reach` tokens, including its own. If `reach` is at least 2G, this
+/// is at most [`visible_quantised`], so the query sees all tokens that it reads from the buffer.
 pub const fn first_visible(position: usize, reach: usize) -> usize {
     (position + 1).saturating_sub(reach)
 }

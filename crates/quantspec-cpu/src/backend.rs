@@ -32,7 +32,7 @@ pub struct CpuBackend {
     hooks: Hooks,
     model: Model,
     rope: RopeTable,
-    /// Of local layers.
+    /// The table of local layers; `None` if the model has none.
     local_rope: Option<RopeTable>,
     cache: Cache,
     /// Capacity of each open slot.

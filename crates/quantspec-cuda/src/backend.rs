@@ -47,7 +47,7 @@ struct Kernels {
     norm_i8: Kernel,
     /// Normalises f32 rows: a branch, or queries and keys.
     norm_rows: Kernel,
-    /// The hidden stream as it is, by input type.
+    /// Converts the hidden stream to a GEMM's input without a norm, by the input's type.
     convert: Kernel,
     convert_i8: Kernel,
     /// Adds a GEMM's result to the hidden stream before a fused kernel.
@@ -58,7 +58,7 @@ struct Kernels {
     silu: Kernel,
     silu_i8: Kernel,
     append: Kernel,
-    /// Lets queries grow with their position.
+    /// Multiplies queries by the factor of their position (Ministral 3).
     scale_queries: Kernel,
     flush: Kernel,
     store: Kernel,

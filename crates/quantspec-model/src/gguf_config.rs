@@ -64,7 +64,7 @@ pub(crate) struct Packed {
 /// How a file orders the rows of Q and K. RoPE here pairs channel i of a head with i + D/2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// As here.
+    /// In the order of this program: for pairs (i, i + D/2).
     Own,
     /// For pairs (2i, 2i + 1) of heads with this many channels, as files of some architectures.
     Interleaved(usize),
