@@ -44,6 +44,7 @@ pub(super) struct Sequence {
 
 impl Sequence {
     fn extend(&mut self, tokens: &[u32]) {
+        // A draft that failed may have left tokens.
         self.text.truncate(self.emitted);
         self.text.extend(tokens);
         self.emitted = self.text.len();
@@ -189,6 +190,7 @@ impl Drafter for Copying {
         for turn in turns.iter() {
             if let Some(sequence) = self.sequences.get_mut(&turn.slot) {
                 sequence.drafts = turn.drafts(0);
+                sequence.text.truncate(sequence.emitted);
             }
         }
         Ok(proposed)
@@ -220,8 +222,10 @@ impl Drafter for Copying {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use super::super::SelfQuantised;
     use crate::backend::DraftConfig;
-    use quantspec_core::config::Pages;
+    use crate::forward::Guess;
+    use quantspec_core::config::{Pages, View, Weights};
     use quantspec_core::sample::Sampler;
 
     /// A network that drafts zeros for its turns.
@@ -368,6 +372,54 @@ mod tests {
             (0..40).flat_map(|i| [natural(10), prompt[70 * i..70 * i + 40].to_vec()].concat()).collect();
         let (copying, network) = seconds(&prompt, &quotes);
         assert!(1.3 * copying < network, "{copying} against {network}");
+    }
+
+    /// Asks for three guesses, of which a network then chooses two and another token.
+    struct TwoRight;
+
+    impl Target for TwoRight {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
+            Err(Error::internal("the draft has guesses"))
+        }
+
+        fn draft_guessed(&mut self, _: &DraftConfig, _: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
+            assert_eq!(guesses.guess(0, 3), [29, 30, 31]);
+            guesses.chosen(0, 3, &[29, 30, 7]);
+            assert!(guesses.guess(0, 3).is_empty(), "7 follows 30 nowhere");
+            guesses.chosen(0, 0, &[29]);
+            // Two tokens are a match.
+            guesses.chosen(0, 0, &[30]);
+            assert_eq!(guesses.guess(0, 1), [31]);
+            assert!(guesses.guess(3, 3).is_empty(), "no such sequence");
+            Ok(())
+        }
+
+        fn set_window(&mut self, _: usize, _: &[u32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn guesses_follow_the_emitted_text_and_what_the_network_chose() {
+        let config = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let mut drafter = Copying::boxed(SelfQuantised::boxed(config));
+        drafter.prefill(0, &quoting(), 8).unwrap();
+        (9..29).for_each(|token| drafter.commit(0, &[token]).unwrap());
+        let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
+        // A draft leaves no token in the text.
+        for _ in 0..2 {
+            assert_eq!(drafter.propose(&mut TwoRight, &mut turns, 0).unwrap().guessed, (3, 2));
+        }
+        let (mut quoted, mut new) = (Sequence::default(), Sequence::default());
+        quoted.extend(&quoting());
+        new.extend(&quoting());
+        assert!(quoted.guess(3).is_empty(), "nothing is known yet");
+        (8..28).for_each(|token| quoted.rates.observe(LONGEST, &[token], &[token]));
+        assert_eq!((quoted.guess(2), new.guess(2)), (vec![8, 9], vec![]));
     }
 
     #[test]

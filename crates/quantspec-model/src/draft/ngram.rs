@@ -246,5 +246,19 @@ mod tests {
             }
             prop_assert_eq!(proposed(&text, n), &continued[end..]);
         }
+
+        #[test]
+        fn a_truncated_text_forgets_its_end(text in prop::collection::vec(0u32..4, 1..60), at in 0usize..60) {
+            let (mut all, mut first) = (Text::default(), Text::default());
+            let kept = at.min(text.len());
+            all.extend(&text);
+            all.truncate(kept);
+            first.extend(&text[..kept]);
+            prop_assert_eq!(all.len(), kept);
+            prop_assert_eq!(&all.newest, &first.newest);
+            all.extend(&text);
+            first.extend(&text);
+            prop_assert_eq!(all.continued(9), first.continued(9));
+        }
     }
 }
