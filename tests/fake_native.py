@@ -34,6 +34,7 @@ class Script:
     not_finite: int | None = None  # rounds fail if a prompt has this many tokens
     memory_bytes: int = 10**12  # of the machine; one token of a sequence uses 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
+    room_asked: int = 0  # calls of has_room
 
     @classmethod
     def reset(cls) -> None:
@@ -50,6 +51,7 @@ class Script:
         cls.not_finite = settings.get("not_finite")
         cls.memory_bytes = settings.get("memory_bytes", 10**12)
         cls.engines = []
+        cls.room_asked = 0
 
 
 class NativeError(Exception):
@@ -111,7 +113,7 @@ class Engine:
             raise NativeError("does_not_fit", "capacity", "lower -n")
         if None not in self._sequences:
             raise NativeError("usage", f"all {len(self._sequences)} slots are in use", "finish a sequence first")
-        if not self.has_room(len(prompt) + max_new_tokens):
+        if not self._fits(len(prompt) + max_new_tokens):
             raise NativeError("usage", "too few pages are free", "finish a sequence first")
         slot = self._sequences.index(None)
         self._sequences[slot] = {
@@ -123,7 +125,11 @@ class Engine:
         }
         return slot
 
-    def has_room(self, tokens: int) -> bool:
+    def has_room(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
+        Script.room_asked += 1
+        return self._fits(len(prompt) + max_new_tokens)
+
+    def _fits(self, tokens: int) -> bool:
         taken = sum(sequence["size"] for sequence in self._sequences if sequence)
         return None in self._sequences and taken + tokens // 128 <= self._pool
 

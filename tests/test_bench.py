@@ -23,6 +23,7 @@ from quantspec_cli.bench.grid import Method
 from quantspec_cli.bench.samples import Sample
 from quantspec_cli.errors import DeviceError, InternalError, UsageError
 from quantspec_cli.model import Model
+from quantspec_cli.options import EngineOptions
 
 CONTRACT = {
     *(
@@ -677,7 +678,7 @@ def test_several_models_are_loaded_one_after_the_other(
     assert events == [("a", "planned"), ("b", "planned"), ("a", "loaded"), ("b", "loaded")]
     # The planned engines must be the loaded ones.
     plan, engine = asked[0], asked[2]
-    assert engine["every_view"] is True
+    assert engine["every_method"] is True
     assert plan == {name: engine[name] for name in plan}
     events.clear()
     assert quantspec(*QUICK, "-m", models[0]).code == 0
@@ -734,7 +735,24 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p
 def engine() -> Any:
     from quantspec_cli import _native
 
-    return _native.Engine(str(hub.demo()), capacity=1200, every_view=True, threads=2)
+    return _native.Engine(str(hub.demo()), capacity=1200, kv_target="fp16", every_method=True, threads=2)
+
+
+def test_an_engine_keeps_an_fp16_cache_only_if_a_method_reads_it() -> None:
+    from quantspec_cli import _native
+
+    small = _native.Engine(str(hub.demo()), capacity=1200, every_method=True, threads=2)
+    small.configure(method="kv4", kv_target="int8")
+    with pytest.raises(_native.NativeError, match="keeps no cache in FP16"):
+        small.configure(method="ar", kv_target="fp16")
+    peaks: list[int] = []
+    for methods, target in (("ar-int8,quantspec", "int8"), ("quantspec,w4-fp16", "fp16")):
+        of = grid.Grid([0], [4], [8000], [1], grid.methods(methods, ["auto"], ["all"]))
+        options = grid.engine_options(of, EngineOptions(device="cpu"))
+        assert options["kv_target"] == target
+        peaks.append(_native.planned(str(hub.demo()), **options))
+    # Of 8,000 tokens: 6 layers, 2 KV heads, 128 channels, keys and values of two bytes.
+    assert peaks[1] - peaks[0] > 8000 * 6 * 2 * 128 * 2 * 2 * 0.95
 
 
 def ids(count: int) -> list[int]:

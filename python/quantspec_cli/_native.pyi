@@ -86,7 +86,7 @@ class Engine:
         gamma: int | None = None,
         slots: int = 1,
         pool_tokens: int | None = None,
-        every_view: bool = False,
+        every_method: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
         prompt_memory: bool = False,
@@ -133,8 +133,10 @@ class Engine:
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
 
-    def has_room(self, tokens: int) -> bool:
-        """True if a sequence of this many tokens, prompt and answer together, can be added now."""
+    def has_room(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
+        """True if `add` would succeed now: a slot is free, and so are the pages that the prompt does not share with a running
+        sequence.
+        """
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -163,7 +165,8 @@ class Engine:
         draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_view`; policy and statistics restart."""
+        """Changes the method of an engine opened with `every_method`, and with `kv_target` "fp16" if this one is; policy and
+        statistics restart."""
 
     def restart(
         self,
@@ -269,16 +272,18 @@ def planned(
     model: str,
     *,
     capacity: int,
+    slots: int,
     device: str,
     threads: int | None,
     weights: str,
+    kv_target: str,
     kv_rounding: str,
     draft_precision: str,
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
 ) -> int:
-    """Peak bytes of an `Engine` with `every_view`; or its refusal, before weights are read."""
+    """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
 def plan(
     model: str,

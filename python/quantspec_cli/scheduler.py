@@ -97,6 +97,8 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         # The slot in prefill; one at a time.
         self._reading: int | None = None
+        # The request for which too few pages are free until a sequence ends.
+        self._too_large: Request | None = None
         self._chunk_rows = _FIRST_ROWS
         self._thread: threading.Thread | None = None
         # Held while a command is enqueued, so that none follows the one that ends the thread.
@@ -214,19 +216,26 @@ class Scheduler:
             _interrupted(request)
 
     def _admit(self) -> None:
-        """Admits the next request once there are pages for its prompt and answer; later requests wait with it."""
+        """Admits the next request once there are pages for its prompt and answer; later requests wait with it.
+
+        No other prompt is in prefill, so all pages that it can share are complete.
+        """
         if self._reading is not None or not self._free or not self._waiting:
             return
         request = self._waiting[0]
-        if self._running and not self.native.has_room(len(request.ids) + request.sampling["max_new_tokens"]):
+        if request is self._too_large:
             return
-        self._waiting.popleft()
         try:
             with native_errors():
+                if self._running and not self.native.has_room(request.ids, request.sampling["max_new_tokens"]):
+                    self._too_large = request
+                    return
                 slot = self.native.add(request.ids, **request.sampling)
         except Exception as error:
+            self._waiting.popleft()
             request.deliver(error if isinstance(error, QuantspecError) else internal(error), True)
             return
+        self._waiting.popleft()
         self._free -= 1
         self._running[slot] = request
         self._reading = slot
@@ -320,6 +329,7 @@ class Scheduler:
         if slot == self._reading:
             self._reading = None
         self._free += 1
+        self._too_large = None
         self.native.finish(slot)
         return request
 

@@ -15,6 +15,7 @@ pub mod forecast;
 pub mod grammar;
 pub mod layout;
 pub mod logprob;
+pub mod page_pool;
 pub mod penalty;
 pub mod plan;
 pub mod policy;

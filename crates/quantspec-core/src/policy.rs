@@ -225,10 +225,11 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Measurements of each candidate: seconds of its step relative to a plain one, and α. `None` before it drafted.
+    /// Measurements of each candidate: seconds of its step relative to a plain one, and α. `None` before two of its drafts were timed,
+    /// as the first may be slow.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
-        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|&step| own.rounds > 0 && step > 0.0);
+        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.recent.len() >= RELIABLE);
         self.candidates.iter().map(|own| Some((known(own)?, own.alpha()))).collect()
     }
 
@@ -321,7 +322,12 @@ impl Policy {
     fn account(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
-        let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
+        // A step reads less than a plain one, so it is slower only at first, for example while a GPU records a graph.
+        let step = match &candidate.step {
+            own if own.recent.len() < RELIABLE => own.seconds.min(plain),
+            own => own.seconds,
+        };
+        let cost = (step * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
         // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
         let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);

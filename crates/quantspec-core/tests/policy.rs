@@ -788,6 +788,8 @@ struct Scene {
     w4: f64,
     kv4: f64,
     loss: f64,
+    /// How many times as long the first draft of each way takes.
+    first: f64,
 }
 
 impl Scene {
@@ -821,14 +823,16 @@ impl Scene {
     ) -> [(usize, f64); 2] {
         let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
         let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
-        let (mut parts, mut round) = ([(0, 0.0); 2], 0);
+        let (mut parts, mut round, mut drafted) = ([(0, 0.0); 2], 0, HashSet::new());
         while parts[0].0 + parts[1].0 < tokens {
             if auto {
                 policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()));
             }
             let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
             let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
-            let (draft, verify) = (way.step * gamma as f64, verify(gamma + 1) / 10.0);
+            let is_first = gamma > 0 && drafted.insert(policy.candidate());
+            let step = way.step * if is_first { self.first } else { 1.0 };
+            let (draft, verify) = (step * gamma as f64, verify(gamma + 1) / 10.0);
             if gamma > 0 {
                 policy.observe_draft(world.timed(draft, round, 0), gamma);
                 policy.observe_round(gamma, accepted);
@@ -867,12 +871,12 @@ impl Scene {
 
 /// Models of low to high acceptance in 4 bits; contexts from none to larger than the weights; machines on which 4-bit weights
 /// take the time of their bytes, a little more, or more than the target's.
-fn scenes() -> Vec<Scene> {
+fn scenes(first: f64) -> Vec<Scene> {
     let mut all = vec![];
     for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
         for slow in [1.0, 1.7, 5.0] {
             for (w4, kv4) in [(0.7, 0.95), (0.85, 0.99), (0.95, 0.99)] {
-                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss }));
+                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss, first }));
             }
         }
     }
@@ -881,18 +885,22 @@ fn scenes() -> Vec<Scene> {
 
 #[test]
 fn several_methods_come_close_to_the_fastest() {
-    let mut late: Vec<(f64, Scene)> = scenes().into_iter().map(|scene| (scene.shares(12)[1], scene)).collect();
-    late.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mean = late.iter().map(|scene| scene.0).sum::<f64>() / late.len() as f64;
-    let (of_ten, worst) = (late[late.len() * 9 / 10], late[late.len() - 1]);
-    assert!(mean < 1.03 && of_ten.0 < 1.05 && worst.0 < 1.08, "{mean} {of_ten:?} {worst:?}");
+    for (first, seeds, bounds) in [(1.0, 12, [1.03, 1.05, 1.08]), (10.0, 6, [1.04, 1.09, 1.16])] {
+        let mut late: Vec<(f64, Scene)> =
+            scenes(first).into_iter().map(|scene| (scene.shares(seeds)[1], scene)).collect();
+        late.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mean = late.iter().map(|scene| scene.0).sum::<f64>() / late.len() as f64;
+        let (of_ten, worst) = (late[late.len() * 9 / 10], late[late.len() - 1]);
+        let within = mean < bounds[0] && of_ten.0 < bounds[1] && worst.0 < bounds[2];
+        assert!(within, "{mean} {of_ten:?} {worst:?}");
+    }
 }
 
 #[test]
 fn several_methods_lose_little_where_none_pays() {
     for (slow, verify) in [(5.0, flat as fn(usize) -> f64), (1.0, linear), (5.0, cliff)] {
         for (w4, kv4) in [(0.0, 0.0), (0.3, 0.3), (0.6, 0.6), (0.9, 0.3)] {
-            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0 };
+            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0, first: 1.0 };
             let ways = scene.methods().concat();
             for seed in 0..6 {
                 let run = scene.run(&ways, true, verify, seed, [1, 1_500]);
@@ -907,7 +915,7 @@ fn several_methods_lose_little_where_none_pays() {
 #[test]
 fn what_has_no_forecast_is_not_tried() {
     // Without a cache to save, the target's weights take as long as the target.
-    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0 };
+    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0, first: 1.0 };
     let ways = scene.methods().concat();
     let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
     let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");

@@ -511,9 +511,7 @@ fn sequences_share_the_pages_of_a_pool() {
         assert_eq!(backend.memory(), plan(&checkpoint, &options));
         let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
         let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
-        let mut engine = Engine::new(backend, method, slots, 720, 64);
-        engine.share_pages(options.pages());
-        engine
+        Engine::new(backend, method, slots, 720, 64)
     };
     let decode = |engine: &mut Engine<CpuBackend>, slots: &[usize], texts: &mut [Vec<u32>]| {
         let turns: Vec<_> = slots.iter().map(|&slot| (slot, engine.choose_gamma(slot))).collect();
@@ -545,13 +543,13 @@ fn sequences_share_the_pages_of_a_pool() {
     assert_eq!(plans[0] * 15, plans[1] * 9);
     assert_eq!(prompts.each_ref().map(pages), [5, 1, 3, 2]);
     let mut begun: Vec<_> = prompts[..3].iter().map(|prompt| begin(&mut engine, prompt)).collect();
-    assert!(!engine.has_room(1), "no slot is free");
+    assert!(!engine.has_room(&[1], 1), "no slot is free");
     let slots: Vec<usize> = begun.iter().map(|(slot, _)| *slot).collect();
     let mut texts: Vec<Vec<u32>> = begun.drain(..).map(|(_, text)| text).collect();
     decode(&mut engine, &slots, &mut texts);
     // The shortest sequence ends; its page is not enough for the next one.
     engine.finish(slots[1]);
-    assert!(engine.has_room(127) && !engine.has_room(prompts[3].len() + new_tokens));
+    assert!(engine.has_room(&[1; 126], 1) && !engine.has_room(&prompts[3], new_tokens));
     let error = engine.add(&prompts[3], Sampler::greedy(), new_tokens).expect_err("no pages");
     assert!(error.kind == ErrorKind::Usage && error.message.contains("2 pages; 1 of 9 are free"), "{}", error.message);
     engine.finish(slots[0]);

@@ -6,7 +6,7 @@
 use crate::args;
 use crate::attend::{Attend, Choice, Layer, Neighbours, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
-use crate::device::{Arg, Buffer, Device, Graph, Kernel, Launch};
+use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
@@ -107,18 +107,13 @@ pub fn measure(
     bench.prompt(contexts, report)
 }
 
-/// Median seconds of some replays of a graph, after a warm-up.
-///
-/// # Errors
-/// Device errors of the driver.
-///
-/// # Safety
-/// As [`Graph::launch`].
-pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64> {
+/// Median seconds of some replays of a graph of `work`, after a warm-up.
+fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
+    let graph = device.record(work)?;
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
         let start = device.mark()?;
-        // SAFETY: guaranteed by the caller.
+        // SAFETY: callers keep all recorded buffers until this returns.
         unsafe { graph.launch() }?;
         let took = start.seconds_to(&device.mark()?)?;
         if round >= WARM_UP {
@@ -127,13 +122,6 @@ pub unsafe fn median_seconds(device: &Arc<Device>, graph: &Graph) -> Result<f64>
     }
     times.sort_by(f64::total_cmp);
     Ok(times[times.len() / 2])
-}
-
-/// [`median_seconds`] of the launches of `work`.
-fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
-    let graph = device.record(work)?;
-    // SAFETY: callers keep all recorded buffers until this returns.
-    unsafe { median_seconds(device, &graph) }
 }
 
 /// Memory filled with f16 or bf16 values of ordinary size.

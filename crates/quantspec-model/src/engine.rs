@@ -9,10 +9,12 @@ use crate::draft::{Drafter, Outlook};
 use crate::evaluate;
 use crate::forward::{self, Chunk, PrefillCursor};
 use crate::prompt_cache::PromptCache;
+use crate::rope::RopeTable;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
 use quantspec_core::grammar::{Constraint, Grammar};
 use quantspec_core::logprob::{self, Logprob};
+use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
@@ -116,8 +118,7 @@ pub struct Engine<B: Backend> {
     /// Memory of the backend before any text.
     loaded: Memory,
     prompts: Option<PromptCache>,
-    /// Pages, of each layer and KV head, that all sequences share.
-    pool_pages: usize,
+    rope: RopeTable,
 }
 
 impl<B: Backend> Engine<B> {
@@ -125,6 +126,7 @@ impl<B: Backend> Engine<B> {
     pub fn new(backend: B, method: Method, slots: usize, capacity: usize, block_rows: usize) -> Engine<B> {
         Engine {
             loaded: backend.memory(),
+            rope: RopeTable::new(backend.config()),
             backend,
             method: method.of_candidates(),
             capacity,
@@ -135,39 +137,43 @@ impl<B: Backend> Engine<B> {
             pages: None,
             stats: Stats::default(),
             prompts: None,
-            pool_pages: slots.saturating_mul(pages(capacity)),
         }
     }
 
-    /// Makes sequences share this number of pages per layer and KV head ([`crate::backend::Options::pages`]); by default each
-    /// has pages for the longest.
-    pub fn share_pages(&mut self, pages: usize) {
-        self.pool_pages = pages;
+    /// True if a prompt can be added now: a slot is free, and so are the pages that it does not share.
+    pub fn has_room(&self, prompt: &[u32], max_new_tokens: usize) -> bool {
+        let tokens = prompt.len().saturating_add(max_new_tokens);
+        let needed = || PagePool::needed(tokens, self.shared_prefix(prompt));
+        self.sequences.iter().any(Option::is_none) && needed() <= self.page_pool().free()
     }
 
-    /// True if a sequence of `tokens`, prompt and answer together, can be added now: a slot and enough pages are free.
-    pub fn has_room(&self, tokens: usize) -> bool {
-        self.sequences.iter().any(Option::is_none) && pages(tokens) <= self.free_pages()
+    /// Pages, each of every layer and KV head, that the sequences share.
+    pub fn page_pool(&self) -> &PagePool {
+        self.backend.page_pool()
     }
 
-    fn check_room(&self, wanted: usize) -> Result<()> {
-        if pages(wanted) <= self.free_pages() {
+    fn check_room(&self, tokens: usize, prefix: Option<Prefix>) -> Result<()> {
+        let (needed, pool) = (PagePool::needed(tokens, prefix), self.page_pool());
+        if needed <= pool.free() {
             return Ok(());
         }
         Err(Error::usage(
-            format!(
-                "{wanted} tokens need {} pages; {} of {} are free",
-                pages(wanted),
-                self.free_pages(),
-                self.pool_pages
-            ),
+            format!("{tokens} tokens need {needed} pages; {} of {} are free", pool.free(), pool.pages()),
             "finish a sequence first, or open the engine for more tokens",
         ))
     }
 
-    fn free_pages(&self) -> usize {
-        let taken = |sequence: &Sequence| pages(sequence.prompt_tokens + sequence.max_new_tokens);
-        self.pool_pages.saturating_sub(self.sequences.iter().flatten().map(taken).sum())
+    /// The most pages that a prompt can share with a running sequence: complete pages of the other's prompt with the same
+    /// tokens up to their ends. Pages of an answer come from other kernels, so they are not among them.
+    fn shared_prefix(&self, prompt: &[u32]) -> Option<Prefix> {
+        let class = |tokens: usize| self.rope.length_class(tokens);
+        let common = |(slot, sequence): (usize, &Option<Sequence>)| {
+            let one = sequence.as_ref().filter(|one| one.running && class(one.prompt_tokens) == class(prompt.len()))?;
+            let pairs = prompt.iter().zip(&one.text[..one.prompt_tokens]);
+            Some(Prefix { slot, pages: pages(pairs.take_while(|(a, b)| a == b).count()) })
+        };
+        let longest = self.sequences.iter().enumerate().filter_map(common).max_by_key(|prefix| prefix.pages);
+        longest.filter(|prefix| prefix.pages > 0)
     }
 
     /// Caches prompts from now on, and reuses their common prefixes.
@@ -180,12 +186,12 @@ impl<B: Backend> Engine<B> {
         self.prompts.as_mut()
     }
 
-    /// Adds a prompt to a free slot and returns the slot.
+    /// Adds a prompt to a free slot and returns the slot. Pages that a running sequence has already are shared, not reserved.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and if no slot or too few pages are free,
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`] if
-    /// prompt and `max_new_tokens` exceed the capacity, and those of [`crate::backend::KvCache::open`].
+    /// prompt and `max_new_tokens` exceed the capacity, and those of [`crate::backend::KvCache::open_sharing`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
@@ -217,8 +223,9 @@ impl<B: Backend> Engine<B> {
             ));
         }
         let slot = self.free_slot()?;
-        self.check_room(wanted)?;
-        self.backend.open(slot, wanted)?;
+        let prefix = self.shared_prefix(prompt);
+        self.check_room(wanted, prefix)?;
+        self.backend.open_sharing(slot, wanted, prefix)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
@@ -496,7 +503,8 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if a slot holds no sequence, is not decoding or occurs twice, if γ is beyond
-    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`].
+    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`]
+    /// and of [`forward::Executor::restore_drafts`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -559,6 +567,9 @@ impl<B: Backend> Engine<B> {
         let Some(drafter) = drafter else {
             return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
         };
+        if drafter.needs().draft_weights {
+            self.backend.restore_drafts()?;
+        }
         let started = Instant::now();
         let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
         (0..proposed.without_token).for_each(|_| policy.observe_failure());
@@ -683,7 +694,7 @@ impl<B: Backend> Engine<B> {
             ));
         }
         let slot = self.free_slot()?;
-        self.check_room(tokens.len())?;
+        self.check_room(tokens.len(), None)?;
         evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows)
     }
 

@@ -246,11 +246,12 @@ pub trait Executor: Network + TokenSampler {
         false
     }
 
-    /// Prepares the data of draft steps. [`draft`] calls it, so that its time does not count as verification.
+    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] would, too, but this is called apart, so that
+    /// its time does not count as that of a draft.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
-    fn prepare_draft(&mut self, _plan: &DraftConfig) -> Result<()> {
+    fn restore_drafts(&mut self) -> Result<()> {
         Ok(())
     }
 
@@ -302,12 +303,11 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says, unless a grammar needs each token to mask the next.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
+/// Those of [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
 /// [of tokens](quantspec_core::ErrorKind::is_of_tokens) are not among them: they end the draft.
 pub fn draft<B: Executor + KvCache>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
     let masked = turns.iter().any(|turn| turn.constraint.is_some());
     if backend.runs_rounds_whole() && !masked && !is_watched(turns) {
-        backend.prepare_draft(config)?;
         turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
     }
@@ -333,6 +333,7 @@ pub trait Guess {
 /// one more for each guessed token; the network's own choices count as drafted up to the first that differs from its guess.
 ///
 /// # Errors
+<<<<<<< HEAD
 /// As [`draft`], and with guesses those of [`crate::kv_cache::KvCache`]'s windows.
 pub fn draft_now<B: Executor + KvCache>(
     backend: &mut B,
@@ -341,6 +342,10 @@ pub fn draft_now<B: Executor + KvCache>(
     mut guesses: Option<&mut dyn Guess>,
 ) -> Result<()> {
     backend.prepare_draft(config)?;
+=======
+/// As [`draft`].
+pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+>>>>>>> main
     backend.poll()?;
     let watched = is_watched(turns);
     let mut drafted = vec![0; turns.len()];

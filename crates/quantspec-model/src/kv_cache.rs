@@ -1,17 +1,30 @@
 //! The KV cache of a backend: pages, buffer and window of each slot.
 
 use quantspec_core::Result;
+use quantspec_core::page_pool::{PagePool, Prefix};
 
 /// Holds the sequences. After a failed call a sequence is undefined and must be closed; a sequence opened later in its slot
 /// is not affected.
 pub trait KvCache: Send {
-    /// Reserves pages and a buffer for a sequence of up to `capacity` tokens.
+    /// The pages of all slots.
+    fn page_pool(&self) -> &PagePool;
+
+    /// [`KvCache::open_sharing`] without a prefix.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] if `capacity` exceeds [`crate::backend::Options::capacity`],
-    /// [`quantspec_core::ErrorKind::Internal`] if there is no such slot. The reference returns the latter for both, and for a
-    /// slot that is already open. Device errors of a GPU.
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()>;
+    /// Those of [`KvCache::open_sharing`].
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        self.open_sharing(slot, capacity, None)
+    }
+
+    /// Reserves pages and a buffer for a sequence of up to `capacity` tokens. It begins with the tokens of the pages of
+    /// `prefix`, which a prefill completed, and shares them: its own prefill does not write them.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if `capacity` exceeds [`crate::backend::Options::capacity`], and those of
+    /// [`PagePool::open`]. The reference returns [`quantspec_core::ErrorKind::Internal`] for a slot that is already open.
+    /// Device errors of a GPU.
+    fn open_sharing(&mut self, slot: usize, capacity: usize, prefix: Option<Prefix>) -> Result<()>;
 
     /// Frees what [`KvCache::open`] reserved.
     fn close(&mut self, slot: usize);
@@ -33,7 +46,7 @@ pub trait KvCache: Send {
     /// Quantises `page` of the slot from the buffer, in all layers.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the slot is not open, the page is beyond it, or a thread panicked.
+    /// [`quantspec_core::ErrorKind::Internal`] if the slot is not open, the page is beyond it or shared, or a thread panicked.
     /// [`quantspec_core::ErrorKind::NotFinite`] if the page cannot be quantised; a GPU reports this in
     /// [`crate::sampler::TokenSampler::judge`]. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn flush(&mut self, slot: usize, page: usize) -> Result<()>;

@@ -144,7 +144,7 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer. With
+    /// Ends a prefill layer: quantises the prompt's complete pages, except those shared, and copies the last (up to 3G) tokens to the buffer. With
     /// [`crate::backend::Options::page_masses`] it keeps the attention that the last queries paid to the pages that a query after them sees.
     ///
     /// # Errors

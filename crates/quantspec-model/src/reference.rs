@@ -21,6 +21,7 @@ use quantspec_core::cache::{
     BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
 };
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
     quantize_head_row, quantize_page, quantize_weights_row,
@@ -44,6 +45,8 @@ pub struct ReferenceBackend {
     /// Dequantised draft weights. A missing part drafts with its full weights.
     draft: HashMap<Part, Tensor>,
     slots: Vec<Option<Slot>>,
+    /// Counts pages. Every slot has its own copy of a shared one.
+    page_pool: PagePool,
     judge: Judge,
     /// Hidden states of the current step, [1][hidden] per row.
     rows: Vec<Tensor>,
@@ -130,6 +133,7 @@ impl ReferenceBackend {
         Ok(ReferenceBackend {
             rope: RopeTable::new(&config),
             slots: (0..options.slots).map(|_| None).collect(),
+            page_pool: PagePool::new(options.pages(), options.slots),
             options: options.clone(),
             config,
             hooks,
@@ -739,10 +743,15 @@ impl Network for ReferenceBackend {
 }
 
 impl KvCache for ReferenceBackend {
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+    fn page_pool(&self) -> &PagePool {
+        &self.page_pool
+    }
+
+    fn open_sharing(&mut self, slot: usize, capacity: usize, prefix: Option<Prefix>) -> Result<()> {
         if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
             return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
         }
+        self.page_pool.open(slot, capacity, prefix)?;
         let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
         let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
         self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
@@ -750,6 +759,7 @@ impl KvCache for ReferenceBackend {
     }
 
     fn close(&mut self, slot: usize) {
+        self.page_pool.close(slot);
         if let Some(slot) = self.slots.get_mut(slot) {
             *slot = None;
         }

@@ -306,6 +306,31 @@ fn a_cached_prefix_is_reused_if_no_angle_depends_on_later_tokens() {
     }
 }
 
+#[test]
+fn pages_are_shared_if_no_angle_depends_on_later_tokens() {
+    let text = |tail: u32| -> Vec<u32> { (0..290).map(|i: u32| (i * i + 3 * i) % 16).chain(0..tail).collect() };
+    for dynamic in [false, true] {
+        let folder = varied_folder();
+        let mut config = tiny::config();
+        config["max_position_embeddings"] = if dynamic { 128 } else { 1024 }.into();
+        if dynamic {
+            config["rope_scaling"] = serde_json::json!({"rope_type": "dynamic", "factor": 4.0});
+        }
+        folder.write("config.json", config.to_string().as_bytes());
+        let mut engine = engine_of(&folder, 2, 4, 400);
+        // Pages that each sequence takes. The third has the length of the first; the last differs within the second page.
+        let mut other = text(5);
+        other[200] = 15 - other[200];
+        let expected = [3, if dynamic { 3 } else { 1 }, 1, if dynamic { 3 } else { 2 }];
+        for (prompt, expected) in [text(5), text(11), text(5), [other, vec![1]].concat()].into_iter().zip(expected) {
+            let free = engine.page_pool().free();
+            let slot = add(&mut engine, &prompt, 3 * G - prompt.len()).expect("add");
+            assert_eq!(free - engine.page_pool().free(), expected, "dynamic {dynamic}, {} tokens", prompt.len());
+            prefill(&mut engine, slot).expect("prefill");
+        }
+    }
+}
+
 /// A prompt, and its sampler: greedy or replay.
 fn request(index: usize) -> (Vec<u32>, Sampler) {
     let prompt = (0..PROMPTS[index / 2]).map(|i| ((i * i + 3 * i + index) % 16) as u32).collect();

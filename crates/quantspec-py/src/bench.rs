@@ -90,18 +90,20 @@ pub(crate) fn traffic<'py>(
     Ok(out)
 }
 
-/// `planned(model, …)`: peak bytes of an engine with every view and this capacity. Refuses a model that the device does not
+/// `planned(model, …)`: peak bytes of an engine opened with `every_method`. Refuses a model that the device does not
 /// support, and a context or memory that is too small. Reads no weights.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
+#[pyo3(signature = (model, *, capacity, slots, device, threads, weights, kv_target, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
     model: &str,
     capacity: usize,
+    slots: usize,
     device: &str,
     threads: Option<usize>,
     weights: &str,
+    kv_target: &str,
     kv_rounding: &str,
     draft_precision: &str,
     page_choice: &str,
@@ -110,7 +112,7 @@ pub(crate) fn planned(
 ) -> PyResult<usize> {
     let request = Request {
         weights,
-        kv_target: "int8",
+        kv_target,
         method: "quantspec",
         kv_rounding,
         draft_weights: "int4",
@@ -122,10 +124,10 @@ pub(crate) fn planned(
         gamma: None,
         capacity,
         prompt_capacity: capacity,
-        slots: 1,
+        slots,
         pool_tokens: None,
         threads: threads.unwrap_or_else(default_threads),
-        every_view: true,
+        every_method: true,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
     detached(py, || {

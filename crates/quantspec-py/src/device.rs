@@ -361,8 +361,7 @@ impl ChosenDevice {
                 let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                let mut engine = Engine::new(backend, method, slots, capacity, rows);
-                engine.share_pages(options.pages());
+                let engine = Engine::new(backend, method, slots, capacity, rows);
                 (Device::Cpu(Box::new(engine)), drafts)
             }
             ChosenDevice::Cuda { gpu, .. } => {
@@ -371,8 +370,7 @@ impl ChosenDevice {
                     draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                let mut engine = Engine::new(backend, method, slots, capacity, rows);
-                engine.share_pages(options.pages());
+                let engine = Engine::new(backend, method, slots, capacity, rows);
                 (Device::Cuda(Box::new(engine)), drafts)
             }
         })

@@ -7,6 +7,7 @@ use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::config::Planes;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::report::Share;
 use quantspec_core::sample::{Accept, Sampler};
@@ -218,7 +219,8 @@ pub(crate) struct PyEngine {
     load_s: f64,
     prompt_capacity: usize,
     step_rows: usize,
-    every_view: bool,
+    every_method: bool,
+    planes: Planes,
     /// Makes drafters with another checkpoint, if one was loaded.
     second: Option<MakeDrafter>,
 }
@@ -291,7 +293,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
-        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
+        slots=1, pool_tokens=None, every_method=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
@@ -314,7 +316,7 @@ impl PyEngine {
         gamma: Option<usize>,
         slots: usize,
         pool_tokens: Option<usize>,
-        every_view: bool,
+        every_method: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
         prompt_memory: bool,
@@ -340,7 +342,7 @@ impl PyEngine {
             slots,
             pool_tokens,
             threads,
-            every_view,
+            every_method,
         };
         let mut resolved = request.resolve().map_err(to_python)?;
         let raised = Raised::default();
@@ -354,7 +356,7 @@ impl PyEngine {
         let (polled, polled_by_second, mut hashing) =
             (poll(raised.clone()), poll(raised.clone()), poll(raised.clone()));
         let started = Instant::now();
-        let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
+        let (accept, step_rows, planes) = (resolved.accept, resolved.options.step_rows, resolved.options.planes);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
         let (device, second, place, config, kept, sensitive, planned_bytes, prompt_bytes) =
@@ -427,7 +429,8 @@ impl PyEngine {
             load_s,
             prompt_capacity,
             step_rows,
-            every_view,
+            every_method,
+            planes,
             second,
         })
     }
@@ -493,9 +496,9 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
-    /// Returns true if a sequence of this many tokens can be admitted now.
-    fn has_room(&self, py: Python<'_>, tokens: usize) -> PyResult<bool> {
-        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(tokens))))
+    /// Returns true if a prompt can be added now.
+    fn has_room(&self, py: Python<'_>, prompt: Vec<u32>, max_new_tokens: usize) -> PyResult<bool> {
+        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(&prompt, max_new_tokens))))
     }
 
     #[pyo3(signature = (slot, on_progress=None))]
@@ -550,11 +553,14 @@ impl PyEngine {
         draft_refresh: usize,
         gamma: Option<usize>,
     ) -> PyResult<()> {
-        if !self.every_view {
+        if !self.every_method {
             return Err(to_python(Error::usage(
                 "this engine keeps the planes of one method only",
-                "open it with every_view=True to change the method later",
+                "open it with every_method=True to change the method later",
             )));
+        }
+        if kv_target == "fp16" && !self.planes.full {
+            return Err(to_python(Error::usage("this engine keeps no cache in FP16", "open it with kv_target fp16")));
         }
         let request = Request {
             kv_target,
@@ -574,7 +580,7 @@ impl PyEngine {
             slots: 1,
             pool_tokens: None,
             threads: 1,
-            every_view: true,
+            every_method: true,
         };
         let resolved = request.resolve().map_err(to_python)?;
         let mut method = resolved.method;

@@ -54,8 +54,9 @@ pub(crate) struct Request<'a> {
     /// Tokens that all sequences share; `None` for the longest context in every slot.
     pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
-    /// Keep the planes of every method and room for the longest γ, so that the method can be changed later.
-    pub(crate) every_view: bool,
+    /// Keep what every method with this target needs, and room for the longest γ, so that the method can be changed later. A cache in FP16
+    /// serves every target.
+    pub(crate) every_method: bool,
 }
 
 /// A request checked and translated.
@@ -221,7 +222,7 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let longest = match self.every_view {
+        let longest = match self.every_method {
             true => GAMMA_MAX,
             false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),
             false => 0,
@@ -239,8 +240,8 @@ impl Request<'_> {
                 "ask for at least one slot and two tokens",
             ));
         }
-        let views: Vec<View> = match self.every_view {
-            true => vec![View::Upper, View::Both, View::Full],
+        let views: Vec<View> = match self.every_method {
+            true => vec![View::Upper, View::Both, target],
             false => std::iter::once(target).chain(needs.view).collect(),
         };
         Ok(Resolved {
@@ -255,10 +256,10 @@ impl Request<'_> {
                 rounding,
                 ablation: None,
                 weights: weights.unwrap_or_default(),
-                draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
-                sensitive: sensitive.filter(|_| self.every_view || needs.draft_weights).unwrap_or_default(),
-                page_masses: self.every_view || needs.page_masses,
-                rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
+                draft_weights: if self.every_method || needs.draft_weights { wanted } else { DraftWeights::None },
+                sensitive: sensitive.filter(|_| self.every_method || needs.draft_weights).unwrap_or_default(),
+                page_masses: self.every_method || needs.page_masses,
+                rejection: accept == Accept::Rejection && (self.every_method || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,

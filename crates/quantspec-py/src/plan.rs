@@ -59,7 +59,7 @@ pub(crate) fn plan<'py>(
         slots,
         pool_tokens,
         threads: threads.unwrap_or_else(default_threads),
-        every_view: false,
+        every_method: false,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
     let (name, kept, sensitive, memory, limit) = detached(py, || {
@@ -120,7 +120,7 @@ pub(crate) fn fitting(
         slots: 1,
         pool_tokens: None,
         threads: default_threads(),
-        every_view: false,
+        every_method: false,
     };
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {

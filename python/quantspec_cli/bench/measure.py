@@ -43,7 +43,7 @@ class Bench:
         *,
         memory: dict[str, dict[str, Any]],
     ) -> None:
-        """Loads the model, with every plane of the cache and the draft weights; records its memory in `memory`."""
+        """Loads the model, with what every method of the grid needs; records its memory in `memory`."""
         from .. import _native
 
         self._native = _native
@@ -52,10 +52,8 @@ class Bench:
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                capacity=grid.capacity,
-                slots=max(grid.batches) if grid.n_gen else 1,
-                **engine_options(options),
-                every_view=True,
+                **engine_options(grid, options),
+                every_method=True,
                 draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,

@@ -2,56 +2,51 @@
 
 use super::CpuBackend;
 use crate::attend;
-use crate::cache::{Cache, Slot};
+use crate::cache::Cache;
 use crate::memory::DisjointSlice;
 use crate::pool::share;
 use crate::quantize;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::G;
+use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
+use std::ops::Range;
 
 /// Pages per thread between two calls of the poll hook: about 32 ms on the slowest path.
 const FLUSH_PAGES: usize = 32;
-
-/// Source and destination of a page to quantise.
-pub(super) struct PageMove {
-    pub(super) kv_head: usize,
-    /// Index of slot, layer and KV head.
-    pub(super) head: usize,
-    pub(super) page: usize,
-    pub(super) ring: usize,
-}
 
 impl CpuBackend {
     pub(super) fn slot(&self, slot: usize) -> Result<usize> {
         self.open.get(slot).copied().flatten().ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
     }
 
-    /// Quantises pages of one slot, in dispatches short enough for the poll hook. `source`: the prompt, or the ring.
+    /// Quantises pages of a slot for some heads ([`Cache::head`]) from the prompt or the ring, in dispatches short enough for the
+    /// poll hook.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::flush`].
     pub(super) fn store_pages(
         &mut self,
         slot: usize,
-        items: usize,
-        place: impl Fn(usize) -> PageMove + Sync,
+        heads: Range<usize>,
+        pages: Range<usize>,
         from_prompt: bool,
     ) -> Result<()> {
         let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
         let ablation = self.options.ablation;
-        let shape = self.cache.sizes.shape;
-        let heads = self.cache.sizes.heads();
-        let planes = self.cache.planes();
+        let sizes = self.cache.sizes;
+        let (shape, planes, kv_heads) = (sizes.shape, self.cache.planes(), self.config.kv_heads);
+        let own: Vec<usize> = pages.clone().map(|page| self.cache.pages.own(slot, page)).collect::<Result<_>>()?;
         let failure = std::sync::Mutex::new(None);
-        let mut start = 0;
+        let (mut start, items) = (0, heads.len() * pages.len());
         while start < items {
             let count = (items - start).min(FLUSH_PAGES * threads);
-            let Cache { slots, ring, sizes: _ } = &mut self.cache;
-            let Slot { pages, upper, lower, full, ablated } = &mut slots[slot];
+            let Cache { upper, lower, full, ablated, ring, .. } = &mut self.cache;
             let (upper, lower, full, ring) =
                 (DisjointSlice::new(upper), DisjointSlice::new(lower), DisjointSlice::new(full), &*ring);
             let ablated = ablated.each_mut().map(|pages| DisjointSlice::new(pages));
-            let per_head = *pages;
             let flushes = DisjointSlice::new(&mut self.flushes);
             let prompt = &self.prompt;
             self.pool.run(&|thread| {
@@ -59,22 +54,24 @@ impl CpuBackend {
                 let scratch = unsafe { &mut flushes.slice(thread, 1)[0] };
                 let mut keys = vec![0u16; G * shape.d];
                 for item in share(count, thread, threads) {
-                    let at = place(start + item);
-                    let page_at = (at.head - slot * heads) * per_head + at.page;
-                    let ring = &ring[at.ring..at.ring + shape.full_len()];
+                    let (head, index) = (heads.start + (start + item) / own.len(), (start + item) % own.len());
+                    let (kv_head, page) = (head % kv_heads, pages.start + index);
+                    // The slot's own page: no other item and no other sequence has it.
+                    let page_at = own[index] * sizes.heads() + head % sizes.heads();
+                    let ring = &ring[sizes.ring_at(head, page)..][..shape.full_len()];
                     let (keys, values) = if from_prompt {
-                        prompt.page(at.kv_head, at.page)
+                        prompt.page(kv_head, page)
                     } else {
                         attend::canonical_keys(ring, shape.d, &mut keys);
                         (&keys[..], &ring[G * shape.d..])
                     };
                     if planes.full {
                         // SAFETY: a page is one item.
-                        let page = unsafe { full.slice(page_at * shape.full_len(), shape.full_len()) };
+                        let full_page = unsafe { full.slice(page_at * shape.full_len(), shape.full_len()) };
                         if from_prompt {
-                            prompt.copy(at.kv_head, at.page * G..(at.page + 1) * G, page);
+                            prompt.copy(kv_head, page * G..(page + 1) * G, full_page);
                         } else {
-                            page.copy_from_slice(ring);
+                            full_page.copy_from_slice(ring);
                         }
                     }
                     if !planes.upper {
@@ -126,17 +123,19 @@ impl CpuBackend {
 }
 
 impl KvCache for CpuBackend {
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+    fn page_pool(&self) -> &PagePool {
+        &self.cache.pages
+    }
+
+    fn open_sharing(&mut self, slot: usize, capacity: usize, prefix: Option<Prefix>) -> Result<()> {
         if capacity > self.options.capacity {
             return Err(Error::does_not_fit(
                 format!("a sequence of {capacity} tokens; slots hold {}", self.options.capacity),
                 "ask for a longer context (-c) or fewer tokens",
             ));
         }
-        if slot >= self.options.slots {
-            return Err(Error::internal(format!("slot {slot} of {}", self.options.slots)));
-        }
-        self.cache.open(slot, capacity)?;
+        self.close(slot);
+        self.cache.pages.open(slot, capacity, prefix)?;
         self.open[slot] = Some(capacity);
         self.windows[slot].clear();
         Ok(())
@@ -145,7 +144,7 @@ impl KvCache for CpuBackend {
     fn close(&mut self, slot: usize) {
         if let Some(open) = self.open.get_mut(slot) {
             *open = None;
-            self.cache.close(slot);
+            self.cache.pages.close(slot);
         }
         let heads = self.config.layers * self.config.kv_heads;
         for (list, visible) in self.chosen.iter_mut().skip(slot * heads).take(heads) {
@@ -176,11 +175,7 @@ impl KvCache for CpuBackend {
         if (page + 1) * G > capacity {
             return Err(Error::internal(format!("page {page} of a slot of {capacity} tokens")));
         }
-        let kv_heads = self.config.kv_heads;
         let first = self.cache.head(slot, 0, 0);
-        let ring: Vec<usize> =
-            (0..self.config.layers * kv_heads).map(|head| self.cache.ring_at(first + head, page)).collect();
-        let place = |item: usize| PageMove { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
-        self.store_pages(slot, ring.len(), place, false)
+        self.store_pages(slot, first..first + self.cache.sizes.heads(), page..page + 1, false)
     }
 }

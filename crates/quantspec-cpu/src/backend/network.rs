@@ -2,7 +2,6 @@
 
 use super::CpuBackend;
 use super::activations::Source;
-use super::kv_cache::PageMove;
 use crate::attend;
 use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
@@ -333,7 +332,7 @@ impl Network for CpuBackend {
         // The pages a decode query can see in the ring: the last two complete ones and the incomplete one.
         for kv_head in 0..kv_heads {
             for page in pages.saturating_sub(2)..tokens.div_ceil(G) {
-                let at = self.cache.ring_at(first + kv_head, page);
+                let at = self.cache.sizes.ring_at(first + kv_head, page);
                 let ring = &mut self.cache.ring[at..at + self.cache.sizes.shape.full_len()];
                 self.prompt.copy(kv_head, page * G..tokens.min((page + 1) * G), ring);
             }
@@ -345,11 +344,7 @@ impl Network for CpuBackend {
                 self.snap_scores[first + kv_head] = SnapScores { prompt, ..SnapScores::default() };
             }
         }
-        let place = |item: usize| {
-            let (kv_head, page) = (item / pages, item % pages);
-            PageMove { kv_head, head: first + kv_head, page, ring: 0 }
-        };
-        self.store_pages(slot, kv_heads * pages, place, true)
+        self.store_pages(slot, first..first + kv_heads, self.cache.pages.shared(slot)..pages, true)
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {

@@ -125,6 +125,7 @@ impl Shape {
     }
 
     /// The checkpoint. Its few bytes are leaked.
+    #[allow(dead_code, reason = "not every test that includes this file needs one")]
     pub(crate) fn checkpoint(&self, seed: u64) -> Checkpoint {
         self.build(seed, None, &|_, _, _| ())
     }
@@ -139,21 +140,35 @@ impl Shape {
     /// value of layer 0. The token has only the first channel, which no other token has.
     #[allow(dead_code, reason = "not every test that includes this file needs one")]
     pub(crate) fn overflowing(&self, seed: u64, token: usize, weights: [f32; 2]) -> Checkpoint {
+        self.edited(seed, &|name, values, _| self.overflow(token, weights, name, values))
+    }
+
+    /// A checkpoint in which only one token has values beyond f16. Its logit is always 0, so that greedy decoding never chooses it.
+    #[allow(dead_code, reason = "not every test that includes this file needs one")]
+    pub(crate) fn failing(&self, seed: u64, token: usize) -> Checkpoint {
+        assert!(!self.tied, "the embedding of the token is not 0");
         self.edited(seed, &|name, values, _| {
-            if name == "model.embed_tokens.weight" {
-                values.chunks_exact_mut(self.hidden).for_each(|row| row[..2].fill(0.0));
+            self.overflow(token, [2e4, 0.0], name, values);
+            if name == "lm_head.weight" {
                 values[token * self.hidden..][..self.hidden].fill(0.0);
-                values[token * self.hidden] = 1.0;
-            } else if name == "model.layers.0.input_layernorm.weight" {
-                values.fill(1.0);
-            } else if name == "model.layers.0.self_attn.v_proj.weight" {
-                values[..self.hidden].fill(0.0);
-                values[..2].copy_from_slice(&weights);
-            } else if name == "model.layers.0.self_attn.o_proj.weight" {
-                // The output projection scales that value down again.
-                values.chunks_exact_mut(self.heads * self.head_dim).for_each(|row| row[0] *= 1e-6);
             }
         })
+    }
+
+    fn overflow(&self, token: usize, weights: [f32; 2], name: &str, values: &mut [f32]) {
+        if name == "model.embed_tokens.weight" {
+            values.chunks_exact_mut(self.hidden).for_each(|row| row[..2].fill(0.0));
+            values[token * self.hidden..][..self.hidden].fill(0.0);
+            values[token * self.hidden] = 1.0;
+        } else if name == "model.layers.0.input_layernorm.weight" {
+            values.fill(1.0);
+        } else if name == "model.layers.0.self_attn.v_proj.weight" {
+            values[..self.hidden].fill(0.0);
+            values[..2].copy_from_slice(&weights);
+        } else if name == "model.layers.0.self_attn.o_proj.weight" {
+            // The output projection scales that value down again.
+            values.chunks_exact_mut(self.heads * self.head_dim).for_each(|row| row[0] *= 1e-6);
+        }
     }
 
     /// The checkpoint with the bits of one element in the middle of a 16-bit tensor replaced.

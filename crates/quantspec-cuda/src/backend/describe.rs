@@ -113,7 +113,8 @@ impl CudaBackend {
         let (choices, scoring) = self.choose_lists(step)?;
         let with_lists = step.pages != Pages::All;
         for row in rows {
-            if row.offset >= self.sampling.pitch() || row.position / G > self.slot(row.slot)?.pages.len() {
+            self.slot(row.slot)?;
+            if row.offset >= self.sampling.pitch() || row.position / G > self.cache.pages.table(row.slot).len() {
                 return Err(Error::internal(format!("row {row:?} is beyond its slot")));
             }
         }

@@ -8,7 +8,7 @@ use crate::recorded::Kind;
 use crate::sample::SamplingFeatures;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{DraftConfig, Executor, Round};
+use quantspec_model::backend::{Executor, Round};
 use quantspec_model::forward;
 
 /// Events at points of a round.
@@ -34,13 +34,18 @@ impl Executor for CudaBackend {
         true
     }
 
-    fn prepare_draft(&mut self, config: &DraftConfig) -> Result<()> {
-        if config.weights.is_draft() { self.restore_drafts() } else { Ok(()) }
+    /// Recomputes them from the target's and waits: draft kernels read weights before the previous kernel has ended.
+    fn restore_drafts(&mut self) -> Result<()> {
+        if self.overwritten {
+            self.weights.quantise(&self.linear, self.sampling.shared())?;
+            self.device.synchronize()?;
+            self.overwritten = false;
+        }
+        Ok(())
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
         if round.drafts().any(|step| step.weights.is_draft()) {
-            // A long prompt after `prepare_draft` may have overwritten them.
             self.restore_drafts()?;
         }
         let described = self.describe_round(round)?;

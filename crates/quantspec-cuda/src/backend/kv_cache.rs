@@ -9,16 +9,15 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::Rounding;
 use quantspec_core::config::{ModelConfig, Pages};
 use quantspec_core::layout::Layout;
+use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{KvCache, Options, Step};
 use std::sync::Arc;
 
 /// One sequence.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Slot {
-    /// Physical pages, by logical page.
-    pub(super) pages: Vec<i32>,
     /// The list its draft reads, unless it reads all pages.
     pub(super) chosen: Option<Chosen>,
     pub(super) scored_pages: ScoredPages,
@@ -57,12 +56,10 @@ pub(super) struct Cache {
     pub(super) full: Option<Buffer>,
     pub(super) ring_k: Buffer,
     pub(super) ring_v: Buffer,
-    /// i32 `[slot][pitch]`.
+    pub(super) pages: PagePool,
+    /// The page tables as kernels read them, i32 `[slot][pitch]`.
     pub(super) tables: Buffer,
     pub(super) pitch: usize,
-    /// Pages of a layer.
-    pub(super) pages: usize,
-    pub(super) free: Vec<i32>,
 }
 
 impl Cache {
@@ -79,8 +76,7 @@ impl Cache {
             ring_v: device.allocate(bytes.buffer_bytes / 2)?,
             tables: device.zeroed(table_bytes(options))?,
             pitch,
-            pages: count,
-            free: (0..count as i32).rev().collect(),
+            pages: PagePool::new(count, options.slots),
         })
     }
 
@@ -147,7 +143,7 @@ impl CudaBackend {
     pub(super) fn cache_layer(&self, layer: usize) -> CacheLayer {
         let heads = self.config.kv_heads;
         let d = self.config.head_dim;
-        let pages = self.cache.pages * heads * layer;
+        let pages = self.cache.pages.pages() * heads * layer;
         let at = |pool: &Option<Buffer>, bytes: usize| pool.as_ref().map_or(0, |pool| pool.at(pages * bytes));
         let ring = layer * self.options.slots * heads * BUFFER_TOKENS * d * 2;
         CacheLayer {
@@ -205,34 +201,34 @@ impl CudaBackend {
 }
 
 impl KvCache for CudaBackend {
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+    fn page_pool(&self) -> &PagePool {
+        &self.cache.pages
+    }
+
+    fn open_sharing(&mut self, slot: usize, capacity: usize, prefix: Option<Prefix>) -> Result<()> {
         self.close(slot);
-        let wanted = pages(capacity);
-        let Some(place) = self.slots.get_mut(slot) else {
-            return Err(Error::internal(format!("slot {slot} does not exist")));
-        };
-        if capacity > self.options.capacity || wanted > self.cache.free.len() {
+        if capacity > self.options.capacity {
             return Err(Error::does_not_fit(
                 format!("{capacity} tokens; {} were planned", self.options.capacity),
                 "open the engine with a larger context (-c)",
             ));
         }
-        let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
+        self.cache.pages.open(slot, capacity, prefix)?;
         // Stored before the fallible part: closing the slot then frees the pages.
-        *place = Some(Slot { pages: pages.clone(), chosen: None, scored_pages: ScoredPages::default() });
+        self.slots[slot] = Some(Slot::default());
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // Clears flags of interrupted work, which do not concern the new sequence.
             self.sampling.clear_flag()?;
             self.sampling.forget(slot);
             self.prompting = false;
-            self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
+            self.cache.tables.write(slot * self.cache.pitch * 4, self.cache.pages.table(slot))
         });
         opened.inspect_err(|_| self.close(slot))
     }
 
     fn close(&mut self, slot: usize) {
-        if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
-            self.cache.free.extend(closed.pages.into_iter().rev());
+        if self.slots.get_mut(slot).and_then(Option::take).is_some() {
+            self.cache.pages.close(slot);
             // Clears flags of an interrupted prompt, which do not concern other slots; a device error appears again with
             // their next step.
             if self.prompting && self.sampling.clear_flag().is_ok() {
@@ -253,15 +249,15 @@ impl KvCache for CudaBackend {
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
         let (heads, d) = (self.config.kv_heads, self.config.head_dim);
-        let physical = self.slot(slot)?.pages.get(page).copied();
-        let physical = physical.ok_or_else(|| Error::internal(format!("page {page} is beyond slot {slot}")))?;
+        self.slot(slot)?;
+        let physical = self.cache.pages.own(slot, page)?;
         let arguments = args![
             &self.cache.ring_k,
             &self.cache.ring_v,
             argument(&self.cache.upper),
             argument(&self.cache.lower),
             argument(&self.cache.full),
-            self.cache.pages,
+            self.cache.pages.pages(),
             self.options.slots,
             slot,
             page,

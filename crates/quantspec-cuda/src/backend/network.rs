@@ -15,7 +15,7 @@ use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, Weights};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Network, Pass, Step};
+use quantspec_model::backend::{Executor, Network, Pass, Step};
 
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
@@ -147,17 +147,6 @@ impl CudaBackend {
     pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
         let (eps, width) = (self.config.rms_eps, self.config.hidden);
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
-    }
-
-    /// Recomputes the draft weights if a prompt has overwritten them, and waits: draft kernels read weights before the
-    /// previous kernel has ended.
-    pub(super) fn restore_drafts(&mut self) -> Result<()> {
-        if self.overwritten {
-            self.weights.quantise(&self.linear, self.sampling.shared())?;
-            self.device.synchronize()?;
-            self.overwritten = false;
-        }
-        Ok(())
     }
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
@@ -495,20 +484,23 @@ impl Network for CudaBackend {
 
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
         let (heads, d) = (self.config.kv_heads, self.config.head_dim);
-        let complete = pages(tokens).min(self.slot(slot)?.pages.len());
+        self.slot(slot)?;
+        let table = &self.cache.pages;
+        let first = table.shared(slot);
+        let new = pages(tokens).min(table.table(slot).len()).saturating_sub(first);
         let cache = self.cache_layer(layer);
-        if complete > 0 {
+        if new > 0 {
             let arguments = args![
                 self.prompt_scratch(0),
                 cache.upper,
                 cache.lower,
                 cache.full,
                 self.cache.tables.at(slot * self.cache.pitch * 4),
-                0usize,
+                first,
                 usize::from(self.options.rounding == Rounding::Balanced),
                 self.sampling.flag(),
             ];
-            self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+            self.launch(self.kernels.store, [heads, new, 2], 256, page_shared(d), &arguments)?;
         }
         let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
         if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {
