@@ -333,7 +333,6 @@ pub trait Guess {
 /// one more for each guessed token; the network's own choices count as drafted up to the first that differs from its guess.
 ///
 /// # Errors
-<<<<<<< HEAD
 /// As [`draft`], and with guesses those of [`crate::kv_cache::KvCache`]'s windows.
 pub fn draft_now<B: Executor + KvCache>(
     backend: &mut B,
@@ -341,11 +340,6 @@ pub fn draft_now<B: Executor + KvCache>(
     turns: &mut [Turn],
     mut guesses: Option<&mut dyn Guess>,
 ) -> Result<()> {
-    backend.prepare_draft(config)?;
-=======
-/// As [`draft`].
-pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
->>>>>>> main
     backend.poll()?;
     let watched = is_watched(turns);
     let mut drafted = vec![0; turns.len()];
