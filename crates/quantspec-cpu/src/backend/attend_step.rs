@@ -158,7 +158,7 @@ impl CpuBackend {
                 let now = visible_pages(row.position);
                 // Of new pages every row reads those that it sees.
                 let end = visible_pages(step.rows[first + count - 1].position);
-                if !step.choose_pages && !(list.is_empty() && now > 0) {
+                if !(step.choose_pages || list.is_empty() && now > 0) {
                     // Keeps the last choice, plus pages that became visible after it; rows of wrong guesses may have seen more.
                     list.extend(*visible as u32..end as u32);
                     *visible = end.max(*visible);
