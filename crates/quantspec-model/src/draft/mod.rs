@@ -155,7 +155,7 @@ fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
 /// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
+    /// Sequential steps without guesses, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
     pub without_token: usize,
