@@ -140,7 +140,9 @@ class Bench:
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; a batch's drafts are as long as its longest.
-        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
+        # A right guess shares the step of the token before it.
+        alone = stats["drafted_tokens"] - stats["copied_tokens"] - stats["right_guesses"]
+        steps = alone if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # The bandwidth after a run is the bandwidth before the next.
         after = self._bandwidth_now = self._bandwidth()
@@ -330,16 +332,16 @@ class Answers:
         return text[-1]
 
     def choose_gamma(self, slot: int) -> int:
-        """The engine's."""
+        """As of the engine."""
         return self._engine.choose_gamma(slot)
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """The engine's."""
+        """As of the engine; counts the draft steps."""
         self.draft_steps += max(gamma for _, gamma in gammas)
         self._engine.draft(gammas)
 
     def verify(self) -> list[tuple[int, list[int]]]:
-        """The engine's."""
+        """As of the engine; counts the passes."""
         self.passes += 1
         return self._engine.verify()
 
