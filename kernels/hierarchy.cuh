@@ -50,13 +50,12 @@ struct GroupCodes {
   // A operand of word i.
   DEV void fragment(uint32_t (&f)[4], int i) const {
     auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
-    constexpr uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;
+    constexpr uint32_t H = 0xf0f0f0f0;
     const uint32_t u = word(upper);
     uint32_t row = u << 4 & H, row8 = u & H;
     if constexpr (PLANES == 2) {
       const uint32_t l = word(lower);
       row = select_bits(u << 4, l, H), row8 = select_bits(u, l >> 4, H);
-      (void)L;
     }
     f[0] = __byte_perm(row, 0, 0x4140), f[1] = __byte_perm(row8, 0, 0x4140), f[2] = __byte_perm(row, 0, 0x4342), f[3] = __byte_perm(row8, 0, 0x4342);
   }

@@ -54,7 +54,8 @@ pub(crate) struct DeviceTurn {
 /// Bytes of a turn.
 pub(crate) const TURN_BYTES: usize = size_of::<DeviceTurn>();
 
-const _: () = assert!(size_of::<DeviceSampler>() == 48 && TURN_BYTES == 20);
+const SAMPLER_BYTES: usize = size_of::<DeviceSampler>();
+const _: () = assert!(SAMPLER_BYTES == 48 && TURN_BYTES == 20);
 // SAFETY: numbers only, without padding.
 unsafe impl Plain for DeviceSampler {}
 // SAFETY: see above.
@@ -153,7 +154,7 @@ impl Sampling {
     ) -> usize {
         let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
         Sampling::shared_bytes(slots, pitch)
-            + slots * (48 + TURN_BYTES)
+            + slots * (SAMPLER_BYTES + TURN_BYTES)
             + rows * (CUT_BYTES + 4 + race_bytes(vocab) + 4)
             + Penalising::bytes(vocab, slots, rows, capacity)
             + drafted
@@ -181,7 +182,7 @@ impl Sampling {
             judge: device.kernel("judge", 0)?,
             shared: device.zeroed(bytes)?,
             result: device.pinned(bytes)?,
-            samplers: device.zeroed(slots * 48)?,
+            samplers: device.zeroed(slots * SAMPLER_BYTES)?,
             turns: device.zeroed(slots * TURN_BYTES)?,
             cuts: device.zeroed(rows * CUT_BYTES)?,
             choices: device.zeroed(rows * 4)?,
@@ -345,7 +346,7 @@ impl Sampling {
         match self.known.get_mut(slot) {
             Some(known) if *known == Some(wanted) => {}
             Some(known) => {
-                self.samplers.write(slot * 48, &[wanted])?;
+                self.samplers.write(slot * SAMPLER_BYTES, &[wanted])?;
                 *known = Some(wanted);
             }
             None => return Err(Error::internal(format!("slot {slot} does not exist"))),

@@ -359,9 +359,9 @@ impl PromptCache {
         };
         while let Some(first) = chain.get(walked) {
             // The name of the model's directory does not matter.
-            let begins = format!("-{first:032x}-");
+            let (begins, ends) = (format!("-{first:032x}-"), format!(".{}", FORMAT.suffix));
             let mut longest: Option<(Branch, usize)> = None;
-            for name in names.iter().filter(|name| name.contains(&begins) && name.ends_with(".prompt")) {
+            for name in names.iter().filter(|name| name.contains(&begins) && name.ends_with(&ends)) {
                 let path = folder.join(name);
                 if self.damaged.contains(&path) {
                     continue;
