@@ -560,7 +560,7 @@ def sampling_flags(command: Command) -> Command:
             "--top-p", type=float, default=1.0, help="Keep the most likely tokens of mass P; 1 is off.  [default: 1]"
         ),
         click.option(
-            "--min-p", type=float, default=0.0, help="Drop tokens less likely than P times the most likely one.  [default: 0]"
+            "--min-p", type=float, default=0.0, help="Drop tokens less likely than P times the likeliest.  [default: 0]"
         ),
         click.option(
             *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
