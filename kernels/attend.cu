@@ -4,8 +4,7 @@
 #include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
-// and shared memory are in the table below. The number of rings affects the order of a row's
-// sums, so it is fixed per view and head width.
+// and shared memory are in the table below. The number of rings affects the order of a row's sums, so it is fixed per view and head width.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
 #else
@@ -93,16 +92,16 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 // ---- merging the items of a row ----
 //
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
-// projection: x [row][pitch], or x8 and xs for the draft (panel.cuh). Warp w adds items w, w + 4, ..., then the four warps are
-// added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few
-// blocks fit next to those of `attend`, which leave 4,096 registers. For more blocks than SMs, merge_wide_* has more items in flight.
+// projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in xs (panel.cuh). Warp w adds items w, w + 4, ..., then the
+// four warps are added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
+// nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
 constexpr int MERGE_WARPS = 4;
 struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items per KV head, query rows of its span
 struct MergeArgs {
   const Merged* rows;                    // of the pass
   const float* partial;
   const float2* extremes;
-  void* x;                               // of the step's row 0, as xs
+  void* x;                               // x and xs: of the step's row 0
   float2* xs;
   int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which this pass begins
 };
@@ -185,19 +184,20 @@ MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
 //
-// bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d],
-// choices [list], scores [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
+// bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16
+// [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads
+// of a group
 // (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
-// d / 8 lanes per page with eight channels each, U pages deep: 2048 U / d pages per block. grid (blocks, kv heads, lists), 256 threads. Pages were
-// complete before the step, so their parameters are loaded before q is ready.
+// A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per block. grid (blocks, kv
+// heads, lists), 256 threads. Pages were complete before the step, so their parameters are loaded before q is ready.
 //
-// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. With 25 KB of code `select` takes 14
-// us, waiting for instructions.
+// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. Unrolled to 25 KB of code, `select`
+// takes 14 us, because it waits for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-// The list's row of q, its slot, its number of visible pages (at least one), how many of them are chosen among (all after them are listed), and which
-// scores.
+// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of the
+// list's scores.
 struct Choice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
@@ -272,10 +272,11 @@ BOUNDS(1, 4)
 BOUNDS(4, 2)
 BOUNDS(4, 4)
 
-// select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number) of the pages chosen among, then all later ones, ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
-// range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated. They are
-// then listed in order.
+// select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): writes lists [slot][kv head][list_pitch], ascending. Of the pages chosen among
+// it lists the first, the newest and the n - 2 best others (ties to the lower number); it also lists all later pages. Without scores the newest pages
+// are the best. grid (kv heads, lists), 256 threads.
+//
+// The range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
 KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {

@@ -3,8 +3,8 @@
 //     score[r,t] = q[r] . k[t]          q already includes log2(e) / sqrt(D)
 //     out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
 //
-// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A ring is four warps with pipeline stages in shared
-// memory; the rings of a block take a chunk's pages in turn. A step is a page, or some recent tokens. Its phases, one file each:
+// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A ring is four warps with their own pipeline stages in
+// shared memory; the rings of a block take a chunk's pages in turn. A step of a ring is a page, or some recent tokens. Its phases, one file each:
 //
 //     attend_copy.cuh    load: keys and values into pipeline stages, by a producer warp and TMA, or by the ring's own threads
 //     attend_page.cuh    prepare: q times the key scales; score: q . k of 32 tokens per warp; accumulate: p . v of a quarter of the channels per warp
@@ -32,9 +32,11 @@ struct Span {
   int chunk_pages, chunks;               // pages per chunk, chunks per KV head
   int first_block;                       // block of 128 tokens with the first recent token, absolute
   int list, listed;                      // list: index of the span's page list; listed: its length, or < 0 for all pages
-  int cap;                               // rows read at most this many tokens from pages (the list may be from an earlier row); if large, the visibility law decides
+  // Rows read at most this many tokens from pages: those that were visible when the list was made. Without a list so large that the visibility law
+  // decides.
+  int cap;
   int partial;                           // first row of the span in the partial results
-  int fresh;                             // the list is made in this step
+  int fresh;                             // 1 if the list is made in this step
 };
 // Up to ROWS query rows of a span: row = query * group + head in group. `first`: its first work item.
 struct QueryTile { int span, row, rows, first; };
@@ -51,17 +53,20 @@ struct AttendArgs {
   float2* extremes;                      // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
   int tile_count, items;                 // work items over all tiles; block b has items b, b + gridDim.x, ...
-  int stages;                            // of a ring without TMA. 4: the next page is loaded during the current one; 2: small shared memory
-                                         // With TMA: stages that a ring fills before the previous kernel has ended
+  // Without TMA: stages of a ring, 4 (the next page is loaded during the current one) or 2 (if shared memory is small). With TMA: stages that a ring
+  // fills before the previous kernel has ended.
+  int stages;
   float centre;                          // Upper view: codes stand for U s + z - centre s
   const uint8_t* behind;                 // weights that the next GEMM reads first: prefetched into L2 after the pages
-  int behind_bytes, unused;              // a multiple of 16
+  int behind_bytes, unused;              // behind_bytes: a multiple of 16
 };
 
+// Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
 DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
 // One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one column instead of two and
 // computes half the probabilities. STAGES: pipeline stages of a ring; 0: set at launch, without TMA (not Hopper). BESIDE: a block has half an SM.
+// ENGINE: producer warps fill the stages, by TMA.
 template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, RINGS = RINGS_, STAGES = STAGES_;
@@ -71,7 +76,7 @@ struct Attend {
   // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
   static constexpr int CONSUMERS = RINGS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : ENGINE ? RINGS * 32 : 0);
-  static constexpr int KP = D / 32, TILES_W = D / 64;                             // parts of 32 channels; channel tiles of a warp
+  static constexpr int KP = D / 32, TILES_W = D / 64;                             // parts of 32 channels; tiles of 16 channels of a warp
   static constexpr int STEP = VIEW == UPPER ? 32 : 64, SUB = PAGE / STEP;         // f16 tokens of a step, steps of a page
   static constexpr int K_PARAMS = 4 * D, V_PARAMS = 512, PARAMS = K_PARAMS > V_PARAMS ? K_PARAMS : V_PARAMS, CODES = 64 * D;
   static constexpr int LOWER = PARAMS + CODES;                                    // where the lower codes of a stage begin
@@ -81,7 +86,8 @@ struct Attend {
   // matrices.
   static constexpr bool WGMMA = ENGINE && TWO && NT >= 3;
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
-  // A proxy fence waits for a stage's loads (`slot_left`) where a mask would need one register too many, and where the fence is faster.
+  // A consumer waits for its loads before it releases a stage (`slot_left`): by a proxy fence where that is faster, and where collecting the loaded
+  // bits would need one register too many.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
   static constexpr int QUERY = NT * 16 * D;                                       // q as B fragments
   // A ring: stages, then q * s, probabilities, maxima or sums of the warps, initial scores, barriers. At the chunk's end O overwrites q * s and P.
@@ -90,7 +96,7 @@ struct Attend {
   // A block: rings, then q, {maximum, sum} of the rings, {end of the pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + RINGS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
   // Registers per thread at entry: a block takes an SM (or half of it), minus what a block of `merge` needs to start next to it. Each quarter of an
-  // SM has 16,384 for every fourth warp. TAKEN: those of a consumer after the producers have reduced theirs to KEPT.
+  // SM has 16,384 registers and runs every fourth warp. TAKEN: registers of a consumer after the producers have reduced theirs to KEPT.
   static constexpr int ENTRY = (16384 - 1024) / (BESIDE ? 2 : 1) / ((THREADS / 32 + 3) / 4) / 256 * 8, KEPT = BESIDE ? 48 : 40, TAKEN = (THREADS * ENTRY - 128 * KEPT) / CONSUMERS / 8 * 8;
 };
 
@@ -101,6 +107,7 @@ struct Work {
   int head, chunk, first_page, pages, recents;
   int recent;                            // first recent step, counted from the start of the text; the next is chunks * RINGS further
 };
+// The part of ring `ring` in work item `index`.
 template <class C>
 DEV Work work_at(const AttendArgs& p, int index, int ring) {
   Work w;
@@ -145,7 +152,7 @@ DEV void attend_step(Ring<C>& ring, State<C>& state, OwnCopies<C>& copies, const
   if constexpr (PLAIN) loaded = score_halves(ring, n >= w.pages, owner, token, seen, S);
   else loaded = score_codes(ring, token, seen, S);
   if (PLAIN || !C::WGMMA) ring.leave(loaded);
-  // ---- if a score exceeds its row's reference by more than REACH, the reference becomes the step's maximum ----
+  // ---- if a score exceeds its row's reference maximum by more than REACH, the reference becomes the step's maximum ----
   float over = MASKED;
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -175,9 +182,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   constexpr int RINGS = C::RINGS;
   const uint32_t base = shared_address(shared);
   grid_trigger();
-  // Descriptions, tables, pages and earlier steps' lists were complete before the step's first kernel began, so they are read before the previous
-  // kernel has ended. Fresh lists, q and recent tokens may be written in this step. The latter must not be read early: a verify window can be split
-  // over two spans, and the second span reads what the first one appended.
+  // Descriptions, tables, pages and lists of earlier steps were complete before the step's first kernel began, so they are read before the previous
+  // kernel has ended. Fresh lists, q and recent tokens may be written in this step, so they are read after `grid_wait`. That holds for all recent
+  // tokens: a verify window can be split over two spans, and the second span reads what the first one appended.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::ENGINE) {
     const int warp = threadIdx.x >> 5;

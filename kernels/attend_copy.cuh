@@ -26,7 +26,7 @@ struct Copier {
       copy16_once(to + (t * (C::D / 8) + (j ^ (t & 7))) * 16, from + i * 8, once);
     }
   }
-  // `full`: the stage's barrier
+  // Starts copying the keys (`value` 0) or values (1) of step n to the stage at `to`; `full` is the stage's barrier.
   DEV void copy(const Work& w, int n, int value, uint32_t to, uint32_t full) {
     const bool recent = n >= w.pages;
     if (!value && !recent) {
@@ -111,7 +111,7 @@ DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
       }
     }
   }
-  // From here to the first GEMM after `merge` memory is nearly idle.
+  // Memory is nearly idle from here to the GEMM after `merge`, so that GEMM's first weights are prefetched.
   constexpr int PIECE = 16384;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
@@ -141,7 +141,7 @@ struct OwnCopies {
     copier.begin(w);
     if (early) two();
   }
-  // The first step's keys are there.
+  // Waits for the first step's keys.
   DEV void first() {
     if (!early) two();
     copy_wait<1>();

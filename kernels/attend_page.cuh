@@ -6,8 +6,9 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// For a packed page with keys at `k`: q * s as B fragments, and the initial scores q . z (Both: minus 1032 sum(q * s)), by parts of 32 channels: ((0
-// + 4 + ..) + (1 + 5 + ..)) + (..)
+// For a packed page with keys at `k`: stores q * s as B fragments, and the initial scores q . z. View Both subtracts 1032 sum(q * s), because codes
+// are unpacked with an offset of 1024 + 8 (`unpack`). Parts of 32 channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..),
+// whether by one warp or by four.
 template <class C>
 DEV void prepare(const Ring<C>& ring, uint32_t k) {
   if constexpr (!C::FULL_VIEW) {
@@ -73,7 +74,8 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
   }
 }
 
-// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage; wgmma frees the stage itself.
+// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Ring::leave`; with wgmma it releases the stage
+// itself.
 template <class C>
 DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
@@ -225,7 +227,7 @@ DEV void load_p(const Ring<C>& ring, int tile, uint32_t (&b)[C::NT][2]) {
     }
 }
 
-// O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns the same bits as `score_codes`.
+// O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns and releases as `score_codes` does.
 //
 // The tensor core truncates its accumulator. Over many pages of codes of one sign the bias would reach 3e-2 of the output of diffuse attention at
 // 256k tokens. Both: codes are centred (16 U + L - 120) and the centre moves into the zero point. This also bounds the effect of a rounded
@@ -259,7 +261,7 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
             const bool odd = TILES_W == 1 ? w4 & 1 : j;
             unpack<true>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152
+            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152 = 1024 + 8 + 120
           }
           wgmma_fence();
 #pragma unroll
@@ -302,7 +304,7 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
           unpack<TWO>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
           if (TWO)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);            // 1152
+            for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);            // 1152 = 1024 + 8 + 120
 #pragma unroll
           for (int t = 0; t < NT; t++) mma_f16(TWO ? O[t][tile] : sum[t][tile], a, b[t][0], b[t][1]);
         }

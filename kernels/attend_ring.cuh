@@ -31,8 +31,10 @@ struct Ring {
   const AttendArgs& p;
   const int stages, lane, g, c;                                      // lane = 4 g + c, as in mma fragments
   const int ring, warp;                                              // of the block; of the ring
-  const uint32_t bytes, tail, stages_at, rest, bars;                 // bytes of a ring; shared-memory addresses: of all rings' common part, of this ring's stages, of its other arrays, of its barriers
-  const float v_centre;
+  // bytes: of a ring. Shared-memory addresses: tail, the part that all rings share; stages_at, this ring's stages; rest, its other arrays; bars, its
+  // barriers.
+  const uint32_t bytes, tail, stages_at, rest, bars;
+  const float v_centre;                                              // added to a value's zero point, in units of its scale
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const Cores q_cores, p_cores;
 #endif
@@ -80,7 +82,7 @@ struct Ring {
     if (C::ENGINE) mbar_wait(bars + at * 8, phase);
 #endif
   }
-  // `loaded`: bits of all data that this warp loaded from the stage
+  // Releases the stage. `loaded`: bits of all data that this lane loaded from it (`slot_left`).
   DEV void leave(uint32_t loaded) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (C::ENGINE) {

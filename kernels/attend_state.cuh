@@ -1,8 +1,8 @@
 // The running softmax of a work item's rows: reference maxima, sums, outputs. Included by attend.cuh.
 #pragma once
 
-// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms), so most pages need a vote and no
-// exchange. p <= 2^REACH, so p times a value scale fits in f16 for value ranges up to some thousands.
+// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms). So for most pages the warps only
+// vote, and exchange no maxima. p <= 2^REACH, so p times a value scale fits in f16 for value ranges up to some thousands.
 constexpr float REACH = 4;
 #define MASKED __uint_as_float(0xff800000u)      // score of a token that a row does not see: -infinity
 constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no token; finite, so that differences are not NaN
@@ -10,7 +10,8 @@ constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no to
 DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
 DEV float sum4(uint4 v) { return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)), __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w))); }
 
-// Sum or maximum over the eight lanes of a column pair, N values at a time: lane g then holds value g / (8 / N). The same tree for every N.
+// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 / N). The order of the
+// operations does not depend on N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;

@@ -10,7 +10,7 @@
 // the int8 input of its warps itself (a warp needs an eighth) and stores its outputs in their final form. Weights do not depend on the previous
 // kernel: a producer warp fills the pipeline stages in half an SM's shared memory while that kernel still runs in the other half.
 //
-// An input's norm is one factor per row, known when all warps have synchronised, so it multiplies the outputs.
+// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
 // two blocks of 64 inputs take the place of one of 128, and zero points multiply sums of 64 codes.
@@ -19,7 +19,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
-// Chunks of 17 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
 // Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
@@ -138,7 +138,7 @@ struct FromBf16 {
     }
   }
 };
-// x int8 [row][groups * 128] and xs float2 [row][groups], in the format of linear_w4.
+// x int8 [row][groups * 128] and xs float2 [row][groups] {scale, sum}, as `linear_w4_*` reads them.
 struct FromInt8 {
   static constexpr bool NORM = false;
   const int8_t* x;

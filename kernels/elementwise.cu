@@ -164,6 +164,44 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     finish(group, loaded(h, group), constant(weight, group));
 }
 
+// norm_rows: to = x / rms(x) * weight, added to what is there if `add`. x and to f32 rows with pitches in elements, the same buffer or disjoint; weight f32
+// [width]. A branch before it joins the hidden stream, or all query or key heads in place. paired: x alternates channels c .. c + 7 and paired / 2 + c .. of
+// heads of that many channels (`weights_w4_*` in quantize.cu), the weight does not; else 0. Grid (rows), block NORM_THREADS.
+KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch, const float* weight, float eps, int width, int paired,
+                                                 int add) {
+  constexpr int WARPS = NORM_THREADS / 32;
+  __shared__ float sums[WARPS];
+  grid_trigger();
+  grid_wait();
+  x += (size_t)blockIdx.x * pitch, to += (size_t)blockIdx.x * to_pitch;
+  float sum = 0;
+  for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
+    const float4 v = load4(x + k);
+    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
+  }
+  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
+  for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
+    const int place = paired ? k % paired : 0, channel = place / 16 * 8 + place % 8 + place / 8 % 2 * (paired / 2);
+    const float4 w = __ldg((const float4*)(weight + k - place + channel)), v = times(load4(x + k), f);
+    float4 y = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
+    if (add) y = add4(load4(to + k), y);
+    *(float4*)(to + k) = y;
+  }
+}
+
+// ---- the hidden stream as it is: one warp per group of 128 inputs of a row ----
+//
+// convert_*: hidden f32 [row][width] -> x, for models without a norm before the GEMM. Grid (ceil(width / 1024), rows), block 256.
+template <class Out>
+DEV void convert(const float* hidden, int width, Out out) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
+  if (group >= (width + 127) / 128) return;
+  const bool there = k < width;
+  out.put(row, group, lane, there, there ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
+}
+
 // ---- SiLU * up: one warp per group of 128 outputs of a row ----
 //
 // silu_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
@@ -194,6 +232,9 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
     silu_mul(y, bias, width, Into<T>{x, pitch});                                                                                                          \
+  }                                                                                                                                                       \
+  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch) {                                                   \
+    convert(hidden, width, Into<T>{x, pitch});                                                                                                            \
   }
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
@@ -204,6 +245,9 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, co
 }
 KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
   silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
+}
+KERNEL __launch_bounds__(256) convert_i8(const float* hidden, int8_t* x, float2* xs, int width, int panels) {
+  convert(hidden, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
 // coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows), block 32.
@@ -368,6 +412,20 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
   const Head<D> h(y + ((size_t)row * all + head) * D, false, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
                   is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
   if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f)) atomicOr(flag, FLAG_CACHE);
+}
+
+// scale_queries: q f16 [row][width] times 1 + beta ln(1 + floor(position / original)), at the positions of `rows`, or at first + row without them.
+// Width a multiple of 8. Grid (ceil(width / 2048), rows), block 256.
+KERNEL __launch_bounds__(256) scale_queries(uint16_t* q, const Row* rows, int first, float beta, int original, int width) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8, whole = (rows ? rows[row].position : first + row) / original;
+  if (k >= width || whole == 0) return;
+  const float factor = 1.f + beta * logf(1.f + (float)whole);
+  uint4* at = (uint4*)(q + (size_t)row * width + k);
+  const uint4 v = ldg_plain(at);
+  auto scaled = [&](uint32_t x) { return Half::pack(Half::to_float((uint16_t)x) * factor, Half::to_float((uint16_t)(x >> 16)) * factor); };
+  *at = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
 }
 
 #define HEADS(D)                                                                                                                                        \

@@ -10,7 +10,8 @@
 #include "layout.cuh"
 #include "linear.cuh"
 
-// TIMES: missing factor of a sum of codes times inputs, divided by 16. OF_X: the same for a sum of inputs.
+// How a 16-bit type multiplies codes. A sum of codes times inputs, as the tensor core returns it, lacks a power of two: TIMES is that factor divided
+// by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0. `input`: a pair of inputs as the mma reads it.
 struct CodesBf16 : MmaBf16 {
   static constexpr uint32_t ONES = 0x3f803f80;
   static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;       // 2^(133 - 64 - 4), 2^-64
@@ -61,7 +62,7 @@ struct GroupCodes {
   }
 };
 
-// acc[t] += the group.
+// acc[t] += codes times inputs of one group, for every row tile t.
 template <class E, int PLANES, int NT>
 DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const GroupInput<E> (&in)[NT]) {
   float d[NT][4];
@@ -125,7 +126,7 @@ struct PlanePieces {
   }
 };
 
-// A warp keeps its 64 inputs of all rows in registers.
+// `Multiply` of `ring_product`. A warp keeps its 64 inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
   static constexpr bool READS_AGAIN = false;

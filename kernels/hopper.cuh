@@ -9,7 +9,7 @@ DEV uint32_t cluster_rank() {
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Orders no memory accesses (the barriers after `mbar_init_done` do): .release would become a GPU-wide fence.
+// Orders no memory accesses; where it is used, the fence of `mbar_init_done` does. With .release it would become a GPU-wide fence.
 DEV void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -32,12 +32,12 @@ DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
-// A lane frees a stage, which TMA then refills; every lane arrives for itself. `seen`: bits of all data that it loaded from the stage. An arrival
-// does not wait for earlier loads: when other work fills the SM's shared-memory queue, they can still be queued when the next copy lands, and read
-// its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but also for prefetched loads. So the address depends on the
-// loaded data: the mask is zero at run time, which the compiler cannot know.
+// Releases a pipeline stage, so that TMA may refill it; every lane calls this. `seen`: bits of each value that the lane loaded from the stage. An
+// arrival does not wait for earlier loads: when other work fills the SM's shared-memory queue, they can still be queued when the next copy lands,
+// and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but also for prefetched loads. So the barrier's
+// address depends on the loaded values: gridDim.z is 1 and the mask therefore 0, which the compiler cannot know.
 DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
-// The same barrier in CTA `rank` of the cluster, deliberately at CTA scope. With .release.cluster each arrival becomes a membar.gpu, which costs a
+// Arrives at the same barrier of CTA `rank` of the cluster, deliberately at CTA scope. With .release.cluster each arrival becomes a membar.gpu, which costs a
 // quarter of the GEMM's speed. It is not needed: the stage was read by wgmma, which has been waited for, or by loads that `slot_left` has waited for,
 // and TMA writes it.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
@@ -115,7 +115,7 @@ DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"
 // Waits until sources of all but the last N groups may be overwritten.
 template <int N> DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Before TMA or wgmma reads data written by ordinary stores.
+// Needed before TMA or wgmma reads data that ordinary stores wrote.
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -5,9 +5,10 @@
 constexpr int PAGE = 128;          // tokens of a page (core::cache::G)
 constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::BUFFER_TOKENS)
 
-// One row of a step. The host describes it before drafted tokens are known; positions are known before a round starts.
+// One row of a step, described by the host before the round's drafted tokens are known. offset: the row's place in the slot's window; position: in
+// the text; token: its id, or -1 if it is read from the window.
 struct Row {
-  int slot, offset, position, token;      // token: -1 if the slot's window holds it
+  int slot, offset, position, token;
 };
 
 // ---- pages: pool[layer][page][kv head], one block per plane ----
@@ -18,8 +19,10 @@ struct Row {
 // Codes are divided into 16 x 16 tiles (K: tokens x channels, V: channels x tokens) of 32 words each. Lane 4g+c has eight elements; nibble e is row g
 // + 8(e & 1) and column 2c + {0,0,8,8,1,1,9,9}[e]. A lower word holds code + 8 and is rotated right by one nibble.
 //
-//     K words: [token tile 8][channel tile / 4][lane][channel tile % 4]      V words: [token tile / 2][channel tile / 2][lane][token tile & 1][channel tile & 1]
-//     K params: f16 [channel tile / 2][c][scale | zero][channel tile & 1][4], channels 16 tile + 2c + {0,1,8,9};  V params: f16 [token tile][g][row g, g+8]{scale, zero}
+//     K words: [token tile][channel tile / 4][lane][channel tile % 4]
+//     V words: [token tile / 2][channel tile / 2][lane][token tile & 1][channel tile & 1]
+//     K params: f16 [channel tile / 2][c][scale | zero][channel tile & 1][4], channels 16 tile + 2c + {0,1,8,9}
+//     V params: f16 [token tile][g][row g, g+8]{scale, zero}
 __host__ __device__ constexpr int upper_bytes(int d) { return 132 * d + 512; }
 __host__ __device__ constexpr int lower_bytes(int d) { return 128 * d; }
 __host__ __device__ constexpr int full_bytes(int d) { return 512 * d; }
@@ -43,8 +46,8 @@ DEV size_t ring_at(int layer, int slot, int head, int position, int slots, int h
 }
 
 // ---- weights in planes of nibbles (docs/design/weights.md): w = (U + L/16) s + z, s and z f16 per output and 64 inputs ----
-// Upper plane: blocks of 16 outputs x 64 inputs, [N/16][stride], stride even. Codes [lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at
-// k = 16 c + 4 i + b, lane = 4 g + c; then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
+// Upper plane: blocks of 16 outputs x 64 inputs, [N/16][stride], stride even. Codes [lane] uint4, lane = 4 g + c; byte b of word i: row g (low nibble)
+// and g + 8 (high nibble) at k = 16 c + 4 i + b. Then parameters f16 [g] {scale, zero of row g, scale, zero of row g + 8}.
 // Lower plane: blocks of codes L + 8 in the same places.
 constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
 // Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.

@@ -8,7 +8,8 @@
 // that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over), Ring::BYTES of shared memory. Up to
-// 104 registers (three warps per scheduler use 312 of its 512) leave room for a norm's block, whose four warps use 192. (docs/design/gemm.md)
+// 104 registers per thread leave room for a norm's block: three warps per scheduler use 312 of its 512 registers per lane, the norm's four warps 192
+// in all (docs/design/gemm.md).
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \

@@ -110,8 +110,8 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
 template <int BITS>
 constexpr int QUANT_BLOCK = 256 * BITS + 64;
 
-// STAGED: the activations are in shared memory after the weights, [row][groups * 128 + 64 bytes], then their scales [row][groups]. A step of a single
-// row is a chain of latencies, and this removes one per block.
+// STAGED: the block first copies the activations to shared memory after the weights, [row][groups * 128 + 64 bytes], then their scales [row][groups].
+// A step of a single row is a chain of memory latencies; this removes one per block.
 template <int BITS, int NT, int STAGES, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
   constexpr int BLOCK = QUANT_BLOCK<BITS>, PIECES = BLOCK / 16;
@@ -228,18 +228,18 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per multiprocessor, with shared-memory pipelines (rings) of weights and of x filled by bulk copies ----
-// Weights do not depend on the previous kernel, so a producer warp fills their ring as soon as the previous product has released the shared memory.
+// ---- Hopper: a block per SM, with one pipeline (`Ring`) for weights and one for x in shared memory, filled by bulk copies ----
+// Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the previous GEMM has released the shared memory.
 // Memory thus stays busy during norms and other small kernels, whose blocks fit in the remaining registers. A second producer warp copies x once per
-// pass: for as many tiles as registers have sums for. With two tiles per pass, x of 16 rows would be half as many bytes as the weights, and L2
-// bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
+// pass, i.e. for as many tiles as registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
+// weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
-// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128 inputs. A chunk
-// is eight pieces, one per warp, of one tile (of two tiles for 4-bit blocks). A warp reads only its own part of x. The tiles of a pass alternate by
-// chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
+// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile, or of two or four tiles if pieces are small. A warp
+// reads only its own part of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, of 16 or 17 KB each. They saturate memory; more of them would delay inputs and results. The first loads of a block
-// compete with the end of the previous kernel, so fewer are allowed.
+// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block compete
+// with the end of the previous kernel, so fewer are allowed.
 constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int RING_KEPT = 40, RING_TAKEN = 232, RING_ENTRY = 168;
@@ -248,7 +248,7 @@ static_assert(4 * RING_KEPT + LINEAR_WARPS * RING_TAKEN <= (4 + LINEAR_WARPS) * 
 constexpr int RING_UNITS = 2;
 
 // NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
-// X_STAGES: chunks in the rings of weights and of x. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
+// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
 // PAD: bytes between the rows of a chunk of x.
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
 struct Ring {
@@ -277,7 +277,8 @@ struct Pieces {
   }
 };
 
-// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `stages` chunks are in flight.
+// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `ahead_first` chunks are in flight while the stages are
+// filled for the first time, then at most `ahead_later`.
 template <int TILES, int TOGETHER, class Weights>
 DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
   constexpr int W = LINEAR_WARPS, HALF = W * Weights::PIECE;
@@ -304,8 +305,8 @@ DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t emp
       }
 }
 
-// Loads x into its ring: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block copies
-// every other row to both blocks; `ready`: both have released a slot.
+// Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block
+// copies every other row to both blocks; barriers `ready`: both blocks have released a stage.
 template <class R>
 DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
                      size_t pitch) {
@@ -338,7 +339,9 @@ DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, ui
     }
 }
 
-// y[row][n] by a Multiply<NT> of a chunk. x: bytes [row][pitch]; scales [row][pieces].
+// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` is what a warp does with its pieces of a chunk: `take` reads its inputs,
+// `load` its weights, `add` adds their products to the sums of TILES tiles; each returns bits of what it read (`slot_left`). READS_AGAIN: `add` reads
+// x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply, class Weights>
 DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
@@ -433,7 +436,7 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
 }
 static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
 
-// 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
+// `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
 struct MultiplyFull {
   static constexpr bool READS_AGAIN = false;
@@ -466,7 +469,7 @@ struct MultiplyFull {
   }
 };
 
-// Draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as `linear_quant`. With four
+// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as `linear_quant`. With four
 // bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {

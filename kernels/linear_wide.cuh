@@ -1,13 +1,13 @@
 // Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the weights in registers (operand A).
 //
-// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order, and then the classes are added in order. A
-// cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
+// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order, and then the classes are added
+// in order. A cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
 //     warps 16-19   load: each fills the stages {x, scales, weights of the tiles} of one warpgroup, one group of 128 inputs per stage
 //
-// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token, adds its class and signals the next one. From block 0 to
-// block 1 it goes by st.async; the last warpgroup of block 1 stores y.
+// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a barrier), adds its class and signals the
+// next one. From block 0 to block 1 it goes by st.async; the last warpgroup of block 1 stores y.
 //
 // x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
 #pragma once
@@ -20,7 +20,7 @@ static_assert(CLASSES == 2 * WIDE_GROUPS, "two blocks have one warpgroup per cla
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
-// Bits of a code, rows (columns of the matrix instruction), stages of a ring.
+// BITS: of a code. N: rows, which are the columns of the wgmma. STAGES: pipeline stages of a warpgroup.
 template <int BITS_, int N_, int STAGES_>
 struct Wide {
   static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
@@ -46,7 +46,7 @@ DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// Stores 16 bytes in another block's shared memory and counts them at its barrier. Both addresses as returned by `at_rank`.
+// Stores 16 bytes in another block's shared memory and counts them at its barrier. `to` and `bar` are results of `at_rank`.
 DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]),
                "r"(bar)
@@ -174,7 +174,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
-    const int here = mine - first;                                          // tiles left, one per warp; warps beyond compute garbage that is not stored
+    const int here = mine - first;                                          // tiles left, one per warp; the results of further warps are not stored
     float acc[S::UNITS][S::N / 2];
 #pragma unroll
     for (int i = 0; i < S::UNITS; i++)

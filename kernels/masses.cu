@@ -2,7 +2,7 @@
 #include "layout.cuh"
 #include "numbers.cuh"
 
-constexpr int BATCH = 32;          // queries of a batch; the threads of a block of page_sums are the tokens of a page
+constexpr int BATCH = 32;          // queries that page_sums has in shared memory at a time
 constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
 // The largest value of a warp, in every lane.
@@ -16,8 +16,8 @@ constexpr float NOTHING = -1e30f;                       // logarithm of an empty
 // page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) / sqrt(D), of query rows at
 // `position` ..; tokens after a row's position do not count.
 //   q: f16 [rows][kv_heads group][D] of the first row; kv: f16 [token][2 kv_heads D], keys first, up to the last row's position at least.
-//   sums: [kv head][queries][pages], these rows from query `first` on, query = row * group + head of the group.
-//   grid (pages, kv heads), 128 threads.
+//   sums: f32 [kv head][queries][pages], these rows from query `first` on, query = row * group + head of the group.
+//   grid (pages, kv heads), 128 threads: one per token of the page.
 template <int D>
 DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries, int kv_heads, int group, float scale) {
   __shared__ float batch[BATCH][D], parts[BATCH][4];
@@ -76,8 +76,9 @@ PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): the sum over queries first .. of a page's share of all pages, of the first `visible`
-// pages, into masses [kv head][pitch]. sums: the result of page_sums. grid (kv heads), MASS_THREADS threads, shared: a float for each query from `first` on.
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is the
+// sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. grid (kv heads),
+// MASS_THREADS threads, dynamic shared memory: a float for each query from `first` on.
 KERNEL __launch_bounds__(MASS_THREADS) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

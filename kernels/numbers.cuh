@@ -39,13 +39,13 @@ struct Single {
 };
 DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Eight numbers in half precision.
+// True if all eight f16 of `x` are finite.
 DEV bool finite_halves(uint4 x) {
   auto finite = [](uint32_t word) { return (word & 0x7c00u) != 0x7c00u && (word & 0x7c000000u) != 0x7c000000u; };
   return finite(x.x) && finite(x.y) && finite(x.z) && finite(x.w);
 }
 
-// Four floats that another kernel of the step wrote.
+// Loads four floats that another kernel of the step wrote (`ldg_plain`).
 DEV float4 load4(const float* p) {
   const uint4 v = ldg_plain(p);
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
@@ -90,15 +90,16 @@ DEV float warp_max(float x) {
 #endif
 }
 
-// Quantises a group of a draft's inputs, four per lane of a warp, to int8. Codes are rounded products with 127 / maximum, where
-// quantspec_core::quantize_activations divides; drafts may differ in a last place. A weight's zero point multiplies the sum of the codes. So the
-// result is that of rounded inputs, and rounding errors multiply weights of mean zero, not their distances from the zero point.
+// 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|). quantspec_core::quantize divides by the scale
+// instead, so a code may differ by one; only drafts are affected. The zero point of a weight is multiplied by the sum of the codes, not of the
+// inputs. So y is exactly W times the rounded inputs, and their rounding errors are multiplied by weights, whose mean is near zero, instead of by
+// the weights' distances from the zero point.
 struct Int8Group {
-  uint32_t codes;                        // of this lane
-  float scale, sum;                      // of the group
-  uint32_t halves;                       // sums of the codes of its two halves of 64, each 16 bits (`half_sums`)
+  uint32_t codes;                        // four, of this lane
+  float scale, sum;                      // of the group; sum: scale times the sum of the codes
+  uint32_t halves;                       // sums of the codes of inputs 0 to 63 and 64 to 127, 16 bits each (`half_sums`)
 };
-// The two sums of up to 64 codes: of lanes 0 to 15, and of lanes 16 to 31.
+// The two sums in Int8Group::halves: of lanes 0 to 15, and of lanes 16 to 31.
 DEV int2 half_sums(uint32_t halves) {
   const int low = (int)(halves << 16) >> 16;
   return make_int2(low, ((int)halves - low) >> 16);
@@ -126,10 +127,11 @@ DEV float block_sum(float x, float* scratch) {
   return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
-// The device's error flag: kernels only set bits; the host reads and clears it when it synchronises.
+// Bits of the device's error flag: a key, value or page parameter is not finite in f16; a logit is NaN or +infinity; no token may be chosen.
+// (4 is FLAG_WEIGHTS of quantize.cu.) Kernels only set bits; the host reads and clears the flag when it synchronises.
 constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
 
-// 16 bytes to shared memory, or zeros.
+// Copies 16 bytes to shared memory, asynchronously (`copy_commit`), or stores zeros if not `there`.
 DEV void copy16_or_zero(uint32_t shared, const void* global, bool there) {
 #ifdef QS_SM80
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(there ? 16 : 0) : "memory");

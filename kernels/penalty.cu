@@ -1,11 +1,13 @@
-// Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty and ::grammar.
+// Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty and
+// ::grammar.
 //
 // Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top bit: the token occurred; other
 // bits: its count in the answer). Drafted tokens are those of the slot's window before the row.
 #include "layout.cuh"
 #include "numbers.cuh"
 
-// A slot's penalties and the number of its committed tokens. 32 bytes.
+// A slot's penalties and its committed text. on: penalties apply; ngram: n of no-repeat-n-gram, 0 for off; length, prompt: committed tokens, and how
+// many of them are the prompt's. 32 bytes.
 struct History {
   int on, ngram;
   float repetition, frequency, presence;
@@ -14,17 +16,17 @@ struct History {
 // The host's update for a slot. 160 bytes.
 constexpr int MORE_MAX = 32;
 struct Commit {
-  int slot, more;     // tokens after the first `history.length - more`
-  History history;    // after them
-  int tokens[MORE_MAX - 2];
+  int slot, more;            // more: number of new tokens, the last of the text
+  History history;           // including the new tokens
+  int tokens[MORE_MAX - 2];  // the new tokens, if they fit
 };
 static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
 
 constexpr uint32_t OCCURRED = 1u << 31;
 constexpr int PENALTY_THREADS = 256, PENALTY_TOKENS = 1024, NGRAM_MAX = 100, WINDOW_MAX = 32;
 
-// penalty_commit: appends committed tokens. Tokens that fit in the commit are first copied to `texts`; the host has written others there. Grid
-// (commits), block 256.
+// penalty_commit: counts new committed tokens. If they fit in `Commit::tokens`, they are also copied to `texts`; otherwise the host has written them
+// there. Grid (commits), block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
   const Commit& commit = commits[blockIdx.x];
   const History h = commit.history;
@@ -91,7 +93,8 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const 
 }
 
 // penalty_mask: tokens that may not follow, after the penalties.
-//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid (ceil(vocab / 1024), rows), block 256.
+//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid (ceil(vocab / 1024), rows),
+//   block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_mask(const uint32_t* masks, int words, float* logits, int vocab) {
   grid_trigger();
   grid_wait();

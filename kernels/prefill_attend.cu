@@ -9,7 +9,7 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory: bytes per channel of a head, and in addition.
+// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant (MORE) in addition.
 constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -313,9 +313,9 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 
 }  // namespace mma_attention
 
-// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): row strides in elements, a head's channels contiguous
-// and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads;
-// block 128; dynamic shared memory as above.
+// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): q_row, kv_row and o_row are row strides in
+// elements; a head's channels are contiguous and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads, or with 256 channels
+// ceil(n / 64) * heads; block 128; dynamic shared memory as above.
 #define ENTRY(D, NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                                             \
       prefill_attend_##D##_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,      \

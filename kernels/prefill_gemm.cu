@@ -1,7 +1,8 @@
 // GEMMs of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
 //
 // sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain
-// and elementwise's `rope_store` replace qkv); sm_75, without bfloat16 tensor cores, only prefill_plain_bf16. prefill_plain_f32 exists everywhere.
+// and elementwise.cu's `rope_store` replace qkv). sm_75 has no bfloat16 tensor cores: there prefill_plain_bf16, without them, is the only bf16 kernel.
+// prefill_plain_f32 exists everywhere.
 //
 //     A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
 //     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded with zeros. This equals TMA's
@@ -12,7 +13,8 @@
 //     Epilogues:
 //     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights'
+//               type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
@@ -53,7 +55,7 @@ DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   return {first + r % high, r / high};
 }
 
-// Indices of a thread's accumulators in its warpgroup's tile.
+// Where a warpgroup's accumulators belong in C, and where it puts blocks of 16-bit outputs or f32 sums for TMA.
 struct Corner {
   int row;     // first of the warpgroup's 64 rows
   int column;  // first of its COLUMNS columns
@@ -428,7 +430,8 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 
 }  // namespace mma_gemm
 
-// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch, ...)
+// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch,
+// ...): pitch and x_pitch are row strides of A and X in elements, group is that of `tile_at` in tile rows.
 // N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared memory.
 #define ENTRIES(NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \

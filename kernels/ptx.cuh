@@ -185,7 +185,7 @@ DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   auto high = [](uint32_t v) { return __uint_as_float(v & 0xffff0000u); };
 #pragma unroll
   for (int half = 0; half < 2; half++)
-#pragma unroll 1                                             // unrolled it would compile for minutes
+#pragma unroll 1                                             // unrolled, it takes minutes to compile
     for (int from = 0; from < 4; from++) {
       const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from), row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
       const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from), column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);

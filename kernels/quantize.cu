@@ -10,8 +10,8 @@ constexpr float SCALE_MIN = 6.103515625e-5f;  // smallest normal f16: scale of a
 
 struct Group {
   uint16_t scale_bits, zero_bits;
-  float scale, zero;  // value of code 0 and of a step
-  bool ok;
+  float scale, zero;  // the same in f32: of a step of the codes, and of code 0
+  bool ok;            // both are finite in f16
 };
 
 DEV Group rounded(float scale, float zero) {
@@ -130,7 +130,8 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
 }
 
 // flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
-//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 0 paper, 1 balanced.
+//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: the rounding, 0
+//   paper, 1 balanced.
 //   Grid (heads, layers, 2: keys, values), block 256, dynamic shared memory 256 D + 4096.
 template <int D>
 DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages, int slots, int slot, int page,
@@ -159,8 +160,8 @@ DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t
   else quantize_part<D, false>(from, stride, to, balanced, flag);
 }
 
-// keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings. D a multiple of 8.
-//   Grid (count, 2: keys, values), block 128; any dynamic sizes.
+// keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings, for any number of heads and any width d
+// that is a multiple of 8. Grid (count, 2: keys, values), block 128.
 KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* ring_k, uint16_t* ring_v, int layer, int slots, int slot, int heads, int d,
                                           int first, uint32_t* flag) {
   grid_trigger();
@@ -192,7 +193,7 @@ PAGES(256)
 
 // ---- weights ----
 //
-// Row of a part's row n in its matrix: plain (0) after first_row; gate (1) and up (2) rows alternate by eight.
+// Row of the device's matrix for row n of a tensor. interleave: 0 the same row; 1 and 2 gate and up, which alternate by eight rows.
 DEV int matrix_row(int n, int interleave) { return interleave ? n / 8 * 16 + n % 8 + (interleave == 2 ? 8 : 0) : n; }
 
 // 16-byte piece j of row n in a matrix of atoms.
@@ -232,14 +233,11 @@ struct FromRows {
   }
 };
 
-// One block of 16 rows x 128 k of draft weights, 128 threads. TOP: largest code, 15 or 255. Blocks have the layout of linear.cu:
-//
-//     W4, 1088 bytes: codes [h 0..1][lane] uint4, word w byte b: low nibble row g, high nibble row g + 8, k = 64 h + 16 c + 4 w + b;
-//     W8, 2112 bytes: codes [j 0..3][lane] uint4, j = 2 h + p: words 0, 1 rows g, g + 8 at k = 64 h + 16 c + 8 p + b, words 2, 3 the same at k + 4;
-//     then parameters [g] {scale, zero of row g, scale, zero of row g + 8}. Code 0 past K; scale and zero 0 past N.
+// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes past
+// K are 0, as are scale and zero of rows past N.
 //
 // `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c .. of a head, which RoPE rotates
-// together.
+// together. `paired_row` gives the matrix row that output n stands for.
 DEV int paired_row(int n, int paired) {
   if (!paired) return n;
   const int in = n % paired;
@@ -249,8 +247,8 @@ DEV int paired_row(int n, int paired) {
 constexpr float SHRINK_STEP = 0.03125f;
 constexpr int SHRINKS = 3, FITS = 2;
 
-// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums are core's: per lane, then by halves of
-// lanes.
+// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums have quantspec_core::quantize's order: per
+// lane, then a tree over the lanes.
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
@@ -401,7 +399,7 @@ WEIGHTS(f32, Single, FromRows)
 
 // ---- weights in planes (layout.cuh) ----
 //
-// Codes of a group's smallest weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
+// The code that the n-th try, n = 1 .. 7, gives a group's smallest weight; the try before them gives it 8 (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
 
 // One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.

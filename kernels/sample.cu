@@ -1,8 +1,8 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}; the word is token mod 4. The
-// choice of a row is a maximum over (score, lower id first), so the number of blocks that search a row does not matter. Masses are summed in fixed
-// point, so cuts do not depend on the order of threads.
+// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}; a token uses word token mod 4.
+// The choice of a row is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses are summed
+// in fixed point, so cuts do not depend on the order of threads.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -87,7 +87,7 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 constexpr int BINS = 2048, LIST = 1024;
 constexpr float BINS_PER_NAT = 64;
 
-DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // 1024 threads; everyone gets the sum
+DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // of 1024 threads; each gets the sum
 #pragma unroll
   for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
   __syncthreads();
@@ -157,15 +157,15 @@ struct Histogram {
   uint32_t count[BINS];
   union {
     uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: independent of order, and fewer than 2^18 tokens fit
-    double mass[BINS];     // the same as one number
+    double mass[BINS];     // sums of exp(z)
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
   uint32_t masses[LIST];  // their masses, in units of 2^-26 of the top of the bin
-  uint32_t listed;
-  int edge, bar_id;
+  uint32_t listed;       // tokens of that bin, more than LIST if they do not fit
+  int edge, bar_id;      // edge: the bin at the limit; bar, bar_id: those of the cut
   float bar;
-  double before;
+  double before;         // weight of the bins before `edge`
 
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
   static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }

@@ -337,6 +337,7 @@ SPLITS = {
         False,
     ),
     "llama-bpe": (["I", "'m", " ", "123", "45", " HTTPServer", "...\n\n", " ", " e", "\u0301"], True, True),
+    "dbrx": (["I", "'m", " ", "123", "45", " HTTPServer", "...\n\n", " ", " e", "\u0301"], False, False),
     "qwen2": (["I", "'m", " ", "1", "2", "3", "4", "5", " HTTPServer", "...\n\n", " ", " é"], False, False),
     "tekken": (
         ["I", "'m", " ", "1", "2", "3", "4", "5", " HTTPServer", "...\n\n", " ", " e\u0301"],

@@ -108,11 +108,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def cleared(found: dict[str, Any]) -> list[str]:
-    """What went."""
+    """The removed files of a folder, for people."""
     return [f"{one_line(found['path'])}: removed {count(found)}, {render.size(found['bytes'])}"]
 
 
 def count(found: dict[str, Any]) -> str:
-    """Files, as a person says it."""
+    """A number of files for people, as in "3 files"."""
     number = len(found["files"])
     return "1 file" if number == 1 else f"{number} files"

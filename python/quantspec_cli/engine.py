@@ -427,8 +427,11 @@ class Engine:
             batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: the drafter: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
-                earlier in the text), or "ar" (nothing). Settings that a method does not support are refused.
+            method: the drafter: "quantspec" (4-bit cache and weights), "kv4" or "w4" (only one of them), "qspec" (4-bit
+                weights and activations), "window" (first and recent pages), "snapkv" (pages that the prompt's end attends
+                to), "draft-model" (another checkpoint), "ngram" (what followed the last tokens earlier in the text),
+                "auto" (whichever is fastest), or "ar" (nothing). "+ngram" after a name, as in "quantspec+ngram", also
+                copies earlier text. Settings that a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
                 memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do

@@ -44,6 +44,7 @@ _SPLITS: dict[str, str | None] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "dbrx": _LLAMA3,
     "qwen2": rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}",
     "tekken": _TEKKEN,
 }

@@ -88,7 +88,7 @@ class Journal:
             self._take()
             self._connection = self._open(replace=replace)
             self._temporary = self.state / "tmp"
-            # What processes that died were writing.
+            # Files that were not complete when a process died.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary.mkdir(exist_ok=True)
         except OSError as error:
@@ -126,7 +126,7 @@ class Journal:
         return _connect(path)
 
     def close(self) -> None:
-        """Gives the folder back."""
+        """Closes the journal and unlocks the folder."""
         connection = getattr(self, "_connection", None)
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -143,7 +143,7 @@ class Journal:
         self.close()
 
     def rows(self) -> dict[str, Row]:
-        """Everything known, by name."""
+        """The rows of all documents, by name."""
         with self._reported():
             return _rows(self._connection)
 

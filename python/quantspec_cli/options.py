@@ -61,7 +61,7 @@ METHODS = {
     "ar": Method("nothing", drafts=False),
 }
 WEIGHTS = ("checkpoint", "int8", "int4", "auto")
-# They copy earlier text instead of drafting by the model.
+# Methods that copy earlier text if they find a continuation there, and draft as NAME otherwise.
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()

@@ -17,7 +17,7 @@ class StopStrings:
     """Finds the first completed stop string in a growing text; holds back text that may be the start of one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
-        """`stops` are not empty strings."""
+        """`stops` must contain no empty string."""
         self._stops = tuple(stops)
         self._held = ""
 

@@ -132,7 +132,7 @@ class Tokenizer:
         return None
 
     def id_of(self, token: str | None) -> int | None:
-        """Id of a token, or None where it is unknown."""
+        """Id of a token; None if it is unknown."""
         found = self._inner.token_to_id(token) if token else None
         return None if found is None else int(found)
 

@@ -1,7 +1,8 @@
 //! Ablations of the cache: groups of keys and values other than the engine's own, and truncated codes.
 //!
-//! `eval` measures with them what the engine's choices gain (QuantSpec's ablation of axes and group sizes). Pages are quantised,
-//! and read as views Upper and Both dequantise them, by [`crate::quantize`]. No kernel has other groups, so the values are kept in f16.
+//! `eval` uses them to measure what the engine's choices gain (QuantSpec's ablation of axes and group sizes). Pages are
+//! quantised by [`crate::quantize`] and read as views Upper and Both dequantise them. Kernels support the engine's groups
+//! only, so the dequantised values are kept in f16.
 
 use crate::cache::G;
 use crate::config::Rounding;
@@ -27,8 +28,8 @@ pub struct Ablation {
     pub value_axis: Axis,
     /// Most elements of a group. The last group of a token or channel may be shorter.
     pub group: usize,
-    /// View Upper reads the 8-bit code of [`Rounding::Balanced`] with its four lower bits zero: the least of the codes that share an
-    /// upper nibble, not their centre.
+    /// View Upper reads the 8-bit code of [`Rounding::Balanced`] with its four lower bits zero: the least of the codes that
+    /// share an upper nibble, not their centre.
     pub truncated: bool,
 }
 
@@ -59,7 +60,7 @@ impl Ablation {
             let (count, group) = (x.len(), self.group);
             return Err(Error::internal(format!("{count} elements of head_dim {head_dim} in groups of {group}")));
         }
-        // Distances of neighbouring lines, and of neighbouring elements of a line.
+        // A line is a channel or a token: number of lines, distance of their first elements, elements and their distance.
         let (lines, line, length, step) = match axis {
             Axis::Channel => (head_dim, 1, G, head_dim),
             Axis::Token => (G, head_dim, head_dim, 1),

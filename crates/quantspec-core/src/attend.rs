@@ -107,7 +107,8 @@ pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache
     Ok(softmax_sum(query, &tokens))
 }
 
-/// The same over every visible page, of which only the `n` tokens of the highest scores are read, the earlier ones among equals.
+/// As [`attend`] over all visible pages, of which only the `n` tokens with the highest scores are read. The earlier token wins
+/// ties.
 ///
 /// # Errors
 /// As [`attend`].
@@ -171,8 +172,9 @@ pub fn window_pages(visible: usize, n: usize) -> Vec<usize> {
 /// Last queries of a prompt whose attention chooses the pages of [`crate::config::Pages::Snap`].
 pub const SNAP_QUERIES: usize = 32;
 
-/// Attention that queries of one KV head pay to each of its first `pages` pages: for every (position, query after RoPE, not scaled) the
-/// softmax over tokens 0..=position, summed over queries and over the tokens of a page. `keys` is `[tokens][head_dim]`.
+/// Attention that queries of one KV head pay to each of its first `pages` pages: the softmax over tokens 0..=position, summed
+/// over queries and over the tokens of a page. `queries` are (position, query `[head_dim]` after RoPE, not scaled), `keys`
+/// `[tokens][head_dim]`.
 ///
 /// This is the vote of SnapKV (Li et al. 2024, equation 2) with a page as the pool of its tokens.
 pub fn page_masses(queries: &[(usize, &[f32])], keys: &[f16], pages: usize) -> Vec<f64> {
@@ -201,7 +203,8 @@ pub struct SnapScores {
 }
 
 impl SnapScores {
-    /// Whether the first row of a round that sees `visible` pages refreshes the choice. A sequence that went back to its prompt chooses as it did there.
+    /// Returns true if the choice must be refreshed in a round whose first row sees `visible` pages. Drops bounds of more
+    /// pages than that: the sequence was restarted at its prompt, and chooses by the prompt's masses.
     pub fn is_due(&mut self, pages: Pages, visible: usize) -> bool {
         if self.refreshed.len() > visible {
             self.refreshed.clear();
@@ -209,7 +212,7 @@ impl SnapScores {
         pages.is_stale(self.current().len(), visible)
     }
 
-    /// The scores in force.
+    /// The scores to choose by: those of the last refresh, or the prompt's.
     pub fn current(&self) -> &[f32] {
         if self.refreshed.is_empty() { &self.prompt } else { &self.refreshed }
     }

@@ -34,6 +34,12 @@ pub const fn visible_buffer(position: usize) -> Range<usize> {
     visible_quantised(position)..position + 1
 }
 
+/// First token that a query at `position` sees if it sees `reach` tokens, including its own. If `reach` is at least 2G, this
+/// is at most [`visible_quantised`], so the query sees all tokens that it reads from the buffer.
+pub const fn first_visible(position: usize, reach: usize) -> usize {
+    (position + 1).saturating_sub(reach)
+}
+
 /// Ring slot of a token. Pages keep their alignment: page b occupies slots `(b mod 3)·G ..`.
 pub const fn buffer_slot(position: usize) -> usize {
     position % BUFFER_TOKENS
@@ -89,6 +95,12 @@ mod tests {
             prop_assert!(recent < 2 * G);
             prop_assert!(position < 2 * G || recent >= G);
             prop_assert_eq!(visible_pages(position) * G, visible_quantised(position));
+        }
+
+        #[test]
+        fn a_reach_has_all_recent_tokens(position in 0usize..1_000_000, reach in 2 * G..100_000) {
+            let first = first_visible(position, reach);
+            prop_assert!(first <= visible_quantised(position) && position + 1 - first == reach.min(position + 1));
         }
 
         #[test]

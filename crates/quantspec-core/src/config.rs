@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3" or "granite".
+    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "olmo2", "ministral3" or "gemma3_text".
     pub family: String,
     /// Decoder layers.
     pub layers: usize,
@@ -27,8 +27,14 @@ pub struct ModelConfig {
     pub rope: Rope,
     /// True for each layer without position embedding (SmolLM3); empty if every layer has it.
     pub no_rope: Vec<bool>,
+    /// Layers whose attention is limited to recent tokens (Gemma 3).
+    pub local: Option<Local>,
     /// Constant factors of the network.
     pub scales: Scales,
+    /// Of the feed-forward network: activation(gate) · up.
+    pub activation: Activation,
+    /// Norm weights are stored less 1 (Gemma 3).
+    pub norms_less_one: bool,
     /// The LM head is the embedding.
     pub tied_embeddings: bool,
     /// Q, K and V projections have biases.
@@ -37,8 +43,10 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// Gate, up and down projections have biases.
     pub mlp_bias: bool,
-    /// Q and K are RMS-normalised per head before RoPE (Qwen3).
-    pub qk_norm: bool,
+    /// RMSNorm of queries and keys before RoPE.
+    pub qk_norm: QkNorm,
+    /// Where a layer's RMSNorms are.
+    pub norms: LayerNorms,
     /// Type of the stored weights.
     pub dtype: Dtype,
     /// Tokens that end a text.
@@ -49,6 +57,16 @@ impl ModelConfig {
     /// Whether a layer rotates its queries and keys.
     pub fn rotates(&self, layer: usize) -> bool {
         !self.no_rope.get(layer).copied().unwrap_or(false)
+    }
+
+    /// Tokens that a query of a layer sees, including its own; `None` if it sees all before it.
+    pub fn reach(&self, layer: usize) -> Option<usize> {
+        self.local.as_ref().filter(|local| local.layers.get(layer) == Some(&true)).map(|local| local.reach)
+    }
+
+    /// Factor on a query at a position, after its rotation.
+    pub fn query_factor(&self, position: usize) -> f32 {
+        self.rope.query_scale.map_or(1.0, |scale| scale.at(position))
     }
 
     /// Query heads that share one key/value head.
@@ -67,7 +85,56 @@ impl ModelConfig {
     }
 }
 
-/// Constant factors of a network, all 1 except in Granite.
+/// RMSNorm of queries and keys before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// Of each head (Qwen3).
+    Heads,
+    /// Of all heads together: over the whole projection (OLMo 2). Such a model has no biases.
+    Projection,
+}
+
+/// Where a layer's RMSNorms are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerNorms {
+    /// Before attention and before the feed-forward network.
+    Before,
+    /// After both, before the residual addition (OLMo 2). The projections read the residual stream as it is, and have no biases.
+    After,
+    /// Before and after both (Gemma 3). The projections have no biases.
+    Both,
+}
+
+/// Activation of the feed-forward network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// x · sigmoid(x).
+    Silu,
+    /// GELU with its tanh approximation.
+    Gelu,
+}
+
+/// Layers whose queries see recent tokens only.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Local {
+    /// True for each such layer.
+    pub layers: Vec<bool>,
+    /// Tokens that a query sees, including its own: a multiple of [`Local::UNIT`], at least [`Local::LEAST`].
+    pub reach: usize,
+    /// Rotation in these layers.
+    pub rope: Rope,
+}
+
+impl Local {
+    /// Tokens of a prefill panel. The reach of a panel's first query begins at a panel border.
+    pub const UNIT: usize = 64;
+    /// Every query sees its recent tokens in full precision, which are at most 2G − 1 (`core::cache`).
+    pub const LEAST: usize = 2 * crate::cache::G;
+}
+
+/// Constant factors of a network, all 1 except in Granite and Gemma.
 ///
 /// Granite multiplies the embedding by μ, every branch by ρ before it is added to the residual stream, and divides the logits by s.
 /// Here the residual stream is divided by ρ, so branches are added as they are: RMSNorm of a scaled vector is the same if ε is scaled
@@ -122,6 +189,24 @@ pub struct Rope {
     pub dim: usize,
     /// How the frequencies are changed for long contexts.
     pub scaling: RopeScaling,
+    /// How queries grow with their position (Ministral 3).
+    pub query_scale: Option<QueryScale>,
+}
+
+/// Growth of queries with their position, which keeps attention over long texts sharp (introduced by Llama 4). Keys do not grow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScale {
+    /// β of the factor 1 + β·ln(1 + ⌊position / `original`⌋).
+    pub beta: f64,
+    /// Context of the pre-training, in tokens; queries within it keep their size.
+    pub original: usize,
+}
+
+impl QueryScale {
+    /// The factor at a position.
+    pub fn at(&self, position: usize) -> f32 {
+        (1.0 + self.beta * ((position / self.original) as f64).ln_1p()) as f32
+    }
 }
 
 /// `rope_scaling` of config.json.

@@ -27,7 +27,8 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// Whether the tokens of a row bring it about. Those of drafted tokens, which plain decoding may never feed, are no fault of the text.
+    /// Returns true if the tokens of a row can cause it. If drafted tokens cause it, the text is not at fault: plain decoding
+    /// may never feed them.
     pub const fn is_of_tokens(self) -> bool {
         matches!(self, ErrorKind::NotFinite | ErrorKind::Input)
     }

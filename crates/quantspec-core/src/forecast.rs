@@ -1,12 +1,12 @@
-//! Expected speed of a candidate before it is tried, so that hopeless ones never are.
+//! Expected speed of a candidate before it is tried, so that candidates that cannot pay are not tried.
 //!
 //! A forecast is optimistic: a draft step takes the time of the bytes it reads, and acceptance is that of a good model.
 //! Measurements of other candidates with the same weights correct both.
 
 use crate::cache::GAMMA_MAX;
 
-/// Least share of the measured rejections, and of the measured time beyond that of the bytes, expected of other candidates with the
-/// same weights.
+/// Where a candidate with the same weights was measured, the least share of its rejection rate that is expected, and the share
+/// of its time beyond that of the bytes.
 const REJECTIONS: f64 = 0.33;
 const EXCESS: f64 = 0.8;
 /// Cost of one more row of verification, in plain steps.
@@ -29,8 +29,8 @@ pub struct Prior {
     pub weights: usize,
 }
 
-/// Expected tokens of each candidate in the time of a plain step. `measured` has the seconds of each candidate's step, relative to
-/// a plain one, and its α ([`crate::policy::Policy::measured`]).
+/// Expected tokens of each candidate in the time of a plain step, at its best γ. `measured` has the time of each candidate's
+/// step, relative to a plain one, and its α ([`crate::policy::Policy::measured`]).
 pub fn forecasts(priors: &[Prior], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
     priors.iter().map(|prior| forecast(prior, priors, measured)).collect()
 }

@@ -39,15 +39,15 @@ pub struct Constraint {
 }
 
 impl Constraint {
-    /// Constrains an answer without tokens.
+    /// A constraint at the beginning of an answer.
     pub fn new(grammar: Box<dyn Grammar>) -> Constraint {
         Constraint { grammar, known: Mutex::new(Vec::new()) }
     }
 
-    /// [`Grammar::mask`].
+    /// [`Grammar::mask`], from the cache if possible.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Grammar::mask`].
     pub fn mask(&self, drafted: &[u32]) -> Result<Option<Mask>> {
         if let Some((_, mask)) = self.known().iter().find(|(prefix, _)| prefix == drafted) {
             return Ok(mask.clone());
@@ -57,7 +57,7 @@ impl Constraint {
         Ok(mask)
     }
 
-    /// [`Grammar::advance`].
+    /// [`Grammar::advance`]; ends the round.
     pub fn advance(&self, tokens: &[u32]) {
         self.known().clear();
         self.grammar.advance(tokens);
@@ -68,7 +68,7 @@ impl Constraint {
     }
 }
 
-/// Masks the logits `[vocab]` of a row.
+/// Sets the logits `[vocab]` of tokens that may not follow to −∞.
 pub fn apply(logits: &mut [f32], mask: &[u32]) {
     for (word, logits) in logits.chunks_mut(32).enumerate() {
         let allowed = mask.get(word).copied().unwrap_or(0);

@@ -107,7 +107,7 @@ pub struct NibbleIndex {
 }
 
 impl Layout {
-    /// Whether heads of `head_dim` channels can be laid out.
+    /// Returns true if the layout supports heads of `head_dim` channels.
     pub const fn supports(self, head_dim: usize) -> bool {
         match self {
             Layout::Cuda => head_dim > 0 && head_dim.is_multiple_of(64),

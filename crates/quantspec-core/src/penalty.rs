@@ -65,7 +65,7 @@ impl Penalties {
         Ok(Penalties { repetition, frequency, presence, no_repeat_ngram })
     }
 
-    /// Whether no logit changes.
+    /// Returns true if all penalties are off.
     pub fn is_none(&self) -> bool {
         *self == Penalties::default()
     }

@@ -104,7 +104,7 @@ impl Candidate {
         Candidate { forecast: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
-    /// Below 1, where the geometric sum has a closed form.
+    /// α, limited to values for which the geometric sum has a closed form (below 1).
     fn alpha(&self) -> f64 {
         (self.acceptance.0 / self.acceptance.1).min(0.999)
     }
@@ -225,8 +225,8 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Measurements of each candidate: seconds of its step relative to a plain one, and α. `None` before two of its drafts were timed,
-    /// as the first may be slow.
+    /// Measurements of each candidate: the time of its step relative to a plain one, and α. `None` before two of its drafts
+    /// were timed, as the first may be slow.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
         let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.recent.len() >= RELIABLE);

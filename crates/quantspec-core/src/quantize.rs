@@ -228,7 +228,7 @@ pub(crate) fn named(error: Error, what: String) -> Error {
 /// One row of draft weights: asymmetric codes in groups of [`WEIGHT_GROUP`] along k. `w ≈ code · scale + zero`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightRow {
-    /// One code per weight: 0..=15, or 0..=255 in the head.
+    /// One code per weight: 0..=15, or 0..=255 in 8 bits.
     pub codes: Vec<u8>,
     /// Parameters of each group; the last group may be shorter.
     pub params: Vec<Params>,
@@ -261,7 +261,7 @@ impl WeightRow {
     }
 }
 
-/// Greatest code of a draft weight of 4 bits, and of one of the head.
+/// Greatest code of a draft weight of 4 bits, and of 8 bits.
 const W4_TOP: u8 = 15;
 const W8_TOP: u8 = 255;
 
@@ -397,7 +397,7 @@ pub fn quantize_head_row(w: &[f32]) -> Result<WeightRow> {
 /// Draft activations of one row: `x ≈ code · scale`, symmetric, in groups of [`WEIGHT_GROUP`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Activations {
-    /// −127..=127.
+    /// One code per element, −127..=127.
     pub codes: Vec<i8>,
     /// Scale of each group; 0 if all elements are 0.
     pub scales: Vec<f32>,

@@ -14,7 +14,7 @@ use crate::penalty::Penalties;
 /// How drafted tokens are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Accept {
-    /// Accept a token that equals the target's argmax; exactly if the temperature is 0.
+    /// Accept a token that equals the target's argmax. The rule for temperature 0, and only for it.
     Greedy,
     /// Draft and target sample with the same noise; accept a token if both agree.
     Replay,

@@ -156,6 +156,8 @@ pub(crate) struct State {
     q: Array<f32>,
     /// Running maximum of the scores, per row.
     m: Vec<f32>,
+    /// First tokens of a page that a row does not see, fewer than G.
+    hidden: Vec<usize>,
     /// `[rows][16]`: lane sums of p, and of p times the value of the centre code.
     l: Array<f32>,
     zero: Array<f32>,
@@ -196,6 +198,7 @@ impl State {
             shape,
             q: Array::zeros(rows * shape.d64)?,
             m: vec![0.0; rows],
+            hidden: vec![0; rows],
             l: Array::zeros(rows * 16)?,
             zero: Array::zeros(rows * 16)?,
             o: Array::zeros(rows * shape.d16)?,
@@ -217,7 +220,10 @@ impl State {
     pub(crate) fn bytes(&self) -> usize {
         let arrays = [&self.q, &self.l, &self.zero, &self.o, &self.s, &self.folded, &self.params];
         let floats: usize = arrays.iter().map(|array| array.bytes()).sum();
-        let lists = size_of_val(&self.m[..]) + size_of_val(&self.f[..]) + size_of_val(&self.wide[..]);
+        let lists = size_of_val(&self.m[..])
+            + size_of_val(&self.hidden[..])
+            + size_of_val(&self.f[..])
+            + size_of_val(&self.wide[..]);
         #[cfg(target_arch = "x86_64")]
         let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.accumulators.bytes();
         #[cfg(not(target_arch = "x86_64"))]
@@ -233,7 +239,7 @@ impl State {
         let limbs = (rows + amx::ROWS) * 2 * wide + G * wide + 8 * amx::ROWS * wide;
         #[cfg(not(target_arch = "x86_64"))]
         let limbs = 0;
-        4 * floats + limbs
+        4 * floats + rows * size_of::<usize>() + limbs
     }
 
     /// Sets query row r: `q[D]` times `scale`, which is log2(e)/√D.
@@ -246,9 +252,20 @@ impl State {
     pub(crate) fn reset(&mut self, rows: usize) {
         // Finite, since −∞ minus −∞ is NaN.
         self.m[..rows].fill(-1e30);
+        self.hidden[..rows].fill(0);
         self.l[..rows * 16].fill(0.0);
         self.zero[..rows * 16].fill(0.0);
         self.o[..rows * self.shape.d16].fill(0.0);
+    }
+
+    /// Hides the first `tokens` of the following pages from row r, until the next call or [`State::reset`].
+    pub(crate) fn hide(&mut self, r: usize, tokens: usize) {
+        self.hidden[r] = tokens;
+    }
+
+    /// Masks the scores of hidden tokens.
+    fn mask(&mut self, r: usize) {
+        self.s[r * G..][..self.hidden[r]].fill(-1e30);
     }
 
     /// Writes (m, l, o[D]) of each row to `out(row)`; o is not yet divided by l.

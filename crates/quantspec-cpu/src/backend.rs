@@ -32,6 +32,8 @@ pub struct CpuBackend {
     hooks: Hooks,
     model: Model,
     rope: RopeTable,
+    /// The table of local layers; `None` if the model has none.
+    local_rope: Option<RopeTable>,
     cache: Cache,
     /// Capacity of each open slot.
     open: Vec<Option<usize>>,
@@ -127,6 +129,7 @@ impl CpuBackend {
         let model = Model::load(checkpoint, options, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
+            local_rope: RopeTable::local(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
             snap_scores: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],

@@ -7,7 +7,7 @@
 use crate::attend::{self, CHUNK, Shape, State};
 use crate::causal::{self, Causal};
 use crate::dispatch::{Choice, Simd, choose};
-use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
+use crate::elementwise::{LANES, PANEL_TOKENS, activate_mul, rms_norm, rms_norm_panel, rope};
 use crate::lanes::{bf16_bits, f16_bits, widen};
 use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
 use crate::memory::{Array, DisjointSlice};
@@ -15,7 +15,7 @@ use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{Activation, DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::quantize::ACTIVATION_8;
 use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
@@ -402,7 +402,7 @@ impl Elementwise {
             }
             Op::Silu => {
                 for (gate, up) in x.chunks_exact_mut(PANEL).zip(with.chunks_exact(PANEL)) {
-                    silu_mul(simd, gate, up);
+                    activate_mul(simd, Activation::Silu, gate, up);
                 }
             }
             Op::Rope => {
@@ -686,6 +686,7 @@ impl PromptAttention {
             tokens: (self.first + self.panels) * PANEL_TOKENS,
             first: self.first,
             panels: self.panels,
+            reach: None,
         };
         causal.run(&self.pool, self.simd, &mut || Ok(()), &mut self.scratch, &mut self.out)
     }

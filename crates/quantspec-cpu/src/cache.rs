@@ -1,6 +1,5 @@
-//! Pages and rings. The pool is one array per plane, `[physical page][layer][KV head]`.
-//!
-//! A page has all layers and KV heads together, so that memory becomes resident by pages in use, not by the size of the pool.
+//! Pages and rings. The pool is one array per plane, `[layer][KV head][physical page]`: a sequence whose pages are consecutive in
+//! the pool is read as one stream.
 
 use crate::attend::Shape;
 use crate::memory::Array;
@@ -43,6 +42,11 @@ impl CacheSizes {
     /// Layers × KV heads.
     pub(crate) fn heads(&self) -> usize {
         self.layers * self.kv_heads
+    }
+
+    /// Index in the pool of a physical page of a head ([`Cache::head`]).
+    pub(crate) fn place(&self, head: usize, physical: usize) -> usize {
+        head % self.heads() * self.pool + physical
     }
 
     /// Offset of the ring's page that holds page `page` of the sequence of this head.
@@ -96,41 +100,16 @@ impl Cache {
         })
     }
 
-    /// Index in the pool of a page of a head.
-    fn place(&self, head: usize, page: usize) -> usize {
-        let heads = self.sizes.heads();
-        self.pages.table(head / heads)[page] as usize * heads + head % heads
+    /// The pages of a head.
+    #[inline]
+    pub(crate) fn of_head(&self, head: usize) -> HeadPages<'_> {
+        let table = self.pages.table(head / self.sizes.heads());
+        HeadPages { cache: self, first: self.sizes.place(head, 0), table }
     }
 
     /// Index of a KV head of a layer of a slot.
     pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
         (slot * self.sizes.layers + layer) * self.sizes.kv_heads + kv_head
-    }
-
-    /// The upper block of a page.
-    pub(crate) fn upper(&self, head: usize, page: usize) -> &[u8] {
-        let bytes = self.sizes.shape.upper_bytes();
-        &self.upper[self.place(head, page) * bytes..][..bytes]
-    }
-
-    /// The lower block of a page; empty if lower nibbles are not kept.
-    pub(crate) fn lower(&self, head: usize, page: usize) -> &[u8] {
-        if !self.sizes.planes.lower {
-            return &[];
-        }
-        let bytes = self.sizes.shape.lower_bytes();
-        &self.lower[self.place(head, page) * bytes..][..bytes]
-    }
-
-    /// The f16 page of a view: of Full, and in an ablation of any.
-    pub(crate) fn full(&self, view: View, head: usize, page: usize) -> &[u16] {
-        let pages = match view {
-            View::Upper => &self.ablated[0],
-            View::Both => &self.ablated[1],
-            View::Full => &self.full,
-        };
-        let len = self.sizes.shape.full_len();
-        &pages[self.place(head, page) * len..][..len]
     }
 
     /// The ring's page that holds page `page` of the sequence.
@@ -157,5 +136,50 @@ impl Cache {
     /// True if pages have nibbles; in an ablation none have.
     pub(crate) fn has_nibbles(&self) -> bool {
         self.sizes.planes.upper && !self.sizes.ablated
+    }
+}
+
+/// The pages of one KV head of one layer of a slot.
+#[derive(Clone, Copy)]
+pub(crate) struct HeadPages<'a> {
+    cache: &'a Cache,
+    /// Index of the head's physical page 0.
+    first: usize,
+    table: &'a [u32],
+}
+
+impl<'a> HeadPages<'a> {
+    #[inline]
+    fn place(&self, page: usize) -> usize {
+        self.first + self.table[page] as usize
+    }
+
+    /// The upper block of a page.
+    #[inline]
+    pub(crate) fn upper(&self, page: usize) -> &'a [u8] {
+        let bytes = self.cache.sizes.shape.upper_bytes();
+        &self.cache.upper[self.place(page) * bytes..][..bytes]
+    }
+
+    /// The lower block of a page; empty if lower nibbles are not kept.
+    #[inline]
+    pub(crate) fn lower(&self, page: usize) -> &'a [u8] {
+        if !self.cache.sizes.planes.lower {
+            return &[];
+        }
+        let bytes = self.cache.sizes.shape.lower_bytes();
+        &self.cache.lower[self.place(page) * bytes..][..bytes]
+    }
+
+    /// The f16 page of a view: of Full, and in an ablation of any.
+    #[inline]
+    pub(crate) fn full(&self, view: View, page: usize) -> &'a [u16] {
+        let pages = match view {
+            View::Upper => &self.cache.ablated[0],
+            View::Both => &self.cache.ablated[1],
+            View::Full => &self.cache.full,
+        };
+        let len = self.cache.sizes.shape.full_len();
+        &pages[self.place(page) * len..][..len]
     }
 }

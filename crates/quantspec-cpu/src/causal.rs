@@ -3,8 +3,8 @@
 //! Scores are `[key][64 queries]`, results `[D][64 queries]`, so softmax works lane by lane. With AVX-512 and AMX, queries,
 //! keys, probabilities and values are multiplied in BF16 and summed in f32.
 //!
-//! Keys are taken in blocks at multiples of the block size, from the first up to the panel's last query, so a query's bits
-//! depend on its position alone.
+//! Keys are taken in blocks, from the first key that the panel sees up to its last query, so a query's bits depend on its position
+//! alone. In a local layer the first 64 of these keys are masked below the diagonal.
 
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
@@ -37,6 +37,8 @@ pub(crate) struct Causal<'a> {
     /// The block's first panel (absolute) and their number.
     pub(crate) first: usize,
     pub(crate) panels: usize,
+    /// Tokens that a query sees, including its own, a multiple of 64; all if `None`.
+    pub(crate) reach: Option<usize>,
 }
 
 /// Scratch of one thread.
@@ -109,7 +111,8 @@ impl Causal<'_> {
         let items = self.heads / share * self.panels;
         // Heads of a group are adjacent, so their keys stay in the cache.
         let place = |item: usize| (item % self.panels, item / self.panels * share);
-        let cost = |item: usize| self.first + place(item).0 + 1;
+        let most = self.reach.map_or(usize::MAX, |reach| reach / KEYS + 1);
+        let cost = |item: usize| (self.first + place(item).0 + 1).min(most);
         let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
         // Floats of a head in the output.
         let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
@@ -169,33 +172,37 @@ impl Causal<'_> {
         let at = head / self.group * self.tokens * d;
         let seen = q0 + PANEL_TOKENS;
         assert!(seen <= self.tokens);
+        // The panel's first query sees the keys after this one.
+        let masked = self.reach.and_then(|reach| q0.checked_sub(reach));
+        let start = masked.unwrap_or(0);
         let (keys, values) = (&self.keys[at..], &self.values[at..]);
         #[cfg(target_arch = "x86_64")]
         if self.pairs {
             // The last vector of a row may extend past its end.
             let (keys, values) = (&keys[..seen * d + 16], &values[..seen * d + 16]);
             match simd {
-                Simd::Amx => amx::causal(q, share, keys, values, d, q0, scratch),
-                _ => avx512::causal(q, keys, values, d, q0, scratch),
+                Simd::Amx => amx::causal(q, share, keys, values, d, (q0, masked), scratch),
+                _ => avx512::causal(q, keys, values, d, (q0, masked), scratch),
             }
             return;
         }
         let out = &mut scratch.out[..d * PANEL_TOKENS];
         out.fill(0.0);
         let mut state = [[-1e30f32, 0.0]; PANEL_TOKENS];
-        for t0 in (0..seen).step_by(KEYS) {
+        for t0 in (start..seen).step_by(KEYS) {
             let range = t0 * d..(t0 + KEYS) * d;
             widen(simd, &keys[range.clone()], &mut scratch.keys[..KEYS * d]);
             widen(simd, &values[range], &mut scratch.values[..KEYS * d]);
             let scores = &mut scratch.scores[..KEYS * PANEL_TOKENS];
             tiles(simd, &scratch.keys, (d, 1), KEYS, d, q, scores, false);
-            let (state, out) = (&mut state, &mut *out);
+            let (state, out, below) = (&mut state, &mut *out, masked == Some(t0));
             portable!(simd, softmax(
                 scores: &mut [f32],
                 state: &mut [[f32; 2]; PANEL_TOKENS],
                 out: &mut [f32],
                 q0: usize,
                 t0: usize,
+                below: bool,
             ));
             tiles(simd, &scratch.values, (1, d), d, KEYS, &scratch.scores, out, true);
         }
@@ -208,7 +215,7 @@ impl Causal<'_> {
 }
 
 /// Converts scores `[64 keys from t0][64 queries from q0]` to probabilities relative to the running maximum. `state`: maximum
-/// and sum of each query. `out` is rescaled to the new maximum.
+/// and sum of each query. `out` is rescaled to the new maximum. `below`: key t is hidden from query t and later ones.
 #[inline(always)]
 fn softmax<const FMA: bool>(
     scores: &mut [f32],
@@ -216,6 +223,7 @@ fn softmax<const FMA: bool>(
     out: &mut [f32],
     q0: usize,
     t0: usize,
+    below: bool,
 ) {
     for lane in (0..PANEL_TOKENS).step_by(LANES) {
         let (mut most, mut sum, mut alpha) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
@@ -226,7 +234,8 @@ fn softmax<const FMA: bool>(
         for t in 0..KEYS {
             let s = &mut scores[t * PANEL_TOKENS + lane..][..LANES];
             for l in 0..LANES {
-                s[l] = if t0 + t > q0 + lane + l { f32::NEG_INFINITY } else { s[l] };
+                let hidden = t0 + t > q0 + lane + l || below && t <= lane + l;
+                s[l] = if hidden { f32::NEG_INFINITY } else { s[l] };
                 most[l] = if s[l] > most[l] { s[l] } else { most[l] };
             }
         }
@@ -305,18 +314,19 @@ mod bf16 {
         }
     }
 
-    /// Masks keys after a query: `scores[64 keys][64]`, keys and queries from the same position on.
+    /// Masks the keys after each query of `scores[64 keys][64]`, whose positions begin at the same number; or with `BELOW` all others.
     ///
     /// # Safety
     /// All scores are in bounds.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn mask_diagonal(scores: *mut f32) {
+    pub(super) unsafe fn mask_diagonal<const BELOW: bool>(scores: *mut f32) {
         let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         for t in 0..PANEL_TOKENS {
             for i in 0..VECTORS {
                 let query = _mm512_add_epi32(lane, _mm512_set1_epi32((i * 16) as i32));
-                let hidden = _mm512_cmplt_epi32_mask(query, _mm512_set1_epi32(t as i32));
+                let after = _mm512_cmplt_epi32_mask(query, _mm512_set1_epi32(t as i32));
+                let hidden = if BELOW { !after } else { after };
                 // SAFETY: the caller's promise.
                 unsafe { _mm512_mask_storeu_ps(scores.add(t * PANEL_TOKENS + i * 16), hidden, _mm512_set1_ps(-1e30)) };
             }
@@ -396,23 +406,37 @@ mod avx512 {
 
     /// One head of 64 queries from position q0 on. q: BF16 pairs `[D/2][64]`; keys and values: `[token][D]` f16 up to q0 + 64
     /// tokens and 16 values more. The result is in `scratch.out`, `[D][64]`.
-    pub(super) fn causal(q: &[f32], keys: &[u16], values: &[u16], d: usize, q0: usize, scratch: &mut Scratch) {
+    pub(super) fn causal(
+        q: &[f32],
+        keys: &[u16],
+        values: &[u16],
+        d: usize,
+        (q0, masked): (usize, Option<usize>),
+        scratch: &mut Scratch,
+    ) {
         let need = (q0 + PANEL_TOKENS) * d + 16;
         assert!(q.len() >= d / 2 * PANEL_TOKENS && keys.len() >= need && values.len() >= need);
         assert!(scratch.out.len() >= d * PANEL_TOKENS && scratch.keys.len() >= KEYS * d / 2 + 16);
         // SAFETY: pairs imply AVX-512; lengths were checked.
-        unsafe { blocks(q.as_ptr().cast(), keys.as_ptr(), values.as_ptr(), d, q0, scratch) }
+        unsafe { blocks(q.as_ptr().cast(), keys.as_ptr(), values.as_ptr(), d, (q0, masked), scratch) }
     }
 
     #[target_feature(enable = "avx512f,avx512bf16,avx512bw,avx512dq")]
-    unsafe fn blocks(q: *const u8, keys: *const u16, values: *const u16, d: usize, q0: usize, scratch: &mut Scratch) {
+    unsafe fn blocks(
+        q: *const u8,
+        keys: *const u16,
+        values: *const u16,
+        d: usize,
+        (q0, masked): (usize, Option<usize>),
+        scratch: &mut Scratch,
+    ) {
         // SAFETY: as `causal` checked.
         unsafe {
             let mut state = State::new();
             scratch.out[..d * PANEL_TOKENS].fill(0.0);
             let (s, out) = (scratch.scores.as_mut_ptr(), scratch.out.as_mut_ptr());
             let (kb, vb) = (scratch.keys.as_mut_ptr().cast::<u16>(), scratch.values.as_mut_ptr().cast::<u32>());
-            for t0 in (0..q0 + PANEL_TOKENS).step_by(KEYS) {
+            for t0 in (masked.unwrap_or(0)..q0 + PANEL_TOKENS).step_by(KEYS) {
                 // Keys [token][D], values [token/2][D][2], both BF16. A row's last vector may extend into the next row, which
                 // is written later; padding follows the last row.
                 for t in 0..KEYS {
@@ -427,8 +451,11 @@ mod avx512 {
                     }
                 }
                 tiles::<0>(KEYS, kb.cast(), d * 2, 4, q, d / 2, s, std::ptr::null());
+                if masked == Some(t0) {
+                    mask_diagonal::<true>(s);
+                }
                 if t0 == q0 {
-                    mask_diagonal(s);
+                    mask_diagonal::<false>(s);
                 }
                 let alpha = softmax(s, KEYS, &mut state);
                 tiles::<2>(d, vb.cast(), 4, d * 4, s.cast(), KEYS / 2, out, alpha.as_ptr().cast());
@@ -455,7 +482,7 @@ mod amx {
         keys: &[u16],
         values: &[u16],
         d: usize,
-        q0: usize,
+        (q0, masked): (usize, Option<usize>),
         scratch: &mut Scratch,
     ) {
         let need = (q0 + PANEL_TOKENS) * d + 16;
@@ -467,7 +494,7 @@ mod amx {
         // SAFETY: the machine has tiles, as this path was chosen, and this thread holds no others; lengths were checked.
         unsafe {
             let tiles = prompt_tiles();
-            blocks(&tiles, q.as_ptr(), heads, keys.as_ptr(), values.as_ptr(), d, q0, scratch);
+            blocks(&tiles, q.as_ptr(), heads, keys.as_ptr(), values.as_ptr(), d, (q0, masked), scratch);
         }
     }
 
@@ -479,7 +506,7 @@ mod amx {
         keys: *const u16,
         values: *const u16,
         d: usize,
-        q0: usize,
+        (q0, masked): (usize, Option<usize>),
         scratch: &mut Scratch,
     ) {
         let (dp, seen) = (padded(d), q0 + PANEL_TOKENS);
@@ -492,15 +519,18 @@ mod amx {
             for head in 0..heads {
                 state_of.add(head).write(State::new());
             }
-            for t0 in (0..seen).step_by(TILE_KEYS) {
+            for t0 in (masked.unwrap_or(0)..seen).step_by(TILE_KEYS) {
                 let n = TILE_KEYS.min(seen - t0);
                 convert(keys.add(t0 * d), values.add(t0 * d), n, d, kb, vb);
                 for head in 0..heads {
                     let (state, out) = (&mut *state_of.add(head), out.add(head * dp * PANEL_TOKENS));
                     let left = Left { start: kb, pitch: 2 * dp, step: 64 };
                     gemm::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
+                    if masked == Some(t0) {
+                        mask_diagonal::<true>(s);
+                    }
                     if t0 + n == seen {
-                        mask_diagonal(s.add((n - PANEL_TOKENS) * PANEL_TOKENS));
+                        mask_diagonal::<false>(s.add((n - PANEL_TOKENS) * PANEL_TOKENS));
                     }
                     let alpha = softmax(s, n, state);
                     let one = _mm512_set1_ps(1.0);
@@ -562,6 +592,7 @@ mod tests {
         threads: usize,
         (heads, group, d): (usize, usize, usize),
         first: usize,
+        reach: Option<usize>,
         q: &[f32],
         kv: &[Vec<u16>; 2],
     ) -> Vec<f32> {
@@ -576,8 +607,19 @@ mod tests {
                 put_features(simd, pairs, x, 0, lane, &values);
             }
         }
-        let causal =
-            Causal { heads, group, d, pairs, q: &packed, keys: &kv[0], values: &kv[1], tokens: TOKENS, first, panels };
+        let causal = Causal {
+            heads,
+            group,
+            d,
+            pairs,
+            q: &packed,
+            keys: &kv[0],
+            values: &kv[1],
+            tokens: TOKENS,
+            first,
+            panels,
+            reach,
+        };
         let mut scratch: Vec<Scratch> = (0..threads).map(|_| Scratch::new(d, group).unwrap()).collect();
         let mut out = vec![f32::NAN; panels * panel_len(heads * d)];
         causal.run(&Pool::new(threads).unwrap(), simd, &mut || Ok(()), &mut scratch, &mut out).unwrap();
@@ -596,7 +638,9 @@ mod tests {
     #[test]
     fn attention_matches_f64_and_neither_blocks_nor_threads_change_a_bit() {
         let mut noise = Noise::new(42);
-        for (heads, group, d) in [(2, 1, 8), (4, 4, 40), (6, 3, 64), (2, 2, 128), (1, 1, 256)] {
+        let shapes = [(2, 1, 8), (4, 4, 40), (6, 3, 64), (2, 2, 128), (1, 1, 256)];
+        let reaches = [None, Some(64), Some(128), Some(192)];
+        for ((heads, group, d), reach) in shapes.into_iter().flat_map(|shape| reaches.map(|reach| (shape, reach))) {
             let kv_heads = heads / group;
             let q: Vec<f32> = noise.normals(TOKENS * heads * d).iter().map(|x| x * 2.0 / (d as f32).sqrt()).collect();
             let kv = [0, 1].map(|_| {
@@ -611,23 +655,27 @@ mod tests {
             for (i, out) in exact.chunks_exact_mut(d).enumerate() {
                 let (token, head) = (i / heads, i % heads / group);
                 let q: Vec<f64> = q[i * d..][..d].iter().map(|x| f64::from(*x)).collect();
-                let weights: Vec<f64> = (0..=token)
+                let first = (token + 1).saturating_sub(reach.unwrap_or(TOKENS));
+                let weights: Vec<f64> = (first..=token)
                     .map(|t| row(0, head, t).iter().zip(&q).map(|(k, q)| k * q).sum::<f64>().exp2())
                     .collect();
                 let sum: f64 = weights.iter().sum();
                 for (t, weight) in weights.iter().enumerate() {
-                    out.iter_mut().zip(row(1, head, t)).for_each(|(out, v)| *out += weight / sum * v);
+                    out.iter_mut().zip(row(1, head, first + t)).for_each(|(out, v)| *out += weight / sum * v);
                 }
             }
             for simd in paths() {
                 for pairs in if simd.has_avx512() { vec![true, false] } else { vec![false] } {
-                    let all = attend(simd, pairs, 1, (heads, group, d), 0, &q, &kv);
+                    let all = attend(simd, pairs, 1, (heads, group, d), 0, reach, &q, &kv);
                     let (error, bound) = (distance(&all, &exact), if pairs { 8e-3 } else { 2e-6 });
-                    assert!(error < bound, "{heads} heads of {d}, {simd:?}, pairs {pairs}: off by {error}");
+                    assert!(error < bound, "{heads} heads of {d}, {reach:?}, {simd:?}, pairs {pairs}: off by {error}");
                     for (first, threads) in [(0, 3), (3, 1), (4, 2)] {
-                        let some = attend(simd, pairs, threads, (heads, group, d), first, &q, &kv);
+                        let some = attend(simd, pairs, threads, (heads, group, d), first, reach, &q, &kv);
                         let expected = &all[first * PANEL_TOKENS * heads * d..];
-                        assert!(bits(&some) == bits(expected), "{heads} heads of {d} from {first}, {simd:?}");
+                        assert!(
+                            bits(&some) == bits(expected),
+                            "{heads} heads of {d} from {first}, {reach:?}, {simd:?}"
+                        );
                     }
                 }
             }

@@ -2,7 +2,8 @@
 //! `[feature][64 tokens]`, on which all operations work lane by lane.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{madd, silu, sum16};
+use crate::lanes::{gelu, madd, silu, sum16};
+use quantspec_core::config::Activation;
 
 /// Tokens of a prefill panel.
 pub(crate) const PANEL_TOKENS: usize = 64;
@@ -44,15 +45,24 @@ pub(crate) fn rope(simd: Simd, x: &mut [f32], cos: &[f32], sin: &[f32]) {
     portable!(simd, body(x: &mut [f32], cos: &[f32], sin: &[f32]));
 }
 
-/// `gate := silu(gate) · up`.
-pub(crate) fn silu_mul(simd: Simd, gate: &mut [f32], up: &[f32]) {
+/// `gate := activation(gate) · up`.
+pub(crate) fn activate_mul(simd: Simd, activation: Activation, gate: &mut [f32], up: &[f32]) {
     #[inline(always)]
-    fn body<const FMA: bool>(gate: &mut [f32], up: &[f32]) {
+    fn with_silu<const FMA: bool>(gate: &mut [f32], up: &[f32]) {
         for (g, u) in gate.iter_mut().zip(up) {
             *g = silu::<FMA>(*g) * u;
         }
     }
-    portable!(simd, body(gate: &mut [f32], up: &[f32]));
+    #[inline(always)]
+    fn with_gelu<const FMA: bool>(gate: &mut [f32], up: &[f32]) {
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g = gelu::<FMA>(*g) * u;
+        }
+    }
+    match activation {
+        Activation::Silu => portable!(simd, with_silu(gate: &mut [f32], up: &[f32])),
+        Activation::Gelu => portable!(simd, with_gelu(gate: &mut [f32], up: &[f32])),
+    }
 }
 
 /// RMSNorm of sixteen tokens of a panel: `x[feature][64]` from lane `lane` on, each token summed over features upwards.
@@ -106,6 +116,29 @@ mod tests {
                         assert!((f64::from(y[c]) - exact[c]).abs() < 1e-6 * exact[c].abs() + 1e-9);
                         assert!((f64::from(z[c][t % LANES]) - exact[c]).abs() < 2e-6 * exact[c].abs() + 1e-9);
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_match_f64() {
+        let mut noise = Noise::new(2);
+        let mut x: Vec<f32> = noise.normals(500).iter().map(|x| 4.0 * x).collect();
+        x.extend([0.0, -0.0, 30.0, -30.0, 1e30, -1e30]);
+        for simd in paths() {
+            for activation in [Activation::Silu, Activation::Gelu] {
+                let mut gate = x.clone();
+                activate_mul(simd, activation, &mut gate, &vec![0.5; x.len()]);
+                for (&x, y) in x.iter().zip(gate) {
+                    let v = f64::from(x);
+                    let exact = match activation {
+                        Activation::Silu => v / (1.0 + (-v).exp()),
+                        Activation::Gelu => {
+                            0.5 * v * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (v + 0.044715 * v.powi(3))).tanh())
+                        }
+                    };
+                    assert!((2.0 * f64::from(y) - exact).abs() <= 4e-6 * v.abs().min(1.0).max(exact.abs()), "{x} {y}");
                 }
             }
         }

@@ -557,7 +557,7 @@ impl Operands<'_> {
     }
 }
 
-/// The draft's products in plain Rust.
+/// Row j of a draft's GEMM in plain Rust.
 #[inline(always)]
 fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];

@@ -84,6 +84,14 @@ pub(crate) fn silu<const FMA: bool>(x: f32) -> f32 {
     x / (1.0 + e)
 }
 
+/// GELU with its tanh approximation: x · sigmoid(2u), u = √(2/π)·(x + 0.044715·x³).
+#[inline(always)]
+pub(crate) fn gelu<const FMA: bool>(x: f32) -> f32 {
+    const TWICE_ROOT: f32 = 1.595_769_2;
+    let e = exp2::<FMA>(((x + 0.044_715 * x * x * x) * (-TWICE_ROOT * std::f32::consts::LOG2_E)).clamp(-120.0, 120.0));
+    x / (1.0 + e)
+}
+
 /// Sum of sixteen lanes in one fixed tree.
 #[inline(always)]
 pub(crate) fn sum16(v: [f32; 16]) -> f32 {

@@ -158,7 +158,7 @@ pub(crate) enum Input<'a> {
     Bf16(&'a [u16], usize),
     /// int8 with a scale per 128, for draft weights.
     Int8(&'a w4::Acts),
-    /// Limbs of int8 with a scale per 64, for planes.
+    /// Limbs of int8 with a scale per 32, for planes.
     Limbs(&'a hierarchy::Acts),
 }
 

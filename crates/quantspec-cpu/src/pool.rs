@@ -1,8 +1,8 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
 //! The caller is thread 0; the workers spin on an epoch for a moment and then park. Work is split into items whose results do
-//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`WorkQueues`]). The caller also runs the share of
-//! a worker that has not started, since another program may occupy that worker's core.
+//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`WorkQueues`]). The caller also runs the
+//! share of a worker that has not started, since another program may occupy that worker's core.
 
 use crate::dispatch::{Prefetch, fetch_far};
 use quantspec_core::{Error, Result};
@@ -28,8 +28,8 @@ const CALLER_YIELDS: u32 = 300;
 /// Sleep of the caller between two checks; a preempted worker resumes after milliseconds.
 const CALLER_SLEEP: Duration = Duration::from_micros(20);
 
-/// Most bytes that a waiting thread prefetches of its next operands: half of a small L2 cache. Half and three times as much
-/// gain less.
+/// Most bytes that a waiting thread prefetches of its next operands: half of a small L2 cache. Half as much gains less, and so
+/// does three times as much.
 const NEXT_BYTES: usize = 256 << 10;
 
 /// Bytes prefetched between two checks of the wait condition.
@@ -110,7 +110,7 @@ impl Shared {
     }
 }
 
-/// See the module.
+/// A fixed pool of threads; see the module's documentation.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,

@@ -5,14 +5,14 @@ use crate::attend::{Shape, put_token};
 use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
-use crate::lanes::{f16_bits, f16_is_finite, silu, take};
+use crate::lanes::{f16_bits, f16_is_finite, gelu, silu, take};
 use crate::linear::PANEL;
 use crate::masses::PageMasses;
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
-use quantspec_core::config::ModelConfig;
+use quantspec_core::config::{Activation, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Block, Options};
 use quantspec_model::rope::RopeTable;
@@ -46,7 +46,8 @@ pub(crate) struct Prompt {
     tokens: usize,
     /// `[panel][hidden][64]`
     hidden: Array<f32>,
-    /// `[panel][D/2][64]`; after the prompt's panels, one for layers without position embedding if there are any.
+    /// `[panel][D/2][64]`; then the same for local layers if there are any; then a panel for layers without position embedding if
+    /// there are any.
     cos: Array<f32>,
     sin: Array<f32>,
     /// `[kv head][token][D]` halves, and padding.
@@ -89,7 +90,7 @@ impl Lengths {
         Lengths {
             tokens,
             hidden: tokens * config.hidden,
-            angles: tokens * config.head_dim / 2 + unrotated,
+            angles: tokens * config.head_dim / 2 * if config.local.is_some() { 2 } else { 1 } + unrotated,
             unrotated,
             keys: tokens * config.kv_width() + 16,
             x: block * panel_len(widest),
@@ -172,7 +173,7 @@ impl Prompt {
         &mut self,
         machine: &mut Machine,
         model: &Model,
-        rope: &RopeTable,
+        ropes: [Option<&RopeTable>; 2],
         block: &Block,
     ) -> Result<()> {
         let (first, count) = self.panels(block)?;
@@ -182,6 +183,7 @@ impl Prompt {
             return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
         }
         let (hidden, half, threads) = (self.config.hidden, self.config.head_dim / 2, machine.pool.threads());
+        let tokens = self.tokens;
         let (states, cos, sin) = (
             DisjointSlice::new(&mut self.hidden),
             DisjointSlice::new(&mut self.cos),
@@ -193,33 +195,34 @@ impl Prompt {
             for panel in share(count, thread, threads) {
                 let panel = first + panel;
                 // SAFETY: a panel is one item of one thread.
-                let (states, cos, sin) = unsafe {
-                    let angles = half * PANEL_TOKENS;
-                    (
-                        states.slice(panel * hidden * PANEL_TOKENS, hidden * PANEL_TOKENS),
-                        cos.slice(panel * angles, angles),
-                        sin.slice(panel * angles, angles),
-                    )
-                };
+                let states = unsafe { states.slice(panel * hidden * PANEL_TOKENS, hidden * PANEL_TOKENS) };
                 for lane in Prompt::lanes(block, panel) {
                     let position = panel * PANEL_TOKENS + lane;
                     model.embed(block.prompt[position] as usize, &mut row);
-                    rope.fill(position, block.prompt.len(), &mut c, &mut s);
                     row.iter().enumerate().for_each(|(i, x)| states[i * PANEL_TOKENS + lane] = *x);
-                    for i in 0..half {
-                        (cos[i * PANEL_TOKENS + lane], sin[i * PANEL_TOKENS + lane]) = (c[i], s[i]);
+                }
+                for (set, rope) in ropes.into_iter().enumerate() {
+                    let Some(rope) = rope else { continue };
+                    let (first, length) = ((set * tokens + panel * PANEL_TOKENS) * half, half * PANEL_TOKENS);
+                    // SAFETY: as above.
+                    let (cos, sin) = unsafe { (cos.slice(first, length), sin.slice(first, length)) };
+                    for lane in Prompt::lanes(block, panel) {
+                        rope.fill(panel * PANEL_TOKENS + lane, block.prompt.len(), &mut c, &mut s);
+                        for i in 0..half {
+                            (cos[i * PANEL_TOKENS + lane], sin[i * PANEL_TOKENS + lane]) = (c[i], s[i]);
+                        }
                     }
                 }
             }
         })
     }
 
-    /// Normalises the block's hidden states into the input of `linear`.
+    /// Normalises the block's hidden states into the input of `linear`, or copies them if there is no norm.
     fn norm(
         &mut self,
         machine: &mut Machine,
         linear: &Linear,
-        weight: &[f32],
+        weight: Option<&[f32]>,
         (first, count): (usize, usize),
     ) -> Result<()> {
         let (hidden, eps, simd, threads) =
@@ -234,7 +237,13 @@ impl Prompt {
                 // SAFETY: a panel is one item of one thread.
                 let x = unsafe { x.slice(panel * len, len) };
                 for lane in (0..PANEL_TOKENS).step_by(LANES) {
-                    rms_norm_panel(simd, states, lane, weight, eps, &mut out);
+                    match weight {
+                        Some(weight) => rms_norm_panel(simd, states, lane, weight, eps, &mut out),
+                        None => {
+                            let features = states.chunks_exact(PANEL_TOKENS);
+                            out.iter_mut().zip(features).for_each(|(out, x)| *out = take(x, lane));
+                        }
+                    }
                     put_features(simd, pairs, x, 0, lane, &out);
                 }
             }
@@ -245,15 +254,45 @@ impl Prompt {
         prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &mut self.x, &mut self.y, count)
     }
 
-    /// Adds a linear layer's output to the hidden states of the block's rows.
+    /// Normalises features from `from` on of the last matrix's output, in place; its panels have `width` features.
+    fn norm_output(
+        &mut self,
+        machine: &Machine,
+        weight: &[f32],
+        from: usize,
+        width: usize,
+        count: usize,
+    ) -> Result<()> {
+        let (n, eps, simd, threads) = (weight.len(), self.config.rms_eps, machine.simd, machine.pool.threads());
+        let y = DisjointSlice::new(&mut self.y);
+        machine.pool.run(&|thread| {
+            let mut out = vec![[0f32; LANES]; n];
+            for panel in share(count, thread, threads) {
+                // SAFETY: a panel is one item of one thread.
+                let y = unsafe { y.slice((panel * width + from) * PANEL_TOKENS, n * PANEL_TOKENS) };
+                for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                    rms_norm_panel(simd, y, lane, weight, eps, &mut out);
+                    for (y, out) in y.chunks_exact_mut(PANEL_TOKENS).zip(&out) {
+                        y[lane..lane + LANES].copy_from_slice(out);
+                    }
+                }
+            }
+        })
+    }
+
+    /// Adds a linear layer's output to the hidden states of the block's rows, normalised if there is a norm.
     fn add(
         &mut self,
         machine: &mut Machine,
         linear: &Linear,
+        norm: Option<&[f32]>,
         block: &Block,
         (first, count): (usize, usize),
     ) -> Result<()> {
         let (hidden, threads, width) = (self.config.hidden, machine.pool.threads(), linear.full.panels * PANEL);
+        if let Some(norm) = norm {
+            self.norm_output(machine, norm, 0, width, count)?;
+        }
         let (y, bias) = (&self.y, &linear.bias);
         let states = DisjointSlice::new(&mut self.hidden);
         machine.pool.run(&|thread| {
@@ -274,14 +313,23 @@ impl Prompt {
 
     pub(crate) fn qkv(&mut self, machine: &mut Machine, index: usize, layer: &Layer, block: &Block) -> Result<()> {
         let (first, count) = self.panels(block)?;
-        self.norm(machine, &layer.qkv, &layer.attention_norm, (first, count))?;
+        self.norm(machine, &layer.qkv, layer.attention_norm.as_deref(), (first, count))?;
         self.multiply(machine, &layer.qkv, count)?;
+        let mut of_heads = layer.qk_norm.as_ref();
+        if self.config.qk_norm == QkNorm::Projection
+            && let Some((q_norm, k_norm)) = of_heads.take()
+        {
+            let QkvOffsets { key, width, .. } = self.places;
+            self.norm_output(machine, q_norm, 0, width, count)?;
+            self.norm_output(machine, k_norm, key, width, count)?;
+        }
         let (simd, threads) = (machine.simd, machine.pool.threads());
         let (config, places, tokens) = (&self.config, self.places, self.tokens);
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
         let pairs = takes_pairs(simd, &layer.output.full);
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let (y, cos, sin, rotates) = (&self.y, &self.cos, &self.sin, config.rotates(index));
+        let local = if config.reach(index).is_some() { tokens * d / 2 } else { 0 };
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
         let last = self.masses.add_queries(block);
@@ -311,7 +359,8 @@ impl Prompt {
                     let y = &y[(panel * places.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
                     let lanes = Prompt::lanes(block, first + panel);
                     let panel_angles = d / 2 * PANEL_TOKENS;
-                    let angles = if rotates { (first + panel) * panel_angles } else { cos.len() - panel_angles };
+                    let angles =
+                        if rotates { local + (first + panel) * panel_angles } else { cos.len() - panel_angles };
                     for lane in (0..PANEL_TOKENS).step_by(LANES) {
                         for (c, head) in head.iter_mut().enumerate() {
                             *head = take(y, c * PANEL_TOKENS + lane);
@@ -321,7 +370,7 @@ impl Prompt {
                         }
                         if kind != Kind::Value {
                             let head = &mut head[..];
-                            if let Some((q_norm, k_norm)) = &layer.qk_norm {
+                            if let Some((q_norm, k_norm)) = of_heads {
                                 let (weight, eps) = (if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
                                 portable!(simd, norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32));
                             }
@@ -329,7 +378,10 @@ impl Prompt {
                             portable!(simd, rotate(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
                         }
                         if kind == Kind::Query {
-                            head.iter_mut().flatten().for_each(|x| *x *= scale);
+                            let position = (first + panel) * PANEL_TOKENS + lane;
+                            let factors: [f32; LANES] =
+                                std::array::from_fn(|l| scale * config.query_factor(position + l));
+                            head.iter_mut().for_each(|x| x.iter_mut().zip(&factors).for_each(|(x, f)| *x *= f));
                             for l in (0..LANES).filter(|l| lanes.contains(&(lane + l))) {
                                 // SAFETY: a head of a row is one item.
                                 let to = unsafe { last.row((first + panel) * PANEL_TOKENS + lane + l, index) };
@@ -379,7 +431,7 @@ impl Prompt {
         Ok(())
     }
 
-    pub(crate) fn attend(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+    pub(crate) fn attend(&mut self, machine: &mut Machine, index: usize, layer: &Layer, block: &Block) -> Result<()> {
         let (first, panels) = self.panels(block)?;
         let causal = Causal {
             heads: self.config.heads,
@@ -392,6 +444,7 @@ impl Prompt {
             tokens: self.tokens,
             first,
             panels,
+            reach: self.config.reach(index),
         };
         causal.run(machine.pool, machine.simd, machine.poll, &mut self.scratch, &mut self.x)
     }
@@ -399,15 +452,16 @@ impl Prompt {
     pub(crate) fn output(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
         self.multiply(machine, &layer.output, at.1)?;
-        self.add(machine, &layer.output, block, at)
+        self.add(machine, &layer.output, layer.attention_output_norm.as_deref(), block, at)
     }
 
     pub(crate) fn gate_up(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
-        self.norm(machine, &layer.gate_up, &layer.mlp_norm, at)?;
+        self.norm(machine, &layer.gate_up, layer.mlp_norm.as_deref(), at)?;
         self.multiply(machine, &layer.gate_up, at.1)?;
         let (simd, threads, n) = (machine.simd, machine.pool.threads(), self.config.intermediate);
         let pairs = takes_pairs(simd, &layer.down.full);
+        let activation = self.config.activation;
         let (y, bias, width, len) = (&self.y, &layer.gate_up.bias, layer.gate_up.full.panels * PANEL, panel_len(n));
         let x = DisjointSlice::new(&mut self.x);
         // A panel of outputs is an even number of features, so words of pairs have one writer.
@@ -424,7 +478,14 @@ impl Prompt {
                 let x = unsafe { x.slice(start, room) };
                 for lane in (0..PANEL_TOKENS).step_by(LANES) {
                     let out = &mut out;
-                    portable!(simd, activate(y: &[f32], bias: &[f32], unit: usize, lane: usize, out: &mut [[f32; LANES]; PANEL]));
+                    portable!(simd, activate(
+                        activation: Activation,
+                        y: &[f32],
+                        bias: &[f32],
+                        unit: usize,
+                        lane: usize,
+                        out: &mut [[f32; LANES]; PANEL],
+                    ));
                     put_features(simd, pairs, x, 0, lane, &out[..features]);
                 }
             }
@@ -434,7 +495,7 @@ impl Prompt {
     pub(crate) fn down(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
         let at = self.panels(block)?;
         self.multiply(machine, &layer.down, at.1)?;
-        self.add(machine, &layer.down, block, at)
+        self.add(machine, &layer.down, layer.mlp_output_norm.as_deref(), block, at)
     }
 
     /// Hidden state of one row, [hidden].
@@ -509,8 +570,8 @@ impl Prompt {
         Ok(())
     }
 
-    /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, by the layer's last queries, and their number:
-    /// core's `page_masses`.
+    /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, and the number of these pages.
+    /// They are core's `page_masses` for the layer's last queries.
     pub(crate) fn page_masses(&mut self, machine: &Machine, tokens: usize) -> Result<(Vec<f32>, usize)> {
         self.masses.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
     }
@@ -559,9 +620,16 @@ fn rotate<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) 
     }
 }
 
-/// SiLU(gate) · up of one unit of 32 features, `y`: gate `[32][64]`, then up `[32][64]`.
+/// activation(gate) · up of one unit of 32 features, `y`: gate `[32][64]`, then up `[32][64]`.
 #[inline(always)]
-fn activate<const FMA: bool>(y: &[f32], bias: &[f32], unit: usize, lane: usize, out: &mut [[f32; LANES]; PANEL]) {
+fn activate<const FMA: bool>(
+    activation: Activation,
+    y: &[f32],
+    bias: &[f32],
+    unit: usize,
+    lane: usize,
+    out: &mut [[f32; LANES]; PANEL],
+) {
     let (gate, up) = y.split_at(PANEL * PANEL_TOKENS);
     for (i, out) in out.iter_mut().enumerate() {
         let (mut g, mut u): ([f32; LANES], [f32; LANES]) =
@@ -573,8 +641,9 @@ fn activate<const FMA: bool>(y: &[f32], bias: &[f32], unit: usize, lane: usize, 
                 u[l] += of_up;
             }
         }
-        for l in 0..LANES {
-            out[l] = silu::<FMA>(g[l]) * u[l];
+        match activation {
+            Activation::Silu => (0..LANES).for_each(|l| out[l] = silu::<FMA>(g[l]) * u[l]),
+            Activation::Gelu => (0..LANES).for_each(|l| out[l] = gelu::<FMA>(g[l]) * u[l]),
         }
     }
 }

@@ -97,7 +97,7 @@ fn params(rounding: Rounding, low: f32, high: f32) -> (f32, f32) {
     (f16_value(f16_bits(scale.max(SCALE_MIN))), f16_value(f16_bits(zero)))
 }
 
-/// Codes of `x` with one scale and zero per element. Constant groups use scale 1, so their codes are 0.
+/// Codes `16·U + L + 8` of `x`, with one scale and zero per element. Constant groups use scale 1, so U and L are 0.
 #[inline(always)]
 fn codes<const N: usize>(rounding: Rounding, x: [f32; N], scale: [f32; N], zero: [f32; N]) -> [u8; N] {
     let mut out = [0u8; N];

@@ -51,8 +51,9 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens, of a target whose weights are `kept` so, in some seconds. Holds at most [`crate::bench::SPREAD`] bytes at
-/// a time. `poll` is called between calls; its error ends the measurement.
+/// Times every operation for sequences of `context` tokens and a target whose weights are stored as `kept`. Takes some seconds
+/// and holds at most [`crate::bench::SPREAD`] bytes at a time. `poll` is called between timed calls; its error ends the
+/// measurement.
 ///
 /// # Errors
 /// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
@@ -152,7 +153,7 @@ fn median_seconds(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -
 mod tests {
     use super::*;
     use quantspec_core::Error;
-    use quantspec_core::config::{Rope, RopeScaling, Scales};
+    use quantspec_core::config::{Activation, LayerNorms, QkNorm, Rope, RopeScaling, Scales};
 
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
@@ -167,14 +168,18 @@ mod tests {
             vocab: 300,
             max_positions: 4096,
             rms_eps: 1e-5,
-            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None },
+            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None, query_scale: None },
             no_rope: Vec::new(),
+            local: None,
+            activation: Activation::Silu,
+            norms_less_one: false,
             scales: Scales::NONE,
             tied_embeddings: true,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::F32,
             eos: vec![],
         }

@@ -8,7 +8,7 @@ use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Sensitive, TargetWeights, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -66,9 +66,12 @@ pub(crate) enum DraftMatrix {
 
 /// One decoder layer.
 pub(crate) struct Layer {
-    pub(crate) attention_norm: Vec<f32>,
-    pub(crate) mlp_norm: Vec<f32>,
-    /// Norms of every query and key head.
+    /// Norms before and after the two branches, if the model has them.
+    pub(crate) attention_norm: Option<Vec<f32>>,
+    pub(crate) attention_output_norm: Option<Vec<f32>>,
+    pub(crate) mlp_norm: Option<Vec<f32>>,
+    pub(crate) mlp_output_norm: Option<Vec<f32>>,
+    /// Norms of queries and keys: of every head, or of all together.
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     /// Query, key and value outputs, each starting at a panel border.
     pub(crate) qkv: Linear,
@@ -116,7 +119,8 @@ const LINEARS: [&[LayerPart]; 4] = {
     [&[Q, K, V], &[Output], &[Gate, Up], &[Down]]
 };
 
-/// Panels and inputs of the linear layers of one decoder layer, in the order of [`LINEARS`], and of the head, with their draft bits.
+/// (panels, inputs, draft bits) of the linear layers of one decoder layer, in the order of [`LINEARS`], and of the head. Draft
+/// bits are None if the draft reads the target's weights.
 #[derive(Debug)]
 struct Sizes {
     layer: [(usize, usize, Option<Bits>); 4],
@@ -214,8 +218,13 @@ fn dtype_of(checkpoint: &Checkpoint, mut parts: impl Iterator<Item = Part>) -> D
 /// Bytes of norms and biases.
 fn vectors(config: &ModelConfig) -> usize {
     let when = |there: bool, n: usize| if there { n } else { 0 };
-    let layer = 2 * config.hidden
-        + when(config.qk_norm, 2 * config.head_dim)
+    let norms = if config.norms == LayerNorms::Both { 4 } else { 2 };
+    let layer = norms * config.hidden
+        + match config.qk_norm {
+            QkNorm::None => 0,
+            QkNorm::Heads => 2 * config.head_dim,
+            QkNorm::Projection => config.q_width() + config.kv_width(),
+        }
         + when(config.qkv_bias, QkvOffsets::new(config).width)
         + when(config.output_bias, panels(config.hidden) * PANEL)
         + when(config.mlp_bias, (2 * panels(config.intermediate) + panels(config.hidden)) * PANEL);
@@ -387,15 +396,13 @@ impl Loader<'_> {
         }
         let [qkv, output, gate_up, down] =
             <[Linear; 4]>::try_from(linears).map_err(|_| Error::internal("a layer has four linears"))?;
-        let qk_norm = if config.qk_norm {
-            Some((self.vector(part(LayerPart::QNorm))?, self.vector(part(LayerPart::KNorm))?))
-        } else {
-            None
-        };
+        let norm = |kind: LayerPart| kind.exists(&config).then(|| self.vector(part(kind))).transpose();
         Ok(Layer {
-            attention_norm: self.vector(part(LayerPart::AttentionNorm))?,
-            mlp_norm: self.vector(part(LayerPart::MlpNorm))?,
-            qk_norm,
+            attention_norm: norm(LayerPart::AttentionNorm)?,
+            attention_output_norm: norm(LayerPart::AttentionOutputNorm)?,
+            mlp_norm: norm(LayerPart::MlpNorm)?,
+            mlp_output_norm: norm(LayerPart::MlpOutputNorm)?,
+            qk_norm: norm(LayerPart::QNorm)?.zip(norm(LayerPart::KNorm)?),
             qkv,
             output,
             gate_up,

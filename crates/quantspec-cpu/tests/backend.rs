@@ -42,6 +42,8 @@ fn memory_is_what_was_planned() {
         (Shape { biases: true, ..Shape::new("llama", "F32", (2, 1, 40)) }, DraftWeights::Int4Mlp),
         (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
         (Shape::new("smollm3", "BF16", (2, 1, 64)), DraftWeights::Int4),
+        (Shape::new("olmo2", "BF16", (2, 1, 64)), DraftWeights::Int4),
+        (Shape::new("gemma3_text", "BF16", (2, 1, 64)), DraftWeights::Int4),
         (Shape { tied: false, ..Shape::new("qwen2", "BF16", (2, 1, 64)) }, DraftWeights::Int4),
     ] {
         // The last checkpoint mixes number formats: of tables, within a fused matrix, of a layer.

@@ -205,14 +205,14 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     assert!(int8 != full && int4 != full && int8 != int4);
 }
 
-/// Layers without position embedding, Granite's factors, and heads of which a part is rotated, in tiny random models.
+/// Layers without position embedding, Granite's factors, heads of which a part is rotated, OLMo's norms, growing queries, and local layers, in tiny random models.
 #[test]
 fn speculation_changes_no_token_of_families_with_angles_and_factors_of_their_own() {
     let prompts: Vec<Vec<u32>> = [G - 1, 2 * G + 1, 4 * G + 9]
         .iter()
         .map(|&length| book(length, length).iter().map(|id| 4 + id % 60).collect())
         .collect();
-    for family in ["smollm3", "granite", "phi3-long"] {
+    for family in ["smollm3", "granite", "phi3-long", "olmo2", "ministral3", "gemma3"] {
         let model = root().join("crates/quantspec-model/tests/golden").join(family);
         for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
             let cases: Vec<Case> = of_four().into_iter().step_by(7).map(|case| Case { weights, ..case }).collect();

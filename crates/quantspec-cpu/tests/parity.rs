@@ -78,7 +78,7 @@ fn nan_is_no_match() {
     assert!(worst(&[vec![1.0, f32::NAN, 3.0]], &row).is_nan());
 }
 
-const SHAPES: [Shape; 12] = [
+const SHAPES: [Shape; 16] = [
     Shape { biases: true, ..Shape::new("llama", "F32", (4, 2, 24)) },
     Shape { tied: false, intermediate: 173, ..Shape::new("llama", "F16", (2, 2, 64)) },
     Shape { hidden: 64, ..Shape::new("llama", "F32", (8, 4, 8)) },
@@ -91,6 +91,10 @@ const SHAPES: [Shape; 12] = [
     Shape::new("smollm3", "BF16", (4, 2, 64)),
     Shape { tied: false, ..Shape::new("granite", "F16", (2, 1, 64)) },
     Shape::new("phi3", "BF16", (4, 2, 40)),
+    Shape { hidden: 100, tied: false, ..Shape::new("olmo2", "BF16", (4, 2, 40)) },
+    Shape::new("ministral3", "F16", (4, 2, 64)),
+    Shape { hidden: 100, ..Shape::new("gemma3_text", "BF16", (4, 2, 40)) },
+    Shape::new("gemma3_text", "F32", (4, 1, 64)),
 ];
 
 #[test]
@@ -103,7 +107,7 @@ fn every_shape_and_view_matches_the_reference() {
 #[test]
 fn weights_in_planes_match_the_reference() {
     // Odd input widths, short groups, biases, tied and untied heads.
-    for seed in [0, 1, 3, 4, 7, 9, 10, 11] {
+    for seed in [0, 1, 3, 4, 7, 9, 10, 11, 12, 14] {
         matches(seed, &SHAPES[seed], TargetWeights::Int8);
     }
     for seed in [0, 4] {
@@ -284,7 +288,7 @@ fn bits_do_not_depend_on_rows_threads_or_blocks() {
     let bits = |logits: &[Vec<f32>]| -> Vec<Vec<u32>> {
         logits.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
     };
-    for (seed, shape) in [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[8]].iter().enumerate() {
+    for (seed, shape) in [SHAPES[0], SHAPES[1], SHAPES[4], SHAPES[8], SHAPES[14]].iter().enumerate() {
         let checkpoint = shape.checkpoint(77 + seed as u64);
         let ids = random::tokens(shape.vocab, 10 * G + 40, 5);
         let prompt = 10 * G - 5;

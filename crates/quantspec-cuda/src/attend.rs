@@ -11,20 +11,20 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
 
-/// Fewest pages of an item; for a single page, start-up and partial result cost more than the page.
+/// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
 const CHUNK_MIN: usize = 2;
-/// Items that share the recent tokens of a row that sees few pages.
+/// Work items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
 /// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
 /// Most blocks of a view per SM without TMA, limited by registers.
 const BLOCKS_MAX: usize = 4;
-/// Most pages of an item for which a block with half an SM keeps up. Rounds with 2 to 16 pages per item are 9 to 2 % faster
-/// with it, with 64 slower.
+/// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
+/// item, and slower with 64.
 const HALF_SM_PAGES: usize = 16;
-/// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends. 4 and 8 MB in total gain,
-/// 16 MB lose.
+/// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends: 8 MB on 132 SMs. A step
+/// is faster with 4 and with 8 MB, and slower with 16 MB.
 const PREFETCH_BYTES: usize = 64 << 10;
 /// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const PASS_ROWS: usize = 64;
@@ -79,7 +79,7 @@ pub struct Choice {
     pub pages: i32,
     /// Pages that are chosen among; those after them are all listed.
     pub scored: i32,
-    /// Which scores: a number of a slot.
+    /// Index of the list's scores: the slot, or at a refresh the number of slots plus the slot.
     pub scores: i32,
 }
 
@@ -95,7 +95,7 @@ unsafe impl Plain for Merged {}
 // SAFETY: see above.
 unsafe impl Plain for Choice {}
 
-/// The pages a slot's draft reads.
+/// The pages that a slot's draft reads, as numbers of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chosen {
     /// Pages on the list.
@@ -115,7 +115,7 @@ pub struct Pass {
     pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
-    /// Pages of the longest item.
+    /// Pages of the longest work item.
     longest: usize,
     items: usize,
     tile_rows: usize,
@@ -180,17 +180,17 @@ fn instances(view: View, d: usize, tma: bool, half_sm: bool) -> impl Iterator<It
     shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
 }
 
-/// Partial results of `rows` rows with `heads` query heads if a view has at most `items` items.
+/// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
 fn most_partial_rows(heads: usize, items: usize, rows: usize) -> usize {
     rows * heads * items
 }
 
-/// Items per KV head that fill a GPU with `blocks` concurrent blocks.
+/// Work items per KV head that fill a GPU with `blocks` concurrent blocks.
 fn most_items(blocks: usize, kv_heads: usize) -> usize {
     (blocks / kv_heads).max(1)
 }
 
-/// [`Attend::partial_rows`] of a model, before a device is open.
+/// What [`Attend::partial_rows`] returns at most for this model and device, before the device is open.
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
     let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
@@ -256,7 +256,7 @@ pub struct PassAddresses {
     pub extremes: u64,
 }
 
-/// Operations before and after attention that affect its launch.
+/// Properties of the operations before and after attention that affect its launch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Neighbours {
     /// Between GEMMs of a draft whose blocks use half an SM.
@@ -327,7 +327,7 @@ pub struct Attend {
     full: Split,
     /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
     half_sm: Vec<Variant>,
-    /// By output type: for few blocks, and for more blocks than SMs.
+    /// By output type (bf16, f16, f32, int8): for few blocks, and for more blocks than SMs.
     merge: [[Kernel; 2]; 4],
     /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
     bounds: [(Kernel, usize); 2],

@@ -38,13 +38,18 @@ use quantspec_model::rope::RopeTable;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
 
-/// Kernels launched from here.
+/// Kernels that the backend launches itself.
 #[derive(Debug)]
 struct Kernels {
     embed: Kernel,
-    /// By input type: the weights', the head's, and int8.
+    /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
     norm_i8: Kernel,
+    /// Normalises f32 rows: a branch, or queries and keys.
+    norm_rows: Kernel,
+    /// Converts the hidden stream to a GEMM's input without a norm, by the input's type.
+    convert: Kernel,
+    convert_i8: Kernel,
     /// Adds a GEMM's result to the hidden stream before a fused kernel.
     add_rows: Kernel,
     /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 ones, and 16-bit ones for nibbles.
@@ -53,6 +58,8 @@ struct Kernels {
     silu: Kernel,
     silu_i8: Kernel,
     append: Kernel,
+    /// Multiplies queries by the factor of their position (Ministral 3).
+    scale_queries: Kernel,
     flush: Kernel,
     store: Kernel,
     keep_recent: Kernel,
@@ -220,6 +227,9 @@ impl CudaBackend {
                 device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
             norm_i8: device.kernel("norm_i8", 0)?,
+            norm_rows: device.kernel("norm_rows", 0)?,
+            convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
+            convert_i8: device.kernel("convert_i8", 0)?,
             add_rows: device.kernel("add_rows", 0)?,
             coarse_i8: device.kernel("coarse_i8", 0)?,
             coarse: match dtype {
@@ -229,6 +239,7 @@ impl CudaBackend {
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
             silu_i8: device.kernel("silu_mul_i8", 0)?,
             append: device.kernel(&format!("append_{d}"), 0)?,
+            scale_queries: device.kernel("scale_queries", 0)?,
             flush: device.kernel(&format!("flush_{d}"), page_shared)?,
             store: device.kernel(&format!("store_{d}"), page_shared)?,
             keep_recent: device.kernel("keep_recent", 0)?,
@@ -300,7 +311,7 @@ impl CudaBackend {
         Ok(backend)
     }
 
-    /// The device under the model.
+    /// The device that holds the model.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }

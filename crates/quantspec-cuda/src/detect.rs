@@ -22,9 +22,9 @@ const MINOR: c_int = 76;
 pub struct DeviceInfo {
     /// Marketing name.
     pub name: String,
-    /// "9.0"
+    /// Compute capability, such as "9.0".
     pub compute_capability: String,
-    /// Memory in all, in bytes.
+    /// Total memory, in bytes.
     pub memory_bytes: u64,
     /// Driver version, or the CUDA version it supports if that is unreadable.
     pub driver: String,
@@ -48,7 +48,7 @@ impl DeviceInfo {
         self.refusal().is_none()
     }
 
-    /// Why it cannot be used.
+    /// Why it cannot be used; `None` if it can.
     fn refusal(&self) -> Option<Error> {
         let DeviceInfo { name, compute_capability, .. } = self;
         if self.capability < images::OLDEST {
@@ -106,7 +106,11 @@ pub fn detect() -> Detection {
     }
 }
 
-/// The device of an index, checked.
+/// Device `index`, if kernels can run on it.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] if the driver shows no such device, [`quantspec_core::ErrorKind::Device`] if it or the
+/// driver cannot be used.
 pub(crate) fn device(index: usize) -> Result<DeviceInfo> {
     if !images::present() {
         return Err(Error::device(

@@ -25,9 +25,9 @@ pub struct Device {
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
     queued: Mutex<Queued>,
-    /// Launches go into a graph.
+    /// Launches are being recorded into a graph.
     recording: AtomicBool,
-    /// Kernels in graphs do not overlap, because the driver does not support it.
+    /// The driver cannot record overlapping kernels, so those of graphs do not overlap.
     apart: AtomicBool,
     /// Waits after every launch and records no rounds, so that an error names its kernel: `CUDA_LAUNCH_BLOCKING=1`, as in
     /// other CUDA programs.
@@ -68,10 +68,10 @@ fn kept(name: &str) -> &'static str {
     }
 }
 
-/// The remedy for an error of queued work.
+/// Hint for an error of queued work, whose kernel is unknown.
 const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to see which kernel failed";
 
-/// A grid in words.
+/// A grid for messages: "x × y × z".
 fn blocks([x, y, z]: [u32; 3]) -> String {
     format!("{x} × {y} × {z}")
 }
@@ -409,7 +409,7 @@ impl Device {
         Ok(())
     }
 
-    /// The status of a wait. A failure may be that of any work queued before; only waiting after every launch tells which.
+    /// Converts the status of a wait. Any work queued before it may have failed; only waiting after every launch tells which.
     fn waited(&self, status: sys::CUresult) -> Result<()> {
         let waiting =
             || format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
@@ -632,7 +632,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Bytes.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -713,7 +713,8 @@ impl Buffer {
             return Err(Error::internal("copy beyond a page-locked buffer"));
         }
         self.device.bind()?;
-        // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to it.
+        // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to
+        // it.
         let status = unsafe {
             sys::cuMemcpyHtoDAsync_v2(self.at(offset), from.pointer.add(start).cast(), bytes, self.device.stream)
         };
@@ -773,7 +774,8 @@ impl Buffer {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by
+    /// the copy.
     pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         from.inside(start, bytes)?;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 pub const ROWS_MAX: usize = DRAFT_ROWS;
 /// Threads of a block: computing warps, and four loading ones.
 const THREADS: u32 = 32 * (WARPS as u32 + 4);
-/// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead.
+/// Fewest pipeline stages of a launch: as many as a producer runs ahead. Fewer would not keep memory busy.
 const STAGES_MIN: usize = DRAFT_AHEAD;
 /// Shared memory that the driver reserves per block, in bytes.
 const KEPT: usize = 1024;

@@ -3,13 +3,14 @@
 use crate::shapes;
 use quantspec_core::{Error, Result};
 
-/// Bits of the device's error flag.
+/// Bits of the device's error flag (kernels/numbers.cuh and quantize.cu).
 const FLAG_CACHE: u32 = shapes::FLAG_CACHE as u32;
 const FLAG_LOGITS: u32 = shapes::FLAG_LOGITS as u32;
 pub(crate) const FLAG_WEIGHTS: u32 = shapes::FLAG_WEIGHTS as u32;
 const FLAG_NO_TOKEN: u32 = shapes::FLAG_NO_TOKEN as u32;
 
-/// [`check_flag`] for rows with forbidden tokens: if no token is left, that is the error.
+/// As [`check_flag`]. With `forbids`, a mask or penalty forbids tokens, and their exhaustion is an error of its own
+/// ([`Error::no_token_left`]).
 pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {
     if forbids && flag == FLAG_NO_TOKEN { Err(Error::no_token_left()) } else { check_flag(flag) }
 }

@@ -25,7 +25,7 @@ pub struct Hierarchy {
     lower: Option<Buffer>,
     n: usize,
     k: usize,
-    /// As of [`crate::linear::Quantised`].
+    /// As in [`crate::linear::Quantised`].
     paired: usize,
     /// Number format of a GEMM's inputs.
     dtype: Dtype,
@@ -34,9 +34,9 @@ pub struct Hierarchy {
 /// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// All there are: the target.
+    /// Every plane there is, as the target does.
     All,
-    /// The upper one: a draft.
+    /// The upper one alone, as a draft does.
     Upper,
 }
 
@@ -88,7 +88,7 @@ fn pipeline(planes: usize, tiles: usize) -> Option<GemmPipeline> {
     Some(GemmPipeline::new(ring.shared, ring.hand_over, ring.cluster))
 }
 
-/// Launches what concerns matrices in nibbles.
+/// Launches quantisers, GEMMs and dequantisation of matrices in nibbles.
 #[derive(Debug)]
 pub struct Hierarchies {
     device: Arc<Device>,

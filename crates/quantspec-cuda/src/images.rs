@@ -8,7 +8,7 @@ pub(crate) struct Image {
     pub(crate) stem: &'static str,
     /// Compute capability times ten; 0 is PTX.
     pub(crate) architecture: u32,
-    /// Bytes inflated.
+    /// Size of the inflated image, in bytes.
     pub(crate) bytes: usize,
     /// Deflated machine code, or PTX text with its final NUL.
     pub(crate) deflated: &'static [u8],
@@ -37,7 +37,7 @@ pub(crate) fn present() -> bool {
     !IMAGES.is_empty()
 }
 
-/// The stems the library carries.
+/// Stems of the embedded images.
 pub(crate) fn stems() -> impl Iterator<Item = &'static str> {
     IMAGES.iter().filter(|image| image.architecture == 0).map(|image| image.stem)
 }

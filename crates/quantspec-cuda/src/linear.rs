@@ -84,7 +84,7 @@ pub struct Quantised {
     pub buffer: Arc<Buffer>,
     /// Byte of the first block.
     pub offset: usize,
-    /// Bits of a code: 4, or 8 for the head.
+    /// Bits of a code: 4, or 8 for the head and sensitive matrices.
     pub bits: usize,
     /// Outputs.
     pub n: usize,
@@ -117,7 +117,7 @@ pub(crate) struct Family {
     kernels: Vec<Gemm>,
 }
 
-/// One of them.
+/// One kernel of a family, with its row tiles of 8.
 #[derive(Clone, Copy, Debug)]
 struct Gemm {
     tiles: usize,
@@ -339,7 +339,7 @@ impl Linear {
                 let grid = [2 * clusters as u32, rows.div_ceil(PANEL_ROWS) as u32, 1];
                 (*kernel, Launch { grid, block: WIDE_THREADS, shared: *shared as u32, overlap: true })
             }
-            // Scales are copied by sixteen bytes, two groups of a row.
+            // Bulk copies are multiples of 16 bytes: {scale, sum} of two groups of a row.
             Some((family, _)) if groups.is_multiple_of(2) => family.launch(&self.device, rows, tiles)?,
             _ => {
                 let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };

@@ -39,7 +39,7 @@ struct DeviceCommit {
     tokens: [u32; MORE],
 }
 
-/// Bytes of both.
+/// Bytes of a [`DeviceHistory`] and of a [`DeviceCommit`].
 const HISTORY_BYTES: usize = size_of::<DeviceHistory>();
 const COMMIT_BYTES: usize = size_of::<DeviceCommit>();
 
@@ -50,7 +50,7 @@ unsafe impl Plain for DeviceCommit {}
 /// The part of a slot's text that the device holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Known {
-    /// It penalises.
+    /// The slot has penalties.
     on: bool,
     /// [`History::answer`] of the text, and its number of tokens; `None` if the slot has another sequence.
     text: Option<(usize, usize)>,

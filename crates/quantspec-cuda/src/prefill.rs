@@ -16,8 +16,9 @@ use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::name;
 use crate::shapes;
 use cudarc::driver::sys;
-use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
+use quantspec_model::backend::Branch;
 use std::sync::Arc;
 
 /// The model's parameters that the kernels need.
@@ -33,8 +34,12 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Channels of a head: 64, 128 or 256.
     pub head_dim: usize,
-    /// Epsilon of the per-head norms.
+    /// Epsilon of the norms.
     pub rms_eps: f32,
+    /// Norms of queries and keys.
+    pub qk_norm: QkNorm,
+    /// Norms of the layers.
+    pub norms: LayerNorms,
     /// Type of the weights, and of the GEMMs' inputs.
     pub dtype: Dtype,
 }
@@ -49,6 +54,8 @@ impl Shape {
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
             rms_eps: config.rms_eps,
+            qk_norm: config.qk_norm,
+            norms: config.norms,
             dtype: config.dtype,
         }
     }
@@ -183,13 +190,14 @@ pub struct Prefill {
     attend: Kernel,
     rope_store: Kernel,
     widen: Kernel,
-    /// f32 GEMM outputs of the paths without fused epilogues, and the f16 attention output of f32 models.
+    norm_rows: Kernel,
+    /// f32 GEMM outputs of the paths without fused epilogues and before norms of whole rows, and the f16 attention output of f32 models.
     scratch: Option<Arc<Buffer>>,
     rows: usize,
 }
 
-/// Addresses of the optional per-head norm weights: query, key.
-pub type HeadNorms = Option<(u64, u64)>;
+/// Addresses of the optional norm weights of queries and keys, as [`Shape::qk_norm`] says.
+pub type QkNorms = Option<(u64, u64)>;
 
 impl Prefill {
     /// Prepares blocks of up to `rows` rows.
@@ -231,6 +239,7 @@ impl Prefill {
             attend: device.kernel(&attend, attend_shared_bytes(device, d))?,
             rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
             widen: device.kernel("widen", 0)?,
+            norm_rows: device.kernel("norm_rows", 0)?,
             // Zeroed, because compute-sanitizer does not track TMA stores.
             scratch: if bytes == 0 { None } else { Some(Arc::new(device.zeroed(bytes)?)) },
             device: device.clone(),
@@ -246,9 +255,11 @@ impl Prefill {
 
     /// Device memory [`Prefill::new`] takes for itself.
     pub fn scratch_bytes(shape: &Shape, rows: usize, path: Path) -> usize {
+        let of_rows = if shape.qk_norm == QkNorm::Projection { shape.qkv_width() } else { 0 };
+        let of_rows = if shape.norms == LayerNorms::After { of_rows.max(shape.hidden) } else { of_rows };
         let widest = match path {
-            Path::Hopper => 0,
-            Path::Tensor => shape.qkv_width(),
+            Path::Hopper => of_rows,
+            Path::Tensor => of_rows.max(shape.qkv_width()),
             Path::Plain => shape.qkv_width().max(2 * shape.intermediate).max(shape.hidden),
         };
         rows * widest * 4
@@ -257,7 +268,7 @@ impl Prefill {
     /// Queries, keys and values of a block.
     ///
     /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width;
-    /// norms f32 `[head_dim]`; cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 ·
+    /// norms f32 `[head_dim]`, or of all heads; cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 ·
     /// kv_heads · head_dim]` (keys, then values). A value beyond f16 is stored as infinity or NaN, or as 0 and noted in
     /// `flag`, the device's error flag.
     ///
@@ -274,7 +285,7 @@ impl Prefill {
         x: u64,
         weights: u64,
         bias: Option<u64>,
-        norms: HeadNorms,
+        norms: QkNorms,
         cos_sin: u64,
         q: u64,
         kv: u64,
@@ -283,9 +294,13 @@ impl Prefill {
     ) -> Result<()> {
         self.begin(rows)?;
         let s = &self.shape;
-        let (q_norm, k_norm) = norms.unwrap_or((0, 0));
+        let (of_heads, of_projection) = match s.qk_norm {
+            QkNorm::Projection => (None, norms),
+            QkNorm::None | QkNorm::Heads => (norms, None),
+        };
+        let (q_norm, k_norm) = of_heads.unwrap_or((0, 0));
         let bias = bias.unwrap_or(0);
-        if let Kernels::Hopper { qkv, .. } = &self.kernels {
+        if let (Kernels::Hopper { qkv, .. }, None) = (&self.kernels, of_projection) {
             let n = s.qkv_width();
             let (tile, kernel) = qkv.choose(rows, n, self.device.sms)?;
             let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
@@ -312,10 +327,16 @@ impl Prefill {
             // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
             return unsafe { self.launch_tile(&tile, kernel, rows, n, &arguments) };
         }
-        let y = self.scratch()?;
         // SAFETY: as above; the scratch holds [rows][qkv width] f32.
         unsafe {
-            self.plain(x, s.hidden, weights, y, s.qkv_width(), rows)?;
+            let y = self.plain(x, s.hidden, weights, s.qkv_width(), rows)?;
+            if let Some((q_norm, k_norm)) = of_projection {
+                let pitch = s.qkv_width();
+                for (first, width, norm) in [(0, s.q_width(), q_norm), (s.q_width(), s.kv_width(), k_norm)] {
+                    let at = y + (first * 4) as u64;
+                    self.norm_rows([at, at], [pitch; 2], norm, width, false, rows)?;
+                }
+            }
             let grid = [(s.heads + 2 * s.kv_heads).div_ceil(4) as u32, rows as u32, 1];
             let arguments = args![y, bias, q_norm, k_norm, cos_sin, q, kv, s.rms_eps, s.heads, s.kv_heads, flag];
             self.device.launch(self.rope_store, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)
@@ -403,6 +424,53 @@ impl Prefill {
         unsafe { self.residual(x, self.shape.intermediate, weights, bias, hidden, rows) }
     }
 
+    /// The last projection of a branch of a block, normalised and added to its hidden states: x as in [`Prefill::output`] or
+    /// [`Prefill::down`]; norm f32 `[hidden]`. The projection has no bias.
+    ///
+    /// # Errors
+    /// As [`Prefill::qkv`].
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
+    pub unsafe fn add_normed(
+        &self,
+        branch: Branch,
+        x: u64,
+        weights: u64,
+        norm: u64,
+        hidden: u64,
+        rows: usize,
+    ) -> Result<()> {
+        self.begin(rows)?;
+        let n = self.shape.hidden;
+        let k = match branch {
+            Branch::Attention => self.shape.q_width(),
+            Branch::Mlp => self.shape.intermediate,
+        };
+        // SAFETY: the scratch holds [rows][hidden] f32; the caller guarantees the other addresses.
+        unsafe {
+            let y = self.plain(x, k, weights, n, rows)?;
+            self.norm_rows([y, hidden], [n; 2], norm, n, true, rows)
+        }
+    }
+
+    /// Normalises f32 rows of `width` from one address to another, each with its pitch in elements.
+    unsafe fn norm_rows(
+        &self,
+        [from, to]: [u64; 2],
+        [pitch, to_pitch]: [usize; 2],
+        norm: u64,
+        width: usize,
+        add: bool,
+        rows: usize,
+    ) -> Result<()> {
+        let arguments = args![from, pitch, to, to_pitch, norm, self.shape.rms_eps, width, 0usize, usize::from(add)];
+        let launch =
+            Launch { grid: [rows as u32, 1, 1], block: shapes::NORM_THREADS as u32, shared: 0, overlap: false };
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
+        unsafe { self.device.launch(self.norm_rows, launch, &arguments) }
+    }
+
     /// Gate and up projections of a block, and SiLU(gate) · up.
     ///
     /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out `[rows][padded(intermediate)]` in the weights' type.
@@ -441,8 +509,7 @@ impl Prefill {
                     self.launch_mma(*gated, rows, n, &arguments)
                 }
                 Kernels::Plain { silu_mul, .. } => {
-                    let y = self.scratch()?;
-                    self.plain(x, s.hidden, weights, y, n, rows)?;
+                    let y = self.plain(x, s.hidden, weights, n, rows)?;
                     let grid = [s.intermediate.div_ceil(1024) as u32, rows as u32, 1];
                     let arguments = args![y, bias, out, s.intermediate, pitch];
                     self.device.launch(*silu_mul, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
@@ -465,29 +532,13 @@ impl Prefill {
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             match &self.kernels {
-                Kernels::Hopper { residual, .. } => {
-                    let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
-                    let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
-                    let to = TensorMap::matrix(Dtype::F32, hidden, n, rows, n, [32, 64])?;
-                    let arguments = [
-                        a.arg(),
-                        w.arg(),
-                        to.arg(),
-                        bias.into(),
-                        rows.into(),
-                        n.into(),
-                        k.into(),
-                        TILE_ROW_GROUP.into(),
-                    ];
-                    self.launch_tile(&tile, kernel, rows, n, &arguments)
-                }
+                Kernels::Hopper { residual, .. } => self.add(residual, x, k, weights, bias, hidden, n, rows),
                 Kernels::Tensor { residual, .. } => {
                     let arguments = args![x, weights, hidden, bias, rows, n, k, padded(k), TILE_ROW_GROUP];
                     self.launch_mma(*residual, rows, n, &arguments)
                 }
                 Kernels::Plain { add_rows, .. } => {
-                    let y = self.scratch()?;
-                    self.plain(x, k, weights, y, n, rows)?;
+                    let y = self.plain(x, k, weights, n, rows)?;
                     let grid = [(rows * n).div_ceil(1024) as u32, 1, 1];
                     let arguments = args![hidden, y, bias, (rows * n) as u64, n];
                     self.device.launch(*add_rows, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
@@ -496,8 +547,32 @@ impl Prefill {
         }
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ, on the paths with such a GEMM.
-    unsafe fn plain(&self, x: u64, k: usize, weights: u64, y: u64, n: usize, rows: usize) -> Result<()> {
+    /// y f32 `[rows][n]` += x · weightsᵀ + bias, by the GEMM `residual`.
+    #[allow(clippy::too_many_arguments, reason = "as for `qkv`")]
+    unsafe fn add(
+        &self,
+        residual: &Gemm,
+        x: u64,
+        k: usize,
+        weights: u64,
+        bias: u64,
+        y: u64,
+        n: usize,
+        rows: usize,
+    ) -> Result<()> {
+        let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
+        let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
+        let to = TensorMap::matrix(Dtype::F32, y, n, rows, n, [32, 64])?;
+        let arguments =
+            [a.arg(), w.arg(), to.arg(), bias.into(), rows.into(), n.into(), k.into(), TILE_ROW_GROUP.into()];
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
+        unsafe { self.launch_tile(&tile, kernel, rows, n, &arguments) }
+    }
+
+    /// x · weightsᵀ in the scratch, f32 `[rows][n]`; returns its address. On Hopper the scratch is cleared, and the GEMM adds to it.
+    unsafe fn plain(&self, x: u64, k: usize, weights: u64, n: usize, rows: usize) -> Result<u64> {
+        let Some(scratch) = &self.scratch else { return Err(Error::internal("prefill without scratch")) };
+        let y = scratch.at(0);
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             match &self.kernels {
@@ -510,9 +585,13 @@ impl Prefill {
                     let arguments = args![x, weights, y, rows, n, k, padded(k)];
                     self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
-                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this path")),
-            }
+                Kernels::Hopper { residual, .. } => {
+                    scratch.fill_rows(0, 0, n * 4, n * 4, rows)?;
+                    self.add(residual, x, k, weights, 0, y, n, rows)
+                }
+            }?;
         }
+        Ok(y)
     }
 
     /// Refuses blocks larger than prepared, and makes the device's context current, which encoding tensor maps needs.

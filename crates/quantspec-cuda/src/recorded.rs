@@ -1,8 +1,9 @@
-//! Rounds recorded as graphs, by a key of everything their launches depend on.
+//! The graph cache: rounds recorded as graphs, by a key of everything their launches depend on.
 
 use std::collections::HashMap;
 
-/// Most steps in kept graphs: dozens of kinds of rounds, at some hundred bytes per launch.
+/// Most steps in all graphs together, enough for dozens of kinds of rounds. A step is some hundred launches, and a recorded
+/// launch takes some hundred bytes.
 const STEPS_MAX: usize = 512;
 /// Most known kinds of rounds. Ragged batches produce many kinds, most of which do not recur.
 const KINDS_MAX: usize = 4096;
@@ -10,7 +11,7 @@ const KINDS_MAX: usize = 4096;
 /// State of a kind of round.
 #[derive(Debug)]
 pub(crate) enum Kind<T> {
-    /// It came once, launch by launch.
+    /// It ran once, launched kernel by kernel.
     Seen,
     /// The graph to launch.
     Graph(T),

@@ -18,9 +18,10 @@ use std::sync::Arc;
 const fn race_bytes(vocab: usize) -> usize {
     16 * vocab.div_ceil(SAMPLE_CHUNK)
 }
-/// Most tokens that `sample_cut` supports: their masses of 2^14 fit in the 32 bits of a bin.
+/// Most tokens that `sample_cut` supports: their masses, at most 2^14 each, fit in the 32 bits of a bin.
 const VOCAB_MAX: usize = (1 << 18) - 1;
-/// Bytes from the flag to the margin of a proposed token, to the flag of drafts and to the verdicts.
+/// Byte offsets in [`Sampling::shared`], which begins with the target's error flag: the logit margin of a proposed token, the
+/// error flag of drafts, the verdicts.
 const MARGIN_AT: usize = 4;
 const DRAFT_FLAG_AT: usize = 8;
 const VERDICTS_AT: usize = 16;
@@ -59,7 +60,7 @@ unsafe impl Plain for DeviceSampler {}
 // SAFETY: see above.
 unsafe impl Plain for DeviceTurn {}
 
-/// Bytes of a `Cut`.
+/// Bytes of a `Cut` (kernels/sample.cu).
 const CUT_BYTES: usize = 24;
 
 /// Features that the choices of some slots need.
@@ -106,7 +107,7 @@ pub(crate) struct Sampling {
     slots: usize,
     /// Tokens of a window.
     pitch: usize,
-    /// Flag, margin, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
+    /// Error flag, logit margin, error flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
     shared: Buffer,
     result: Pinned,
     samplers: Buffer,
@@ -117,7 +118,7 @@ pub(crate) struct Sampling {
     races: Buffer,
     arrived: Buffer,
     penalties: Penalising,
-    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cut-offs, of a backend loaded for rejection.
+    /// Draft logits f32 `[slot][GAMMA_MAX][vocab]` and their cuts, if the backend was loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
     /// Samplers on the device, per slot.
     known: Vec<Option<DeviceSampler>>,
@@ -375,7 +376,7 @@ impl Sampling {
         self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
     }
 
-    /// The kept distribution of a slot's drafted token at `offset`: its logits, and the words of its cut-off.
+    /// The kept distribution of a slot's drafted token at `offset`: its logits, then the words of its cut as f32 bits.
     pub(crate) fn distribution(&self, slot: usize, offset: usize) -> Result<Vec<f32>> {
         let (logits, cuts, index) = self.kept(slot, offset)?;
         let mut q = logits.read::<f32>(index * self.vocab * 4, self.vocab)?;
@@ -431,7 +432,8 @@ impl Sampling {
         if features.masks {
             self.penalties.mask(count, logits)?;
         }
-        // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
+        // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the
+        // buffers here.
         unsafe {
             if features.warm {
                 let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];
@@ -507,7 +509,7 @@ impl Sampling {
         described.collect()
     }
 
-    /// Address of turns that are not part of a round's description.
+    /// Memory for turns that are not part of a round's description.
     pub(crate) fn turns(&self) -> &Buffer {
         &self.turns
     }
@@ -531,7 +533,7 @@ impl Sampling {
         self.choose(false, rows, count, logits, features)
     }
 
-    /// Queues judging turns whose rows have their choices.
+    /// Queues judging turns after [`Sampling::choose_all`].
     pub(crate) fn judge_chosen(&self, described: u64, turns: usize, logits: u64) -> Result<()> {
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![

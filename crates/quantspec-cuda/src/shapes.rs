@@ -16,7 +16,7 @@ pub(crate) struct Ring {
     pub(crate) shared: usize,
 }
 
-/// A GEMM with draft weights on Hopper: `DRAFT_RING` there.
+/// A GEMM with draft weights on Hopper: `DRAFT_RING` in kernels/linear.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DraftRing {
     /// As in [`Ring`].
@@ -28,12 +28,12 @@ pub(crate) struct DraftRing {
     pub(crate) shared8: usize,
 }
 
-/// A GEMM of many rows with draft weights on Hopper: `WIDE` there.
+/// A GEMM of many rows with draft weights on Hopper: `WIDE` in kernels/linear.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wide {
     /// Bits of a weight.
     pub(crate) bits: usize,
-    /// Most rows.
+    /// Most rows of a panel.
     pub(crate) n: usize,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
@@ -66,8 +66,9 @@ pub(crate) struct Attend {
     pub(crate) beside: bool,
     /// Threads.
     pub(crate) block: usize,
-    /// Bytes of shared memory per pipeline stage, and in addition.
+    /// Bytes of shared memory per pipeline stage.
     pub(crate) stage_bytes: usize,
+    /// Bytes of shared memory besides the stages.
     pub(crate) shared: usize,
 }
 

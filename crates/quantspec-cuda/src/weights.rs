@@ -6,7 +6,7 @@ use crate::draft::DraftMatrix;
 use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Sensitive, TargetWeights};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, QkNorm, Sensitive, TargetWeights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -85,15 +85,18 @@ impl Full {
 /// One decoder layer.
 #[derive(Debug)]
 pub(crate) struct Layer {
-    pub(crate) attention_norm: Buffer,
+    /// Norms before and after the two branches, if the model has them.
+    pub(crate) attention_norm: Option<Buffer>,
+    pub(crate) attention_output_norm: Option<Buffer>,
     /// `[q | k | v]`; in nibbles, channels that RoPE rotates together are adjacent.
     pub(crate) qkv: Full,
     pub(crate) qkv_bias: Option<Buffer>,
-    /// Per-head norms of queries and keys.
-    pub(crate) head_norms: Option<(Buffer, Buffer)>,
+    /// Norms of queries and keys: of every head, or of all together.
+    pub(crate) qk_norms: Option<(Buffer, Buffer)>,
     pub(crate) output: Full,
     pub(crate) output_bias: Option<Buffer>,
-    pub(crate) mlp_norm: Buffer,
+    pub(crate) mlp_norm: Option<Buffer>,
+    pub(crate) mlp_output_norm: Option<Buffer>,
     /// Gate and up, interleaved by eight rows.
     pub(crate) gate_up: Full,
     pub(crate) gate_up_bias: Option<Buffer>,
@@ -129,7 +132,7 @@ pub(crate) struct Weights {
     /// None if the head is the embedding.
     pub(crate) head: Option<Full>,
     pub(crate) draft_head: Option<Quantised>,
-    /// What holds all draft weights.
+    /// Memory of all separate draft weights; None if there are none.
     pub(crate) drafts: Option<Arc<Buffer>>,
 }
 
@@ -142,10 +145,18 @@ impl Weights {
     pub(crate) fn held_bytes(&self) -> usize {
         let layer = |layer: &Layer| -> usize {
             let matrices = layer.matrices().map(Full::held_bytes);
-            let norms = [&layer.attention_norm, &layer.mlp_norm];
-            let biases = [&layer.qkv_bias, &layer.output_bias, &layer.gate_up_bias, &layer.down_bias];
-            let heads = layer.head_norms.iter().flat_map(|(q, k)| [q, k]);
-            let vectors = norms.into_iter().chain(biases.into_iter().flatten()).chain(heads).map(Buffer::bytes);
+            let vectors = [
+                &layer.attention_norm,
+                &layer.attention_output_norm,
+                &layer.mlp_norm,
+                &layer.mlp_output_norm,
+                &layer.qkv_bias,
+                &layer.output_bias,
+                &layer.gate_up_bias,
+                &layer.down_bias,
+            ];
+            let qk_norms = layer.qk_norms.iter().flat_map(|(q, k)| [q, k]);
+            let vectors = vectors.into_iter().flatten().chain(qk_norms).map(Buffer::bytes);
             matrices.into_iter().chain(vectors).sum()
         };
         self.embedding.held_bytes()
@@ -203,8 +214,14 @@ impl DraftArena {
     }
 }
 
-/// Refuses layers whose matrices have different number formats: the activations of all layers have one.
+/// Refuses local layers, and layers whose matrices have different number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
+    if let Some(local) = &checkpoint.config().local {
+        return Err(Error::model(
+            format!("attention to the last {} tokens ({}) on the GPU", local.reach, checkpoint.config().family),
+            "the GPU has no kernels for local layers; use --device cpu",
+        ));
+    }
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
         (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
@@ -270,7 +287,11 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
-    vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
+    vectors += match config.qk_norm {
+        QkNorm::None => 0,
+        QkNorm::Heads => 2 * config.head_dim,
+        QkNorm::Projection => q + kv,
+    };
     // The head is in both planes.
     let of_head = if weights == TargetWeights::Int4 { TargetWeights::Int8 } else { weights };
     let head = matrix(of_head, checkpoint.dtype(Part::Head), config.vocab, hidden);
@@ -292,7 +313,7 @@ pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
     config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
 }
 
-/// Bits of a draft's separate head.
+/// Bits of a draft's separate head; None if it reads the target's.
 fn head_bits(options: &Options) -> Option<usize> {
     (options.draft_weights == DraftWeights::Int4).then_some(8)
 }
@@ -353,7 +374,7 @@ impl Loader<'_> {
                 let bytes = count * row_bytes;
                 let turn = self.turn;
                 self.turn = 1 - turn;
-                // The chunk before the last was copied out of this buffer: the wait below ensures it.
+                // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
                 read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
                 self.device.synchronize()?;
                 // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
@@ -399,7 +420,7 @@ pub(crate) struct Expanded {
     buffer: Buffer,
     /// Byte offset of each matrix, in the order of [`Layer::matrices`].
     places: [usize; 4],
-    /// The layer that is there.
+    /// The layer in the buffer.
     layer: Option<usize>,
 }
 
@@ -518,22 +539,24 @@ pub(crate) fn load(
         let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);
         let (gate_up, down) = (in_nibbles(gate_up, both, 0)?, in_nibbles(down, both, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
+        let mut norm = |kind: LayerPart| kind.exists(&config).then(|| loader.vector(&[part(kind)])).transpose();
+        let (attention_norm, attention_output_norm) = (norm(AttentionNorm)?, norm(AttentionOutputNorm)?);
+        let (mlp_norm, mlp_output_norm) = (norm(MlpNorm)?, norm(MlpOutputNorm)?);
+        let qk_norms = norm(QNorm)?.zip(norm(KNorm)?);
         layers.push(Layer {
-            attention_norm: loader.vector(&[part(AttentionNorm)])?,
+            attention_norm,
+            attention_output_norm,
             qkv,
             qkv_bias: if config.qkv_bias {
                 Some(loader.vector(&[part(QBias), part(KBias), part(VBias)])?)
             } else {
                 None
             },
-            head_norms: if config.qk_norm {
-                Some((loader.vector(&[part(QNorm)])?, loader.vector(&[part(KNorm)])?))
-            } else {
-                None
-            },
+            qk_norms,
             output,
             output_bias: if config.output_bias { Some(loader.vector(&[part(OutputBias)])?) } else { None },
-            mlp_norm: loader.vector(&[part(MlpNorm)])?,
+            mlp_norm,
+            mlp_output_norm,
             gate_up,
             gate_up_bias: if config.mlp_bias { Some(loader.interleaved(part(GateBias), part(UpBias))?) } else { None },
             down,
@@ -545,12 +568,12 @@ pub(crate) fn load(
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
-/// Address of an optional vector as a kernel argument; 0 for None.
+/// Address of an optional vector; 0 for None.
 pub(crate) fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, |buffer| buffer.at(0))
 }
 
-/// The same as an argument.
+/// [`address`] as a kernel argument.
 pub(crate) fn argument(buffer: &Option<Buffer>) -> Arg<'static> {
     Arg::Long(address(buffer))
 }
@@ -576,6 +599,14 @@ mod tests {
                 assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype} {weights:?}");
             }
         }
+    }
+
+    #[test]
+    fn local_layers_are_refused() {
+        let error = check(&Shape::new("gemma3_text", "BF16", (2, 1, 64)).checkpoint(1)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Model);
+        assert!(error.message.contains("last 256 tokens (gemma3_text) on the GPU"), "{}", error.message);
+        assert!(error.hint.contains("--device cpu"));
     }
 
     #[test]

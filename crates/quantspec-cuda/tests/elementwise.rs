@@ -6,7 +6,7 @@ mod gpu;
 use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, QueryScale};
 use quantspec_core::quantize::quantize_activations;
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Arg, Device};
@@ -110,6 +110,122 @@ fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, code
             let expected = [want.scales[group], want.scales[group] * sum as f32];
             assert_eq!(scales[at..at + 2], expected, "scale and sum of row {row}, group {group}");
         }
+    }
+}
+
+/// Branches are normalised and added, all heads are normalised in place in either order of channels, and rows alone have the same bits.
+#[test]
+fn rows_are_normalised_in_place_or_added() {
+    let Some(device) = device() else { return };
+    let mut random = Random(7);
+    let (rows, eps) = (9, 1e-6f32);
+    // Width, first column and pitch; heads of `paired` channels.
+    for (width, first, pitch, paired) in
+        [(72, 0, 72, 0), (9216, 0, 9216, 0), (384, 128, 768, 0), (384, 128, 768, 128), (192, 64, 448, 64)]
+    {
+        let (x, to) = (random.normals(rows * pitch), random.normals(rows * width));
+        let weight = random.normals(width);
+        let weight_on = device.copied(&weight).unwrap();
+        // The channel at a place of a row.
+        let channel = |at: usize| match paired {
+            0 => at,
+            d => at / d * d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2),
+        };
+        let want = |row: usize, add: bool| -> Vec<f64> {
+            let x = &x[row * pitch + first..][..width];
+            let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / width as f64;
+            let f = 1.0 / (mean + f64::from(eps)).sqrt();
+            let normed = x.iter().enumerate().map(|(at, &x)| f64::from(x) * f * f64::from(weight[channel(at)]));
+            normed.zip(&to[row * width..]).map(|(y, &h)| if add { y + f64::from(h) } else { y }).collect()
+        };
+        let launch = |first_row: usize, count: usize, add: bool| -> Vec<f32> {
+            let x_on = device.copied(&x[first_row * pitch..][..count * pitch]).unwrap();
+            let to_on = device.copied(&to[first_row * width..][..count * width]).unwrap();
+            let from = x_on.at(first * 4);
+            let (at, to_pitch) = if add { (to_on.at(0), width) } else { (from, pitch) };
+            let arguments = args![from, pitch, at, to_pitch, &weight_on, eps, width, paired, usize::from(add)];
+            run(&device, "norm_rows", [count, 1, 1], 512, 0, &arguments);
+            let after = x_on.read::<f32>(0, count * pitch).unwrap();
+            for (row, (after, before)) in after.chunks(pitch).zip(x[first_row * pitch..].chunks(pitch)).enumerate() {
+                let inside = |at: usize| !add && (first..first + width).contains(&at);
+                assert!((0..pitch).all(|at| inside(at) || after[at] == before[at]), "row {row} beyond its columns");
+            }
+            if add {
+                return to_on.read::<f32>(0, count * width).unwrap();
+            }
+            after.chunks(pitch).flat_map(|row| row[first..first + width].to_vec()).collect()
+        };
+        for add in [false, true] {
+            let got = launch(0, rows, add);
+            let want: Vec<f64> = (0..rows).flat_map(|row| want(row, add)).collect();
+            let error = distance(&got, &want);
+            assert!(error < 2e-6, "norm_rows of {width}, add {add}: {error}");
+            for row in [0, 4, 8] {
+                assert!(launch(row, 1, add) == got[row * width..][..width], "row {row} of {width} alone");
+            }
+        }
+    }
+}
+
+/// Queries grow at the positions of a step's rows and of consecutive prompt rows; those within the original context keep their bits.
+#[test]
+fn queries_grow_with_their_position() {
+    let Some(device) = device() else { return };
+    let mut random = Random(11);
+    let (width, scale) = (2112, QueryScale { beta: 0.1, original: 16_384 });
+    let values: Vec<u16> = random.normals(4 * width).into_iter().map(|x| f16::from_f32(x).to_bits()).collect();
+    let positions = [16_383usize, 16_384, 16_385, 16_386];
+    let rows = [0, 3, 1, 2].map(|row| [0, 0, positions[row] as i32, -1]);
+    let far = [[0, 0, 5, -1], [0, 0, 40_000, -1], [0, 0, 131_072, -1], [0, 0, 262_143, -1]];
+    let run_on = |rows: Option<&[[i32; 4]]>, first: usize| -> Vec<u16> {
+        let q = device.copied(&values).unwrap();
+        let rows = rows.map(|rows| rows_of(&device, rows));
+        let at = rows.as_ref().map_or(0, |rows| rows.at(0));
+        let arguments = args![&q, at, first, scale.beta as f32, scale.original, width];
+        run(&device, "scale_queries", [2, 4, 1], 256, 0, &arguments);
+        q.read::<u16>(0, 4 * width).unwrap()
+    };
+    let check = |got: &[u16], at: [usize; 4]| {
+        for ((got, before), position) in got.chunks(width).zip(values.chunks(width)).zip(at) {
+            let factor = scale.at(position);
+            assert_eq!(factor == 1.0, position < scale.original);
+            for (&got, &before) in got.iter().zip(before) {
+                let want = f16::from_f32(f16::from_bits(before).to_f32() * factor);
+                // The device's logarithm may differ in a last place, which may change a tie.
+                let apart = i32::from(got & 0x7fff) - i32::from(want.to_bits() & 0x7fff);
+                assert!(apart.abs() <= i32::from(factor != 1.0), "{got:x} at {position}, {want}");
+            }
+        }
+    };
+    check(&run_on(None, 16_383), positions);
+    check(&run_on(Some(&rows), 0), [0, 3, 1, 2].map(|row| positions[row]));
+    check(&run_on(Some(&far), 0), [5, 40_000, 131_072, 262_143]);
+}
+
+#[test]
+fn the_hidden_stream_is_converted() {
+    let Some(device) = device() else { return };
+    let mut random = Random(8);
+    for width in [72, 2056] {
+        let rows = 5;
+        let hidden = random.normals(rows * width);
+        let h = device.copied(&hidden).unwrap();
+        let pitch = width.next_multiple_of(64) + 64;
+        let grid = [width.div_ceil(1024), rows, 1];
+        for dtype in DTYPES {
+            let x = poisoned(&device, rows * pitch * dtype.bytes());
+            run(&device, &format!("convert_{}", name(dtype)), grid, 256, 0, &args![&h, &x, width, pitch]);
+            let got = download(&x, rows * pitch, dtype);
+            for (got, hidden) in got.chunks(pitch).zip(hidden.chunks(width)) {
+                assert!(got.iter().zip(hidden).all(|(&got, &x)| got == round(x, dtype)), "{dtype:?} of {width}");
+                assert!(got[width..].iter().all(|x| x.is_nan()), "{dtype:?} of {width} beyond its columns");
+            }
+        }
+        let groups = width.div_ceil(128);
+        let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
+        run(&device, "convert_i8", grid, 256, 0, &args![&h, &x8, &xs, width, 0usize]);
+        let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+        check_int8(&hidden, width, width, rows, &codes, &scales);
     }
 }
 

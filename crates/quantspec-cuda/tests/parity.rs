@@ -195,14 +195,20 @@ const HEADS_OF_256: [Model; 5] = [
     Model::new("mistral", "BF16", (2, 2, 256)).untied().sized((104, 152, 309)),
 ];
 
-/// Layers without position embedding, constant factors, and heads of which three quarters are rotated.
-const FAMILIES: [Model; 6] = [
+/// Layers without position embedding, constant factors, heads of which three quarters are rotated, norms after the branches, and
+/// queries that grow.
+const FAMILIES: [Model; 11] = [
     Model::new("smollm3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
     Model::new("granite", "BF16", (6, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
     Model::new("phi3", "F32", (4, 2, 64)).sized((120, 136, 259)),
     Model::new("smollm3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
     Model::new("granite", "F16", (4, 1, 128)).untied().sized((104, 200, 2050)),
     Model::new("phi3", "BF16", (6, 2, 128)).untied().sized((152, 312, 257)).second_prompt(520),
+    Model::new("olmo2", "BF16", (6, 2, 64)).untied().sized((200, 264, 2051)).second_prompt(129),
+    Model::new("olmo2", "F16", (4, 4, 128)).sized((136, 200, 303)).second_prompt(300),
+    Model::new("olmo2", "F32", (4, 2, 64)).sized((120, 136, 259)),
+    Model::new("ministral3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
+    Model::new("ministral3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
 ];
 
 type Plan = (Weights, View, Pages);
@@ -452,6 +458,7 @@ fn weights_in_nibbles() {
         FAMILIES[1],
         FAMILIES[3],
         FAMILIES[5],
+        FAMILIES[6],
     ];
     let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();

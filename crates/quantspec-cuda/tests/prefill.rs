@@ -6,9 +6,10 @@ mod gpu;
 
 use gpu::{Random, device, distance, download, interleave, matrix, poisoned, round, upload};
 use half::f16;
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, LayerNorms, QkNorm};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::prefill::{Prefill, Shape, padded, readable};
+use quantspec_model::backend::Branch;
 use std::sync::Arc;
 
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
@@ -97,7 +98,17 @@ fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 }
 
 fn shape(hidden: usize, intermediate: usize, heads: usize, kv_heads: usize, head_dim: usize, dtype: Dtype) -> Shape {
-    Shape { hidden, intermediate, heads, kv_heads, head_dim, rms_eps: 1e-6, dtype }
+    Shape {
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        head_dim,
+        rms_eps: 1e-6,
+        qk_norm: QkNorm::Heads,
+        norms: LayerNorms::Before,
+        dtype,
+    }
 }
 
 /// Narrow widths, and widths that are not multiples of a tile or an atom.
@@ -128,6 +139,18 @@ fn queries_keys_and_values() {
     check_qkv(odd());
 }
 
+/// Models with a norm over all query heads and one over all key heads, and norms after the branches.
+fn with_norms_of_rows() -> Vec<(Shape, usize)> {
+    let tiles = large().into_iter().filter(|(s, _)| s.heads <= 2);
+    let of = |(s, rows)| (Shape { qk_norm: QkNorm::Projection, norms: LayerNorms::After, ..s }, rows);
+    odd().into_iter().chain(tiles).map(of).collect()
+}
+
+#[test]
+fn queries_and_keys_normalised_over_all_heads() {
+    check_qkv(with_norms_of_rows());
+}
+
 #[test]
 fn queries_keys_and_values_in_every_tile() {
     check_qkv(large());
@@ -141,7 +164,12 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
         let (d, all) = (s.head_dim, s.heads + 2 * s.kv_heads);
         let x = rounded(&mut random, rows * s.hidden, 1.0, dtype);
         let w = rounded(&mut random, all * d * s.hidden, 0.1, dtype);
-        let (bias, q_norm, k_norm) = (random.normals(all * d), random.normals(d), random.normals(d));
+        // Heads that a norm is over; a model with norms over all has no biases.
+        let (of_q, of_k, biased) = match s.qk_norm {
+            QkNorm::Projection => (s.heads, s.kv_heads, false),
+            QkNorm::None | QkNorm::Heads => (1, 1, true),
+        };
+        let (bias, q_norm, k_norm) = (random.normals(all * d), random.normals(of_q * d), random.normals(of_k * d));
         let angles: Vec<f32> =
             (0..rows * d / 2).flat_map(|_| <[f32; 2]>::from((random.uniform() * 6.3).sin_cos())).collect();
         let x_on = activations(&device, &x, rows, s.hidden, dtype);
@@ -150,7 +178,7 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
             [&bias, &q_norm, &k_norm, &angles].map(|values| device.copied(values).unwrap());
         let flag = device.zeroed(4).unwrap();
         let prefill = Prefill::new(&device, s, rows).unwrap();
-        for (with_bias, with_norm) in [(false, false), (true, true)] {
+        for (with_bias, with_norm) in [(false, false), (biased, true)] {
             let (q_bytes, kv_bytes) = (s.heads * d * 2, 2 * s.kv_heads * d * 2);
             let bytes = same_for_all_cuts(rows, "qkv", |parts| {
                 let (q, kv) = (poisoned(&device, rows * q_bytes + 64), poisoned(&device, rows * kv_bytes + 64));
@@ -183,21 +211,26 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
             let (q, kv) = got.split_at(rows * s.heads * d);
             let (mut seen, mut want) = (Vec::new(), Vec::new());
             for row in sample(rows) {
-                for head in 0..all {
-                    let turned = head < s.heads + s.kv_heads;
-                    let mut v: Vec<f64> = (0..d)
-                        .map(|i| {
-                            let n = head * d + i;
-                            dot(&x[row * s.hidden..][..s.hidden], &w[n * s.hidden..][..s.hidden])
-                                + if with_bias { f64::from(bias[n]) } else { 0.0 }
-                        })
-                        .collect();
-                    if with_norm && turned {
-                        let norm = if head < s.heads { &q_norm } else { &k_norm };
-                        let f = 1.0 / (v.iter().map(|x| x * x).sum::<f64>() / d as f64 + f64::from(s.rms_eps)).sqrt();
-                        v.iter_mut().zip(norm).for_each(|(x, &w)| *x *= f * f64::from(w));
+                let mut projected: Vec<f64> = (0..all * d)
+                    .map(|n| {
+                        dot(&x[row * s.hidden..][..s.hidden], &w[n * s.hidden..][..s.hidden])
+                            + if with_bias { f64::from(bias[n]) } else { 0.0 }
+                    })
+                    .collect();
+                if with_norm {
+                    let (q, others) = projected.split_at_mut(s.heads * d);
+                    let normed = [(q, &q_norm), (&mut others[..s.kv_heads * d], &k_norm)];
+                    for (part, norm) in normed.into_iter().flat_map(|(all, norm)| {
+                        all.chunks_exact_mut(norm.len()).map(move |part| (part, norm)).collect::<Vec<_>>()
+                    }) {
+                        let mean = part.iter().map(|x| x * x).sum::<f64>() / part.len() as f64;
+                        let f = 1.0 / (mean + f64::from(s.rms_eps)).sqrt();
+                        part.iter_mut().zip(norm).for_each(|(x, &w)| *x *= f * f64::from(w));
                     }
-                    if turned {
+                }
+                for head in 0..all {
+                    let mut v = projected[head * d..(head + 1) * d].to_vec();
+                    if head < s.heads + s.kv_heads {
                         for i in 0..d / 2 {
                             // sin_cos gives (sin, cos), used here as (cos, sin), which is a rotation as well.
                             let at = (row * d / 2 + i) * 2;
@@ -228,6 +261,11 @@ fn projections_onto_the_hidden_stream() {
 }
 
 #[test]
+fn normalised_projections_onto_the_hidden_stream() {
+    check_residual(with_norms_of_rows());
+}
+
+#[test]
 fn projections_onto_the_hidden_stream_in_every_tile() {
     check_residual(large());
 }
@@ -241,10 +279,13 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
         for (down, k) in [(false, s.heads * s.head_dim), (true, s.intermediate)] {
             let x = rounded(&mut random, rows * k, 1.0, dtype);
             let w = rounded(&mut random, s.hidden * k, 0.1, dtype);
+            // The norm's weight, or the bias.
             let (hidden, bias) = (random.normals(rows * s.hidden), random.normals(s.hidden));
+            let normed = s.norms == LayerNorms::After;
+            let branch = if down { Branch::Mlp } else { Branch::Attention };
             let (x_on, w_on) = (activations(&device, &x, rows, k, dtype), matrix(&device, &w, s.hidden, k, dtype));
             let bias_on = device.copied(&bias).unwrap();
-            for with_bias in [false, true] {
+            for with_bias in [false, true].into_iter().filter(|with| *with || !normed) {
                 let bytes = same_for_all_cuts(rows, "residual", |parts| {
                     let h = device.copied(&[&hidden[..], &[7.5; 16]].concat()).unwrap();
                     for (start, count) in blocks(parts) {
@@ -252,7 +293,9 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
                         let b = with_bias.then(|| bias_on.at(0));
                         // SAFETY: the buffers have the documented shapes.
                         unsafe {
-                            if down {
+                            if normed {
+                                prefill.add_normed(branch, x, w_on.at(0), bias_on.at(0), h, count)
+                            } else if down {
                                 prefill.down(x, w_on.at(0), b, h, count)
                             } else {
                                 prefill.output(x, w_on.at(0), b, h, count)
@@ -266,10 +309,16 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
                 let got = floats(&bytes, Dtype::F32);
                 let (mut seen, mut want) = (Vec::new(), Vec::new());
                 for row in sample(rows) {
-                    for n in 0..s.hidden {
-                        let add = dot(&x[row * k..][..k], &w[n * k..][..k])
-                            + if with_bias { f64::from(bias[n]) } else { 0.0 };
-                        want.push(f64::from(hidden[row * s.hidden + n]) + add);
+                    let mut y: Vec<f64> = (0..s.hidden).map(|n| dot(&x[row * k..][..k], &w[n * k..][..k])).collect();
+                    if normed {
+                        let mean = y.iter().map(|y| y * y).sum::<f64>() / s.hidden as f64;
+                        let f = 1.0 / (mean + f64::from(s.rms_eps)).sqrt();
+                        y.iter_mut().zip(&bias).for_each(|(y, &w)| *y *= f * f64::from(w));
+                    } else if with_bias {
+                        y.iter_mut().zip(&bias).for_each(|(y, &b)| *y += f64::from(b));
+                    }
+                    for (n, y) in y.into_iter().enumerate() {
+                        want.push(f64::from(hidden[row * s.hidden + n]) + y);
                         seen.push(got[row * s.hidden + n]);
                     }
                 }
@@ -356,7 +405,17 @@ fn causal_attention() {
             (5, 5, 64, 700),
             (4, 2, 256, 333),
         ] {
-            let s = Shape { hidden: 64, intermediate: 64, heads, kv_heads, head_dim: d, rms_eps: 1e-6, dtype };
+            let s = Shape {
+                hidden: 64,
+                intermediate: 64,
+                heads,
+                kv_heads,
+                head_dim: d,
+                rms_eps: 1e-6,
+                qk_norm: QkNorm::Heads,
+                norms: LayerNorms::Before,
+                dtype,
+            };
             let mut random = Random((heads * 1000 + rows) as u64);
             let mut q = rounded(&mut random, rows * heads * d, 1.0, Dtype::F16);
             let mut kv = rounded(&mut random, rows * 2 * kv_heads * d, 1.0, Dtype::F16);
@@ -417,8 +476,17 @@ fn causal_attention() {
 #[test]
 fn other_shapes_are_refused() {
     let Some(device) = device() else { return };
-    let good =
-        Shape { hidden: 64, intermediate: 64, heads: 2, kv_heads: 1, head_dim: 64, rms_eps: 1e-6, dtype: Dtype::Bf16 };
+    let good = Shape {
+        hidden: 64,
+        intermediate: 64,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 64,
+        rms_eps: 1e-6,
+        qk_norm: QkNorm::Heads,
+        norms: LayerNorms::Before,
+        dtype: Dtype::Bf16,
+    };
     assert!(Prefill::new(&device, good, 8).is_ok());
     for bad in [Shape { head_dim: 96, ..good }, Shape { hidden: 100, ..good }, Shape { intermediate: 4, ..good }] {
         assert!(Prefill::new(&device, bad, 8).is_err(), "{bad:?}");

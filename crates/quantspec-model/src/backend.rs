@@ -6,7 +6,7 @@
 
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
-pub use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
+pub use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
 pub use crate::prompt_cache::{HeldRows, PromptRows};
 pub use crate::sampler::{TokenSampler, Turn};
 
@@ -32,7 +32,7 @@ pub struct Options {
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.
     pub rounding: Rounding,
-    /// Views Upper and Both read f16 pages with these groups instead of nibbles. Of the CPU and the reference, for `eval`.
+    /// Views Upper and Both read f16 pages with these groups instead of nibbles. For `eval`; GPUs do not support it.
     pub ablation: Option<Ablation>,
     /// How the target's weights are kept.
     pub weights: TargetWeights,
@@ -42,8 +42,8 @@ pub struct Options {
     pub sensitive: Sensitive,
     /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,
-    /// Keep how much attention the end of each prompt pays to its pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without
-    /// it such drafts read every page.
+    /// Keep the masses of each prompt's pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without them such
+    /// drafts read every page.
     pub page_masses: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
@@ -54,8 +54,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// `slots` sequences of up to `capacity` tokens each, with the checkpoint's weights, 4-bit draft weights, every plane, room for any
-    /// γ, and nothing that only some methods need.
+    /// `slots` sequences of up to `capacity` tokens each, with the checkpoint's weights, 4-bit draft weights, every plane,
+    /// room for any γ, and nothing that only some methods need.
     pub fn new(slots: usize, capacity: usize) -> Options {
         Options {
             slots,
@@ -103,7 +103,7 @@ impl Default for Hooks {
 ///
 /// After a failed call the sequences in the backend's slots are undefined and must be closed. Memory stays sound, and a
 /// sequence opened later in the same slot is not affected. A draft step with a result that is not finite only leaves rows of
-/// its window undefined; verification computes those anew, so [`crate::forward::draft`] goes on.
+/// its window undefined. Verification computes these rows anew, so [`crate::forward::draft`] continues.
 pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;

@@ -132,7 +132,7 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Opens a file of this recipe, whatever the directory of its model. `fits` checks the header's sizes before anything is
+    /// Opens a file with this recipe; the model's directory in its description may differ. `fits` checks the header's sizes before anything is
     /// allocated: a sparse file can have any length that its header claims.
     pub(crate) fn open(
         format: &Format,
@@ -164,7 +164,7 @@ impl Stored {
         Ok(Stored { index: index.to_vec(), file, data_at })
     }
 
-    /// Sets the file's modification time to its last use: many file systems do not record reads.
+    /// Sets the file's access time to its last use: many file systems do not record reads.
     pub(crate) fn touch(&self, when: SystemTime) {
         let _ = self.file.set_times(FileTimes::new().set_accessed(when));
     }
@@ -273,7 +273,7 @@ impl Drop for Writer {
     }
 }
 
-/// The path component that names the model: `models--owner--name` for Hugging Face's models--owner--name/snapshots/revision.
+/// The directory whose name is the model's: `models--owner--name` for Hugging Face's `models--owner--name/snapshots/revision`.
 fn named(model: &Path) -> &Path {
     let snapshots = model.parent().filter(|parent| parent.ends_with("snapshots"));
     snapshots.and_then(Path::parent).unwrap_or(model)

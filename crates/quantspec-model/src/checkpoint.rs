@@ -7,13 +7,13 @@ use crate::blocks::Encoding;
 use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
-use crate::gguf_config::{self, Packed};
+use crate::gguf_config::{self, Packed, RowOrder};
 use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, Sensitive};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, Sensitive};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -56,10 +56,12 @@ pub enum LayerPart {
     VBias,
     /// Bias of the output projection, `[hidden]`.
     OutputBias,
-    /// RMSNorm of every query head, `[head_dim]`.
+    /// RMSNorm of every query head, `[head_dim]`, or of all, `[q_width]`.
     QNorm,
-    /// RMSNorm of every key head, `[head_dim]`.
+    /// RMSNorm of every key head, `[head_dim]`, or of all, `[kv_width]`.
     KNorm,
+    /// RMSNorm of the output projection's result, `[hidden]`.
+    AttentionOutputNorm,
     /// RMSNorm before the feed-forward network, `[hidden]`.
     MlpNorm,
     /// Gate projection, `[intermediate][hidden]`.
@@ -74,12 +76,14 @@ pub enum LayerPart {
     UpBias,
     /// Bias of the down projection, `[hidden]`.
     DownBias,
+    /// RMSNorm of the down projection's result, `[hidden]`.
+    MlpOutputNorm,
 }
 
 use LayerPart::*;
 
 /// Every part of a layer, in the order of computation.
-const LAYER_PARTS: [LayerPart; 18] = [
+const LAYER_PARTS: [LayerPart; 20] = [
     AttentionNorm,
     Q,
     K,
@@ -91,6 +95,7 @@ const LAYER_PARTS: [LayerPart; 18] = [
     KNorm,
     Output,
     OutputBias,
+    AttentionOutputNorm,
     MlpNorm,
     Gate,
     Up,
@@ -98,6 +103,7 @@ const LAYER_PARTS: [LayerPart; 18] = [
     UpBias,
     Down,
     DownBias,
+    MlpOutputNorm,
 ];
 
 impl LayerPart {
@@ -110,14 +116,17 @@ impl LayerPart {
             QBias | KBias | VBias => config.qkv_bias,
             OutputBias => config.output_bias,
             GateBias | UpBias | DownBias => config.mlp_bias,
-            QNorm | KNorm => config.qk_norm,
-            AttentionNorm | Q | K | V | Output | MlpNorm | Gate | Up | Down => true,
+            QNorm | KNorm => config.qk_norm != QkNorm::None,
+            AttentionNorm | MlpNorm => config.norms != LayerNorms::After,
+            AttentionOutputNorm | MlpOutputNorm => config.norms != LayerNorms::Before,
+            Q | K | V | Output | Gate | Up | Down => true,
         }
     }
 
     /// The tensor's name after `model.layers.i.`.
-    fn suffix(self) -> &'static str {
+    fn suffix(self, config: &ModelConfig) -> &'static str {
         match self {
+            MlpNorm if config.norms == LayerNorms::Both => "pre_feedforward_layernorm.weight",
             AttentionNorm => "input_layernorm.weight",
             Q => "self_attn.q_proj.weight",
             K => "self_attn.k_proj.weight",
@@ -129,7 +138,8 @@ impl LayerPart {
             OutputBias => "self_attn.o_proj.bias",
             QNorm => "self_attn.q_norm.weight",
             KNorm => "self_attn.k_norm.weight",
-            MlpNorm => "post_attention_layernorm.weight",
+            MlpNorm | AttentionOutputNorm => "post_attention_layernorm.weight",
+            MlpOutputNorm => "post_feedforward_layernorm.weight",
             Gate => "mlp.gate_proj.weight",
             Up => "mlp.up_proj.weight",
             Down => "mlp.down_proj.weight",
@@ -143,12 +153,14 @@ impl LayerPart {
     fn shape(self, config: &ModelConfig) -> (usize, usize) {
         let (hidden, intermediate, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
         match self {
-            AttentionNorm | MlpNorm | OutputBias | DownBias => (1, hidden),
+            AttentionNorm | MlpNorm | AttentionOutputNorm | MlpOutputNorm | OutputBias | DownBias => (1, hidden),
             Q => (q, hidden),
             K | V => (kv, hidden),
             Output => (hidden, q),
             QBias => (1, q),
             KBias | VBias => (1, kv),
+            QNorm if config.qk_norm == QkNorm::Projection => (1, q),
+            KNorm if config.qk_norm == QkNorm::Projection => (1, kv),
             QNorm | KNorm => (1, config.head_dim),
             Gate | Up => (intermediate, hidden),
             Down => (hidden, intermediate),
@@ -198,12 +210,12 @@ impl Part {
     }
 
     /// The tensor's name in Hugging Face checkpoints.
-    fn name(self) -> String {
+    fn name(self, config: &ModelConfig) -> String {
         match self {
             Part::Embedding => "model.embed_tokens.weight".to_string(),
             Part::FinalNorm => "model.norm.weight".to_string(),
             Part::Head => "lm_head.weight".to_string(),
-            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix()),
+            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix(config)),
         }
     }
 }
@@ -304,7 +316,7 @@ impl Checkpoint {
             if let Some(scheme) = scheme
                 && !part.is_vector()
                 && part != Part::Embedding
-                && quantised.add(scheme, &part.name(), part.shape(&config), &shards, names)?
+                && quantised.add(scheme, &part.name(&config), part.shape(&config), &shards, names)?
             {
                 continue;
             }
@@ -317,6 +329,7 @@ impl Checkpoint {
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
         }
+        config::round_embedding_factor(&mut config, table.dtype);
         Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places, quantised }, draft_cache: None })
     }
 
@@ -340,7 +353,7 @@ impl Checkpoint {
     pub fn dtype(&self, part: Part) -> Dtype {
         let own = match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
-                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name()))
+                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name(&self.config)))
             }
             Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
         };
@@ -370,7 +383,7 @@ impl Checkpoint {
     pub fn has(&self, part: Part) -> bool {
         match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
-                places.contains_key(&part) || quantised.dtype(&part.name()).is_some()
+                places.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
             }
             Weights::Gguf { places, .. } => places.contains_key(&part),
         }
@@ -380,8 +393,8 @@ impl Checkpoint {
     pub fn tensor_name(&self, part: Part) -> String {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
-            Weights::SafeTensors { .. } => part.name(),
-            Weights::Gguf { .. } => gguf_config::tensor_name(part),
+            Weights::SafeTensors { .. } => part.name(&self.config),
+            Weights::Gguf { .. } => gguf_config::tensor_name(&self.config.family, part),
         }
     }
 
@@ -403,7 +416,7 @@ impl Checkpoint {
         match &self.weights {
             Weights::SafeTensors { shards, places, quantised } => {
                 self.by_stored_rows(part, rows, row_bytes, out, |rows, out| match places.get(&part) {
-                    None => quantised.read(shards, &part.name(), rows, out),
+                    None => quantised.read(shards, &part.name(&self.config), rows, out),
                     Some(&place) => {
                         let offset = place.offset + rows.start as u64 * row_bytes as u64;
                         read_at(shards, TensorLocation { offset, ..place }, out)
@@ -459,7 +472,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads some rows as f32, `[rows][columns]`; the weight of the final norm with the factor on the logits.
+    /// Reads some rows as f32, `[rows][columns]`; norm weights as they multiply, that of the final norm with the factor on the logits.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
@@ -479,7 +492,7 @@ impl Checkpoint {
             let width = self.shape(part).1;
             let first = rows.start * width;
             self.check_room(part, &rows, width, out.len())?;
-            let read = |rows, out: &mut [f32]| quantised.read_stored(shards, &part.name(), rows, out);
+            let read = |rows, out: &mut [f32]| quantised.read_stored(shards, &part.name(&self.config), rows, out);
             self.by_stored_rows(part, rows, width, out, read)?;
             return self.check_finite(part, first, out);
         }
@@ -498,6 +511,9 @@ impl Checkpoint {
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
             self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
+            if self.config.norms_less_one && part.is_vector() {
+                out.iter_mut().for_each(|x| *x += 1.0);
+            }
             if part == Part::FinalNorm {
                 out.iter_mut().for_each(|x| *x *= self.config.scales.logits);
             }
@@ -546,7 +562,7 @@ fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out:
     let (values, block_bytes) = place.encoding.block();
     let raw_row = width / values * block_bytes;
     // Consecutive rows are read in one call.
-    let at_once = if place.interleaved.is_none() { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
+    let at_once = if place.order == RowOrder::Own { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
     let row_bytes = width * place.dtype.bytes();
     let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
     let mut decoded = vec![0.0; width];
@@ -774,7 +790,7 @@ fn refuse_foreign(
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
-    let matrices: HashSet<String> = parts.map(Part::name).collect();
+    let matrices: HashSet<String> = parts.map(|part| part.name(config)).collect();
     let of_matrix = |name: &str| {
         let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
         scheme.owns(suffix) && matrices.contains(&format!("{module}.weight"))
@@ -784,7 +800,7 @@ fn refuse_foreign(
             continue;
         }
         let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(Part::name);
+        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(|part| part.name(config));
         let (layer, suffix) = match in_layer {
             Some((layer, suffix)) => (Some(layer), suffix),
             // Any other tensor of the embedding, the final norm or the head, for example a bias of the head.
@@ -794,7 +810,7 @@ fn refuse_foreign(
             None => continue,
         };
         let shown = shown(name);
-        const QUANTISED: [&str; 12] = [
+        const QUANTISED: [&str; 13] = [
             ".qweight",
             ".qzeros",
             ".scales",
@@ -807,6 +823,7 @@ fn refuse_foreign(
             ".quant_map",
             ".SCB",
             ".input_scale",
+            ".activation_scale",
         ];
         if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
             return Err(Error::model(
@@ -823,7 +840,8 @@ fn refuse_foreign(
                 "config.json and the weights are of different models; fetch both again",
             ));
         }
-        let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
+        let used =
+            layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
         let idle = || -> Result<bool> {
             let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
             Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
@@ -859,11 +877,11 @@ fn embedding_of(
     shards: &[SafeTensors],
     names: &HashMap<String, usize>,
 ) -> Result<TensorLocation> {
-    if !config.tied_embeddings || !names.contains_key(&Part::Head.name()) {
+    if !config.tied_embeddings || !names.contains_key(&Part::Head.name(config)) {
         return locate(config, shards, names, Part::Embedding);
     }
     let head = locate(config, shards, names, Part::Head)?;
-    if !names.contains_key(&Part::Embedding.name()) {
+    if !names.contains_key(&Part::Embedding.name(config)) {
         return Ok(head);
     }
     let table = locate(config, shards, names, Part::Embedding)?;
@@ -904,7 +922,7 @@ fn locate(
     names: &HashMap<String, usize>,
     part: Part,
 ) -> Result<TensorLocation> {
-    let name = part.name();
+    let name = part.name(config);
     let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
     let Some((shard, tensor)) = found else {
         let hint = match part {

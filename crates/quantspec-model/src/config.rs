@@ -4,13 +4,15 @@
 //! and is not implemented is refused by name.
 
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{
+    Activation, Dtype, LayerNorms, Local, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales,
+};
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3 and Granite 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2, Ministral 3 and Gemma 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -27,6 +29,8 @@ pub(crate) const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
 /// One supported `model_type`, with the defaults of its Hugging Face configuration class.
 struct Family {
     name: &'static str,
+    heads: Option<usize>,
+    vocab: Option<usize>,
     kv_heads: Option<usize>,
     head_dim: Option<usize>,
     max_positions: usize,
@@ -39,7 +43,8 @@ struct Family {
     /// `attention_bias` applies to all four projections.
     attention_bias: bool,
     mlp_bias: bool,
-    qk_norm: bool,
+    qk_norm: QkNorm,
+    norms: LayerNorms,
     /// `partial_rotary_factor` applies, and `original_max_position_embeddings` has a default of its own. Such a family has neither biases
     /// nor norms of queries and keys, which would have to be permuted with their channels.
     partial_rotary: bool,
@@ -47,6 +52,10 @@ struct Family {
     no_rope: bool,
     /// Granite's four multipliers apply.
     multipliers: bool,
+    /// `llama_4_scaling_beta` of the RoPE parameters applies.
+    query_scale: bool,
+    /// Gemma's local layers, its scale of scores, GELU and norm weights less 1.
+    gemma: bool,
     window: Window,
 }
 
@@ -66,6 +75,8 @@ enum Window {
 /// The defaults that most families share.
 const COMMON: Family = Family {
     name: "",
+    heads: None,
+    vocab: None,
     kv_heads: None,
     head_dim: None,
     max_positions: 2048,
@@ -75,14 +86,17 @@ const COMMON: Family = Family {
     always_qkv_bias: false,
     attention_bias: false,
     mlp_bias: false,
-    qk_norm: false,
+    qk_norm: QkNorm::None,
+    norms: LayerNorms::Before,
     partial_rotary: false,
     no_rope: false,
     multipliers: false,
+    query_scale: false,
+    gemma: false,
     window: Window::Stated,
 };
 
-const FAMILIES: [Family; 7] = [
+const FAMILIES: [Family; 10] = [
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
     Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
     Family {
@@ -99,7 +113,7 @@ const FAMILIES: [Family; 7] = [
         head_dim: Some(128),
         max_positions: 32_768,
         attention_bias: true,
-        qk_norm: true,
+        qk_norm: QkNorm::Heads,
         window: Window::Optional,
         ..COMMON
     },
@@ -117,6 +131,30 @@ const FAMILIES: [Family; 7] = [
         ..COMMON
     },
     Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
+    Family { name: "olmo2", rms_eps: 1e-5, qk_norm: QkNorm::Projection, norms: LayerNorms::After, ..COMMON },
+    Family {
+        name: "ministral3",
+        kv_heads: Some(8),
+        head_dim: Some(128),
+        max_positions: 262_144,
+        rms_eps: 1e-5,
+        query_scale: true,
+        ..COMMON
+    },
+    Family {
+        name: "gemma3_text",
+        heads: Some(8),
+        vocab: Some(262_208),
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        max_positions: 131_072,
+        theta: 1e6,
+        tied: true,
+        qk_norm: QkNorm::Heads,
+        norms: LayerNorms::Both,
+        gemma: true,
+        ..COMMON
+    },
 ];
 
 /// SmolLM3's default of `no_rope_layer_interval`.
@@ -126,7 +164,7 @@ pub(crate) const SMOLLM3_INTERVAL: usize = 4;
 const PHI_ORIGINAL: usize = 4096;
 
 /// Models with a vision tower; `text_config` describes their language model.
-const WRAPPERS: [&str; 1] = ["mistral3"];
+const WRAPPERS: [&str; 2] = ["mistral3", "gemma3"];
 
 /// Parses the bytes of `config.json` and of the optional `generation_config.json`.
 ///
@@ -141,12 +179,12 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let fields =
         if wraps(&outer)? { outer.inner("text_config")?.ok_or_else(|| outer.missing("text_config"))? } else { outer };
     let family = family(&fields)?;
-    refuse_activation(&fields)?;
+    let activation = activation(&fields, family)?;
     refuse_others(&fields)?;
 
     let hidden = fields.size("hidden_size", HIDDEN, None)?;
     let layers = fields.size("num_hidden_layers", LAYERS, None)?;
-    let heads = fields.size("num_attention_heads", HEADS, None)?;
+    let heads = fields.size("num_attention_heads", HEADS, family.heads)?;
     let kv_heads = fields.size("num_key_value_heads", HEADS, Some(family.kv_heads.unwrap_or(heads)))?;
     if heads % kv_heads != 0 {
         return Err(absurd(format!("config.json: {kv_heads} key/value heads do not divide {heads} attention heads")));
@@ -169,7 +207,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
             "channels are rotated in pairs and the cache's kernels hold up to 256 of them; use another model",
         ));
     }
-    let vocab = fields.size("vocab_size", VOCAB, None)?;
+    let vocab = fields.size("vocab_size", VOCAB, family.vocab)?;
     let stated_positions = fields.size("max_position_embeddings", POSITIONS, Some(family.max_positions))?;
     let rms_eps = fields.number("rms_norm_eps", Some(family.rms_eps))?;
     if !(1e-12..=1e-1).contains(&rms_eps) {
@@ -177,10 +215,28 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     }
     let (rope, max_positions) = rope(&fields, family, head_dim, stated_positions)?;
     let max_positions = max_positions.min(plain_positions(&fields)?);
-    refuse_window(&fields, family, layers, max_positions)?;
+    let local = if family.gemma {
+        Some(local(&fields, layers, head_dim)?)
+    } else {
+        refuse_window(&fields, family, layers, max_positions)?;
+        None
+    };
 
+    if family.norms != LayerNorms::Before && fields.flag("attention_bias", false)? {
+        return Err(unsupported(format!("config.json: attention_bias in a {} network", family.name)));
+    }
     let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
-    let (scales, residual) = if family.multipliers { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
+    let (scales, residual) = match family {
+        Family { multipliers: true, .. } => multipliers(&fields, head_dim)?,
+        Family { gemma: true, .. } => {
+            let scalar = fields.number("query_pre_attn_scalar", Some(256.0))?;
+            if !(1.0..=1e6).contains(&scalar) {
+                return Err(absurd(format!("config.json: query_pre_attn_scalar {scalar} is not from 1 to 1000000")));
+            }
+            (Scales::of((hidden as f64).sqrt(), 1.0, 1.0, (head_dim as f64 / scalar).sqrt()), 1.0)
+        }
+        _ => (Scales::NONE, 1.0),
+    };
     Ok(ModelConfig {
         family: family.name.to_string(),
         layers,
@@ -194,12 +250,17 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         rms_eps: (rms_eps / (residual * residual)) as f32,
         rope,
         no_rope: if family.no_rope { no_rope(&fields, layers)? } else { Vec::new() },
+        local,
         scales,
-        tied_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
+        activation,
+        norms_less_one: family.gemma,
+        tied_embeddings: if fields.stated("tie_word_embeddings") { &fields } else { &outer }
+            .flag("tie_word_embeddings", family.tied)?,
         qkv_bias: family.always_qkv_bias || attention_bias,
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
         qk_norm: family.qk_norm,
+        norms: family.norms,
         dtype: dtype(if fields.stated("dtype") || fields.stated("torch_dtype") { &fields } else { &outer })?,
         eos: eos(if fields.stated("eos_token_id") { &fields } else { &outer }, generation, vocab)?,
     })
@@ -337,11 +398,94 @@ fn family(fields: &Fields) -> Result<&'static Family> {
     Ok(family)
 }
 
-/// Refuses feed-forward networks other than SwiGLU.
-fn refuse_activation(fields: &Fields) -> Result<()> {
-    match fields.text("hidden_act")? {
-        None | Some("silu" | "swish") => Ok(()),
-        Some(other) => Err(unsupported(format!("activation \"{}\" (hidden_act)", shown(other)))),
+/// The family's activation. Any other is refused.
+fn activation(fields: &Fields, family: &Family) -> Result<Activation> {
+    let (name, allowed, activation): (_, &[&str], _) = if family.gemma {
+        ("hidden_activation", &["gelu_pytorch_tanh"], Activation::Gelu)
+    } else {
+        ("hidden_act", &["silu", "swish"], Activation::Silu)
+    };
+    match fields.text(name)? {
+        Some(other) if !allowed.contains(&other) => {
+            Err(unsupported(format!("activation \"{}\" ({name})", shown(other))))
+        }
+        _ => Ok(activation),
+    }
+}
+
+/// Gemma's local layers. Its settings that are not implemented are refused.
+fn local(fields: &Fields, layers: usize, head_dim: usize) -> Result<Local> {
+    const PATTERN: usize = 6;
+    for name in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(value) = fields.get(name) {
+            return Err(unsupported(format!("config.json: {name} ({})", shown(&value.to_string()))));
+        }
+    }
+    if fields.flag("use_bidirectional_attention", false)? {
+        return Err(unsupported("config.json: attention to later tokens (use_bidirectional_attention)".to_string()));
+    }
+    let layers = match fields.list("layer_types")? {
+        Some(types) if types.len() >= layers => {
+            let one = |value: &Value| match value.as_str() {
+                Some("sliding_attention") => Ok(true),
+                Some("full_attention") => Ok(false),
+                other => Err(unsupported(format!("layer type \"{}\" (layer_types)", shown(other.unwrap_or("?"))))),
+            };
+            types[..layers].iter().map(one).collect::<Result<Vec<bool>>>()?
+        }
+        Some(types) => {
+            return Err(absurd(format!("config.json: layer_types has {} entries for {layers} layers", types.len())));
+        }
+        None => {
+            let every = fields.size("sliding_window_pattern", POSITIONS, Some(PATTERN))?;
+            (1..=layers).map(|layer| layer % every != 0).collect()
+        }
+    };
+    let reach = fields.size("sliding_window", POSITIONS, Some(4096))?;
+    if reach < Local::LEAST || !reach.is_multiple_of(Local::UNIT) {
+        let (unit, least) = (Local::UNIT, Local::LEAST);
+        return Err(unsupported(format!("sliding_window {reach}, which is not a multiple of {unit} from {least} on,")));
+    }
+    let theta = match by_layer_type(fields, "sliding_attention")? {
+        Some(inner) => match inner.text("rope_type")? {
+            None | Some("default") => inner.number("rope_theta", Some(10_000.0))?,
+            Some(other) => {
+                return Err(unsupported(format!("RoPE type \"{}\" of local layers", shown(other))));
+            }
+        },
+        None => fields.number("rope_local_base_freq", Some(10_000.0))?,
+    };
+    check_theta(theta)?;
+    let rope = Rope { theta, dim: head_dim, scaling: RopeScaling::None, query_scale: None };
+    Ok(Local { layers, reach, rope })
+}
+
+/// RoPE parameters of one type of layers, if `rope_parameters` has them by type.
+fn by_layer_type<'a>(fields: &Fields<'a>, kind: &'static str) -> Result<Option<Fields<'a>>> {
+    match fields.inner("rope_parameters")? {
+        Some(parameters) => parameters.inner(kind),
+        None => Ok(None),
+    }
+}
+
+/// Refuses bases at which all wavelengths are equal, and ones far beyond the longest context.
+fn check_theta(theta: f64) -> Result<()> {
+    if theta > 1.0 && theta <= 1e12 {
+        Ok(())
+    } else {
+        Err(absurd(format!("config.json: rope_theta {theta} is not above 1 and up to 1e12")))
+    }
+}
+
+/// Rounds Gemma's factor on the embedding to the type of the embedding, as its reference implementation does.
+pub(crate) fn round_embedding_factor(config: &mut ModelConfig, dtype: Dtype) {
+    if config.norms_less_one {
+        let factor = &mut config.scales.embedding;
+        *factor = match dtype {
+            Dtype::Bf16 => half::bf16::from_f32(*factor).to_f32(),
+            Dtype::F16 => half::f16::from_f32(*factor).to_f32(),
+            Dtype::F32 => *factor,
+        };
     }
 }
 
@@ -501,19 +645,24 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
     let old = fields.inner("rope_scaling")?.filter(|inner| !inner.map.is_empty());
     let scaling = match old {
         Some(inner) => Some(inner),
+        None if family.gemma => match by_layer_type(fields, "full_attention")? {
+            None if fields.stated("rope_parameters") => return Err(fields.missing("rope_parameters.full_attention")),
+            inner => inner,
+        },
         None => fields.inner("rope_parameters")?,
     };
     let theta = match &scaling {
         Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
         _ => fields.number("rope_theta", Some(family.theta))?,
     };
-    // At a base of 1 all wavelengths are equal; 1e12 is far beyond the longest context.
-    if !(theta > 1.0 && theta <= 1e12) {
-        return Err(absurd(format!("config.json: rope_theta {theta} is not above 1 and up to 1e12")));
-    }
+    check_theta(theta)?;
     let dim = rotated(fields, scaling.as_ref(), family, head_dim)?;
     let Some(inner) = scaling else {
-        return Ok((Rope { theta, dim, scaling: RopeScaling::None }, stated_positions));
+        // transformers has defaults for all parameters together, which no published checkpoint needs.
+        if family.query_scale {
+            return Err(fields.missing("rope_parameters"));
+        }
+        return Ok((Rope { theta, dim, scaling: RopeScaling::None, query_scale: None }, stated_positions));
     };
     if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
         return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.place, shown(name))));
@@ -547,6 +696,16 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         } else {
             Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
         }
+    };
+    let query_scale = if family.query_scale {
+        const BETA: &str = "llama_4_scaling_beta";
+        let beta = inner.number(BETA, None)?;
+        if !(0.0..=100.0).contains(&beta) {
+            return Err(absurd(format!("{}: {BETA} {beta} is not from 0 to 100", inner.place)));
+        }
+        Some(QueryScale { beta, original: original()? })
+    } else {
+        None
     };
     // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
     let stretched =
@@ -610,7 +769,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
             ));
         }
     };
-    Ok((Rope { theta, dim, scaling }, max_positions))
+    Ok((Rope { theta, dim, scaling, query_scale }, max_positions))
 }
 
 /// LongRoPE's stretch of each of `pairs` rotated pairs.

@@ -104,8 +104,8 @@ pub struct Evaluation {
     pub targets: Vec<(&'static str, TargetScore)>,
     /// (name, score) per draft.
     pub drafts: Vec<(&'static str, DraftScore)>,
-    /// (pages, (name, score) per choice of pages), of drafts that equal `quantspec`'s otherwise. `tokens` reads as many tokens
-    /// as the pages have, the best of each query head.
+    /// (pages, (name, score) per choice of pages), of drafts that otherwise equal `quantspec`'s. Choice `tokens` reads as many
+    /// tokens as these pages have, the best ones for each query head.
     pub choices: Vec<(usize, Vec<(&'static str, DraftScore)>)>,
     /// None if the target's weights are the checkpoint's.
     pub weights: Option<WeightsScore>,

@@ -3,7 +3,7 @@
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
-use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
+use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::Result;
@@ -25,12 +25,12 @@ fn layer<B: Network>(
     backend.attend(layer, pass)?;
     backend.poll()?;
     backend.output(layer, output)?;
-    backend.reduce_residual(pass)?;
+    backend.reduce_residual(layer, Branch::Attention, pass)?;
     backend.poll()?;
     backend.gate_up(layer, gate_up)?;
     backend.poll()?;
     backend.down(layer, down)?;
-    backend.reduce_residual(pass)?;
+    backend.reduce_residual(layer, Branch::Mlp, pass)?;
     backend.poll()
 }
 

@@ -43,14 +43,14 @@ pub enum Value {
     Float(f64),
     /// true or false.
     Flag(bool),
-    /// Bytes of a text, in the file.
+    /// A text, by its place in the file.
     Text {
         /// First byte.
         at: u64,
         /// Bytes.
         bytes: u64,
     },
-    /// Elements of one type, in the file.
+    /// A list of elements of one type, by its place in the file.
     List {
         /// The elements' type.
         kind: Kind,
@@ -299,7 +299,7 @@ impl Value {
         }
     }
 
-    /// The number, where it is one.
+    /// The value if it is a number.
     pub fn number(self) -> Option<f64> {
         match self {
             Value::Float(number) => Some(number),

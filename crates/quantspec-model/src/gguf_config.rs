@@ -9,18 +9,22 @@ use crate::config::{
     HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, MULTIPLIERS, POSITIONS, SMOLLM3_INTERVAL, VOCAB, each_without_rope,
 };
 use crate::gguf::{Gguf, Tensor, Value};
+use crate::rope::stored_channel;
 use crate::safetensors::shown;
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_core::{Error, Result};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-const SUPPORTED: &str =
-    "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3 and granite networks";
+const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3, granite, olmo2 and phi3 networks";
 
 /// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// LongRoPE's factors, for texts beyond and within the original context.
+const LONG_FACTORS: &str = "rope_factors_long.weight";
+const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
 /// Architectures of which llama.cpp orders the rows of Q and K for pairs (2i, 2i + 1).
 const INTERLEAVED: [&str; 3] = ["llama", "smollm3", "granite"];
@@ -45,7 +49,7 @@ const NEUTRAL: [(&str, f64); 10] = [
 /// Location of a weight, and the format it is read as.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packed {
-    /// The file of several.
+    /// Number of the part (file) that holds it.
     pub(crate) part: usize,
     /// First byte.
     pub(crate) offset: u64,
@@ -53,28 +57,43 @@ pub(crate) struct Packed {
     pub(crate) encoding: Encoding,
     /// Format it is read as.
     pub(crate) dtype: Dtype,
-    /// Channels per head if llama.cpp stores the rows in interleaved order.
-    pub(crate) interleaved: Option<usize>,
+    /// Order of the rows.
+    pub(crate) order: RowOrder,
+}
+
+/// How a file orders the rows of Q and K. RoPE here pairs channel i of a head with i + D/2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// In the order of this program: for pairs (i, i + D/2).
+    Own,
+    /// For pairs (2i, 2i + 1) of heads with this many channels, as files of some architectures.
+    Interleaved(usize),
+    /// For pairs (i, i + R/2) of the first R channels of each head ([`crate::rope`]).
+    Partial { head_dim: usize, rotated: usize },
 }
 
 impl Packed {
-    /// The file's row for a row of the matrix. RoPE here pairs channel i with i + D/2. Files of some architectures order
-    /// the rows of Q and K for pairs (2i, 2i + 1).
+    /// The file's row for a row of the matrix.
     pub(crate) fn row(&self, row: usize) -> usize {
-        match self.interleaved {
-            None => row,
-            Some(dim) => {
+        match self.order {
+            RowOrder::Own => row,
+            RowOrder::Interleaved(dim) => {
                 let (head, channel) = (row / dim, row % dim);
                 head * dim + 2 * (channel % (dim / 2)) + channel / (dim / 2)
+            }
+            RowOrder::Partial { head_dim, rotated } => {
+                row / head_dim * head_dim + stored_channel(row % head_dim, head_dim, rotated)
             }
         }
     }
 }
 
-/// The name of a weight in GGUF files.
-pub(crate) fn tensor_name(part: Part) -> String {
+/// The name of the tensor with a weight in GGUF files of an architecture. Phi-3 has Q, K and V in one, gate and up in another.
+pub(crate) fn tensor_name(architecture: &str, part: Part) -> String {
     use LayerPart::*;
     match part {
+        Part::Layer(layer, Q | K | V) if architecture == "phi3" => format!("blk.{layer}.attn_qkv.weight"),
+        Part::Layer(layer, Gate | Up) if architecture == "phi3" => format!("blk.{layer}.ffn_up.weight"),
         Part::Embedding => "token_embd.weight".to_string(),
         Part::FinalNorm => "output_norm.weight".to_string(),
         Part::Head => "output.weight".to_string(),
@@ -92,6 +111,8 @@ pub(crate) fn tensor_name(part: Part) -> String {
                 QNorm => "attn_q_norm.weight",
                 KNorm => "attn_k_norm.weight",
                 MlpNorm => "ffn_norm.weight",
+                AttentionOutputNorm => "post_attention_norm.weight",
+                MlpOutputNorm => "post_ffw_norm.weight",
                 Gate => "ffn_gate.weight",
                 Up => "ffn_up.weight",
                 Down => "ffn_down.weight",
@@ -108,8 +129,10 @@ pub(crate) fn tensor_name(part: Part) -> String {
 pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> {
     let mut config = config(gguf)?;
     let parts = Part::all(&config);
-    let names: HashMap<String, Part> = parts.iter().map(|&part| (tensor_name(part), part)).collect();
-    let foreign = gguf.tensors().keys().find(|name| !names.contains_key(*name) && *name != ROPE_FACTORS);
+    let name_of = |part| tensor_name(&config.family, part);
+    let names: HashSet<String> = parts.iter().map(|&part| name_of(part)).collect();
+    let factors: &[&str] = if config.family == "phi3" { &[LONG_FACTORS, SHORT_FACTORS] } else { &[ROPE_FACTORS] };
+    let foreign = gguf.tensors().keys().find(|name| !names.contains(*name) && !factors.contains(&name.as_str()));
     if let Some(name) = foreign {
         return Err(Error::model(
             format!("{}: tensor \"{}\" is no part of a {} network", gguf.name(), shown(name), config.family),
@@ -118,15 +141,24 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
     }
     let mut places = HashMap::new();
     for &part in &parts {
-        let (number, tensor) = tensor(gguf, &tensor_name(part), &extents(part, &config))?;
+        let (first, rows) = rows_within(part, &config);
+        let extents = if part.is_vector() { vec![rows] } else { vec![rows, part.shape(&config).1] };
+        let (number, tensor) = tensor(gguf, &name_of(part), &extents)?;
         let permuted =
             matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && INTERLEAVED.contains(&config.family.as_str());
+        let order = match (part, permuted) {
+            (_, true) => RowOrder::Interleaved(config.head_dim),
+            (Part::Layer(_, LayerPart::Q | LayerPart::K), _) if config.rope.dim < config.head_dim => {
+                RowOrder::Partial { head_dim: config.head_dim, rotated: config.rope.dim }
+            }
+            _ => RowOrder::Own,
+        };
         let packed = Packed {
             part: *number,
-            offset: tensor.offset,
+            offset: tensor.offset + tensor.bytes / rows as u64 * first as u64,
             encoding: tensor.encoding,
             dtype: own_dtype(tensor.encoding),
-            interleaved: permuted.then_some(config.head_dim),
+            order,
         };
         places.insert(part, packed);
     }
@@ -149,9 +181,27 @@ fn is_permuted(part: LayerPart) -> bool {
     matches!(part, LayerPart::Q | LayerPart::K | LayerPart::QBias | LayerPart::KBias)
 }
 
-fn extents(part: Part, config: &ModelConfig) -> Vec<usize> {
-    let (rows, columns) = part.shape(config);
-    if part.is_vector() { vec![columns] } else { vec![rows, columns] }
+/// First row of a matrix in its tensor, and the tensor's rows; (0, elements) for a vector.
+fn rows_within(part: Part, config: &ModelConfig) -> (usize, usize) {
+    use LayerPart::*;
+    let (q, kv, intermediate) = (config.q_width(), config.kv_width(), config.intermediate);
+    match part {
+        Part::Layer(_, kind @ (Q | K | V)) if config.family == "phi3" => (
+            if kind == Q {
+                0
+            } else if kind == K {
+                q
+            } else {
+                q + kv
+            },
+            q + 2 * kv,
+        ),
+        Part::Layer(_, kind @ (Gate | Up)) if config.family == "phi3" => {
+            (if kind == Up { intermediate } else { 0 }, 2 * intermediate)
+        }
+        part if part.is_vector() => (0, part.shape(config).1),
+        part => (0, part.shape(config).0),
+    }
 }
 
 /// A tensor of this shape.
@@ -242,7 +292,7 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
     };
     let fields = Fields { gguf, architecture: &architecture };
-    if !["llama", "qwen2", "qwen3", "smollm3", "granite"].contains(&architecture.as_str()) {
+    if !["llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "phi3"].contains(&architecture.as_str()) {
         return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
     }
     let granite = architecture == "granite";
@@ -274,15 +324,22 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     if heads % kv_heads != 0 {
         return Err(gguf.wrong(&fields.key("attention.head_count_kv"), &format!("a divisor of {heads}")));
     }
+    let phi = architecture == "phi3";
+    let mut rotated = head_dim;
     for name in ["attention.value_length", "rope.dimension_count"] {
         if let Some(other) = fields.size(name, 0..=usize::MAX)?
             && other != head_dim
         {
-            return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
+            let partial = phi && name == "rope.dimension_count" && other.is_multiple_of(2);
+            if !partial || !(*HEAD_DIM.start()..head_dim).contains(&other) {
+                return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
+            }
+            rotated = other;
         }
     }
     let stated_positions = size("context_length", POSITIONS)?;
-    let (rope, max_positions) = rope(&fields, head_dim, stated_positions)?;
+    let (rope, max_positions) =
+        if phi { long_rope(&fields, rotated, stated_positions)? } else { rope(&fields, head_dim, stated_positions)? };
     if let Some(window) = fields.size("attention.sliding_window", 0..=usize::MAX)?
         && (1..max_positions).contains(&window)
     {
@@ -290,9 +347,12 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     }
     let rms_eps = fields.number("attention.layer_norm_rms_epsilon", 1e-12..=1e-1)?;
     let (scales, residual) = if granite { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
-    let has = |part| gguf.tensors().contains_key(&tensor_name(part));
+    let has = |part| gguf.tensors().contains_key(&tensor_name(&architecture, part));
     let has_in_layer = |part| has(Part::Layer(0, part));
-    let vocab = gguf.tensors().get(&tensor_name(Part::Embedding)).and_then(|(_, table)| table.shape.first().copied());
+    let vocab = gguf
+        .tensors()
+        .get(&tensor_name(&architecture, Part::Embedding))
+        .and_then(|(_, table)| table.shape.first().copied());
     // A vocabulary without a plausible size is refused later, with its tensor.
     let vocab = vocab.filter(|vocab| VOCAB.contains(vocab)).unwrap_or(*VOCAB.end());
     Ok(ModelConfig {
@@ -310,17 +370,25 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         qkv_bias: architecture == "qwen2" || has_in_layer(LayerPart::QBias),
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
-        qk_norm: architecture == "qwen3",
+        qk_norm: match architecture.as_str() {
+            "qwen3" => QkNorm::Heads,
+            "olmo2" => QkNorm::Projection,
+            _ => QkNorm::None,
+        },
+        norms: if architecture == "olmo2" { LayerNorms::After } else { LayerNorms::Before },
         no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
         scales,
+        local: None,
+        activation: Activation::Silu,
+        norms_less_one: false,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
         family: architecture,
     })
 }
 
-/// Granite's multipliers, and the one of the branches among them. Without `attention.scale` scores are divided by the root of the head's
-/// channels, as elsewhere.
+/// Granite's multipliers, and its residual multiplier. Without `attention.scale` scores are divided by √head_dim, as in other
+/// families.
 fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
     let scale = |name| fields.number(name, MULTIPLIERS);
     let (embedding, residual) = (scale("embedding_scale")?.unwrap_or(1.0), scale("residual_scale")?.unwrap_or(1.0));
@@ -329,15 +397,41 @@ fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
     Ok((Scales::of(embedding, residual, logits, scores), residual))
 }
 
-/// RoPE, and the context it reaches.
-fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
+/// Phi-3's RoPE on the first `dim` channels of a head, and the context it reaches. A model for more than its original context always
+/// uses the long factors, as for safetensors ([`crate::config`]).
+fn long_rope(fields: &Fields, dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
+    match fields.gguf.text(&fields.key("rope.scaling.type"))?.as_deref() {
+        None | Some("none" | "longrope") => (),
+        Some(other) => return Err(fields.unsupported(&format!("RoPE scaling \"{}\"", shown(other)))),
+    }
+    let original = fields.size("rope.scaling.original_context_length", POSITIONS)?.unwrap_or(stated_positions);
+    let attention_factor = fields.number("rope.scaling.attn_factor", 1e-6..=1e2)?.unwrap_or(1.0);
+    let name = if stated_positions > original { LONG_FACTORS } else { SHORT_FACTORS };
+    let scaling = match factors(fields, name, dim)? {
+        Some(factors) => RopeScaling::Factors { factors, attention_factor },
+        None if attention_factor == 1.0 => RopeScaling::None,
+        None => {
+            return Err(fields.unsupported(&format!("rope.scaling.attn_factor {attention_factor} without {name}")));
+        }
+    };
+    Ok((Rope { theta: theta(fields)?, dim, scaling, query_scale: None }, stated_positions))
+}
+
+/// RoPE's base.
+fn theta(fields: &Fields) -> Result<f64> {
     let theta = fields.number("rope.freq_base", 1.0..=1e12)?.unwrap_or(10_000.0);
     if theta <= 1.0 {
         return Err(fields.gguf.wrong(&fields.key("rope.freq_base"), "above 1"));
     }
+    Ok(theta)
+}
+
+/// RoPE, and the context it reaches.
+fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
+    let theta = theta(fields)?;
     let kind = fields.gguf.text(&fields.key("rope.scaling.type"))?;
     let factor = |name| fields.number(name, 1.0..=65_536.0);
-    // Files from before 2024 use another key for the factor of linear scaling.
+    // Files of old converters have another key for the factor of linear scaling.
     let (factor, old) = (factor("rope.scaling.factor")?, factor("rope.scale_linear")?);
     let kind = kind.unwrap_or_else(|| if old.is_some() { "linear" } else { "none" }.to_string());
     let stretch = factor.or(old);
@@ -371,7 +465,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     if attention != 1.0 && !matches!(scaling, RopeScaling::Yarn { .. }) {
         return Err(fields.unsupported(&format!("rope.scaling.attn_factor {attention} without YaRN")));
     }
-    let scaling = match (scaling, factors(fields, head_dim)?) {
+    let scaling = match (scaling, factors(fields, ROPE_FACTORS, head_dim)?) {
         (scaling, None) => scaling,
         (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors, attention_factor: 1.0 },
         (_, Some(_)) => return Err(fields.unsupported(&format!("{ROPE_FACTORS} with RoPE scaling \"{kind}\""))),
@@ -383,23 +477,23 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         }
         _ => stated_positions,
     };
-    Ok((Rope { theta, dim: head_dim, scaling }, max_positions))
+    Ok((Rope { theta, dim: head_dim, scaling, query_scale: None }, max_positions))
 }
 
-/// Factors on RoPE's wavelengths, `[head_dim / 2]`.
-fn factors(fields: &Fields, head_dim: usize) -> Result<Option<Vec<f32>>> {
+/// Factors on RoPE's wavelengths of `dim` rotated channels, `[dim / 2]`; `None` if the file has no such tensor.
+fn factors(fields: &Fields, name: &str, dim: usize) -> Result<Option<Vec<f32>>> {
     let gguf = fields.gguf;
-    if !gguf.tensors().contains_key(ROPE_FACTORS) {
+    if !gguf.tensors().contains_key(name) {
         return Ok(None);
     }
-    let (part, found) = tensor(gguf, ROPE_FACTORS, &[head_dim / 2])?;
+    let (part, found) = tensor(gguf, name, &[dim / 2])?;
     let mut raw = vec![0; usize::try_from(found.bytes).unwrap_or_default()];
     gguf.read(*part, found.offset, &mut raw)?;
-    let mut factors = vec![0.0; head_dim / 2];
+    let mut factors = vec![0.0; dim / 2];
     found.encoding.decode(&raw, &mut factors);
     match factors.iter().find(|factor| !(1e-6..=1e6).contains(*factor)) {
         Some(factor) => Err(Error::model(
-            format!("{}: {ROPE_FACTORS} has the factor {factor}, which is not from 1e-6 to 1e6", gguf.name()),
+            format!("{}: {name} has the factor {factor}, which is not from 1e-6 to 1e6", gguf.name()),
             "the file is damaged; download it again",
         )),
         None => Ok(Some(factors)),

@@ -56,6 +56,15 @@ pub enum Pass<'a> {
     Prefill(Block<'a>),
 }
 
+/// The two branches of a layer, each added to the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Branch {
+    /// Attention and its output projection.
+    Attention,
+    /// The feed-forward network.
+    Mlp,
+}
+
 /// What a draft step of a self-drafting model reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftConfig {
@@ -94,12 +103,12 @@ pub trait Network: Send {
     /// GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
 
-    /// Whether steps may read [`Pages::Tokens`].
+    /// Returns true if steps may read [`Pages::Tokens`].
     fn reads_tokens(&self) -> bool {
         false
     }
 
-    /// RMSNorm, Q/K/V projections with biases, q/k norms per head (if the model has them), and RoPE at each row's position.
+    /// RMSNorm, Q/K/V projections with biases, q/k norms, and RoPE at each row's position; norms if the model has them.
     /// Keys and values of a step go to the buffer, over drafted ones; those of a prefill block to the layer's scratch.
     ///
     /// # Errors
@@ -125,14 +134,14 @@ pub trait Network: Send {
     /// inputs of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Hidden state of each row += the last projection. A backend may fuse the addition into the projection or into the
-    /// following norm, and do nothing here.
+    /// Hidden state of each row += the last projection, which is that of `branch`, normalised if the model has norms after branches.
+    /// A backend may fuse the addition into the projection or into the following norm, and do nothing here.
     ///
     /// # Errors
-    /// None but those of defects.
-    fn reduce_residual(&mut self, pass: &Pass) -> Result<()>;
+    /// None but those of defects, and device errors of a GPU.
+    fn reduce_residual(&mut self, layer: usize, branch: Branch, pass: &Pass) -> Result<()>;
 
-    /// RMSNorm, gate and up projections, SiLU(gate) · up.
+    /// RMSNorm if the model has it, gate and up projections, SiLU(gate) · up.
     ///
     /// # Errors
     /// As [`Network::output`].
@@ -144,8 +153,9 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Ends a prefill layer: quantises the prompt's complete pages, except those shared, and copies the last (up to 3G) tokens to the buffer. With
-    /// [`crate::backend::Options::page_masses`] it keeps the attention that the last queries paid to the pages that a query after them sees.
+    /// Ends a prefill layer: quantises the prompt's complete pages, except shared ones, and copies the last (up to 3G) tokens
+    /// to the buffer. With [`crate::backend::Options::page_masses`] it keeps the masses of the pages that a query after the
+    /// prompt sees.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this in

@@ -67,10 +67,11 @@ pub trait PromptRows {
     /// As [`PromptRows::export_rows`].
     fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()>;
 
-    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the host's unless a device has its own.
+    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the provided method uses the host's,
+    /// a GPU its own.
     ///
     /// # Errors
-    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] where a device has no memory for the copy.
+    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] if a device has no memory for the copy.
     fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
         let mut bytes = vec![0; tokens.len() * self.row_bytes()];
         self.export_rows(tokens, &mut bytes)?;
@@ -80,7 +81,7 @@ pub trait PromptRows {
     /// [`PromptRows::import_rows`] of rows that [`PromptRows::hold_rows`] has copied, from its row `first` on.
     ///
     /// # Errors
-    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] where `held` has no such rows.
+    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] if `held` has no such rows.
     fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
         let bytes = first * self.row_bytes()..(first + tokens.len()) * self.row_bytes();
         match held.downcast_ref::<Vec<u8>>().and_then(|held| held.get(bytes)) {
@@ -316,7 +317,7 @@ impl PromptCache {
                 let in_use: usize =
                     reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
-                // Branches in use are the last.
+                // The least recently used go first; those in use are the last (`use_held`).
                 let mut held: usize = branches.iter().map(|branch| branch.bytes).sum();
                 while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
                     held -= branches.remove(0).bytes;
@@ -506,7 +507,7 @@ pub struct Reuse {
     failed: Option<io::Error>,
 }
 
-/// Records a prompt's blocks from one on, layer by layer.
+/// Records the blocks of a prompt from block `from` on, layer by layer.
 #[derive(Debug)]
 struct Recorder {
     from: usize,

@@ -217,7 +217,7 @@ impl Scheme {
             || (self.zeros && suffix == zeros)
             || (suffix == groups && self.codes != Codes::Awq)
             || suffix == "weight_shape" && matches!(self.codes, Codes::Words { .. })
-            || suffix == "input_scale" && self.codes == Codes::Fp8
+            || matches!(suffix, "input_scale" | "activation_scale") && self.codes == Codes::Fp8
     }
 }
 

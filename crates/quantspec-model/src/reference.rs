@@ -6,7 +6,7 @@
 //! dequantised codes.
 
 use crate::backend::{
-    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+    Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::prompt_cache::PromptRows;
@@ -18,9 +18,11 @@ use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
 use quantspec_core::cache::{
-    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
+    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, first_visible, visible_buffer, visible_pages, visible_quantised,
 };
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    Activation, DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
+};
 use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
@@ -40,6 +42,8 @@ pub struct ReferenceBackend {
     options: Options,
     hooks: Hooks,
     rope: RopeTable,
+    /// Of local layers.
+    local_rope: Option<RopeTable>,
     /// Weights in f32: matrices [outputs][inputs], vectors [n].
     full: HashMap<Part, Tensor>,
     /// Dequantised draft weights. A missing part drafts with its full weights.
@@ -132,6 +136,7 @@ impl ReferenceBackend {
         }
         Ok(ReferenceBackend {
             rope: RopeTable::new(&config),
+            local_rope: RopeTable::local(&config),
             slots: (0..options.slots).map(|_| None).collect(),
             page_pool: PagePool::new(options.pages(), options.slots),
             options: options.clone(),
@@ -202,6 +207,11 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
+    /// Rows normalised by a part of a layer, or as they are if the model has no such norm.
+    fn normed(&self, rows: &Tensor, layer: usize, part: LayerPart) -> Result<Tensor> {
+        if part.exists(&self.config) { self.norm(rows, Part::Layer(layer, part)) } else { Ok(rows.clone()) }
+    }
+
     /// Applies a layer's RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
     fn rotate(&self, layer: usize, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
@@ -209,8 +219,9 @@ impl ReferenceBackend {
         for (row, &(position, length)) in places.iter().enumerate() {
             let channels = row * half..(row + 1) * half;
             let (cos, sin) = (&mut cos[channels.clone()], &mut sin[channels]);
+            let local = self.local_rope.as_ref().filter(|_| self.config.reach(layer).is_some());
             if self.config.rotates(layer) {
-                self.rope.fill(position, length, cos, sin);
+                local.unwrap_or(&self.rope).fill(position, length, cos, sin);
             } else {
                 self.rope.fill_unrotated(cos, sin);
             }
@@ -236,18 +247,25 @@ impl ReferenceBackend {
     ) -> Result<[Tensor; 3]> {
         use LayerPart::*;
         let part = |part| Part::Layer(layer, part);
-        let x = self.norm(hidden, part(AttentionNorm))?;
+        let x = self.normed(hidden, layer, AttentionNorm)?;
         let mut q = self.linear(&x, part(Q), Some(part(QBias)), weights)?;
         let mut k = self.linear(&x, part(K), Some(part(KBias)), weights)?;
         let v = self.linear(&x, part(V), Some(part(VBias)), weights)?;
         let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
-        if self.config.qk_norm {
-            let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
-            let flat = |x: Tensor| tensor(|| x.flatten_from(1));
-            q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
-            k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
+        match self.config.qk_norm {
+            QkNorm::None => (),
+            QkNorm::Heads => {
+                let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
+                let flat = |x: Tensor| tensor(|| x.flatten_from(1));
+                q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
+                k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
+            }
+            QkNorm::Projection => (q, k) = (self.norm(&q, part(QNorm))?, self.norm(&k, part(KNorm))?),
         }
-        Ok([self.rotate(layer, &q, heads, places)?, self.rotate(layer, &k, kv_heads, places)?, v])
+        let factors: Vec<f32> = places.iter().map(|&(position, _)| self.config.query_factor(position)).collect();
+        let factors = tensor(|| Tensor::from_vec(factors, (places.len(), 1), &Device::Cpu))?;
+        let q = self.rotate(layer, &q, heads, places)?;
+        Ok([tensor(|| q.broadcast_mul(&factors))?, self.rotate(layer, &k, kv_heads, places)?, v])
     }
 
     /// Attention of one decode row, [1][q_width].
@@ -257,12 +275,17 @@ impl ReferenceBackend {
         let (group, rounding, planes) = (self.config.group(), self.options.rounding, self.options.planes);
         check_view(step.view, planes)?;
         let nibbles = planes.upper && self.options.ablation.is_none();
+        // A local layer reads every token of it, whatever the draft's pages.
+        let hidden = self.config.reach(layer).map(|reach| first_visible(row.position, reach));
         let query = tensor(|| self.between[index].reshape((kv_heads, group, head_dim)))?;
         let mut outputs = Vec::new();
         for kv_head in 0..kv_heads {
             let query = tensor(|| query.get(kv_head))?;
             let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
-            let pages = head.choose_pages(step, row.position, &query, rounding, nibbles)?;
+            let pages = match hidden {
+                None => head.choose_pages(step, row.position, &query, rounding, nibbles)?,
+                Some(first) => (first / G..visible_pages(row.position)).collect(),
+            };
             let (mut keys, mut values) = (Vec::new(), Vec::new());
             for page in pages {
                 head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
@@ -275,9 +298,14 @@ impl ReferenceBackend {
             let (quantised, shape) = (visible_quantised(row.position), (keys.len() / head_dim, head_dim));
             let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
             let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
-            let mask = match step.pages {
-                Pages::Tokens(n) => Some(best_tokens(&query, &keys, quantised, n)?),
-                _ => None,
+            let mask = match (hidden, step.pages) {
+                (Some(first), _) => {
+                    let hidden = |index: usize| index % shape.0 < first % G && first < quantised;
+                    let mask = (0..group * shape.0).map(|index| if hidden(index) { f32::NEG_INFINITY } else { 0.0 });
+                    Some(tensor(|| Tensor::from_vec(mask.collect(), (group, shape.0), &Device::Cpu))?)
+                }
+                (None, Pages::Tokens(n)) => Some(best_tokens(&query, &keys, quantised, n)?),
+                (None, _) => None,
             };
             outputs.push(softmax_sum(&query, &keys, &values, mask.as_ref())?);
         }
@@ -285,14 +313,18 @@ impl ReferenceBackend {
     }
 
     /// Exact causal attention of a prompt block over the layer's scratch, [rows][q_width].
-    fn attend_block(&self, block: &Block) -> Result<Tensor> {
+    fn attend_block(&self, layer: usize, block: &Block) -> Result<Tensor> {
         let ModelConfig { heads, head_dim, .. } = self.config;
         let Some((keys, values)) = &self.scratch else {
             return Err(Error::internal("prompt attention without keys"));
         };
         let tokens = block.start + block.rows;
-        // Row r sees tokens 0..=start + r.
-        let hidden = |index: usize| index % tokens > block.start + index / tokens;
+        // Row r sees tokens 0..=start + r, or the last ones of these.
+        let reach = self.config.reach(layer).unwrap_or(usize::MAX);
+        let hidden = |index: usize| {
+            let (position, token) = (block.start + index / tokens, index % tokens);
+            token > position || token < first_visible(position, reach)
+        };
         let mask = (0..block.rows * tokens).map(|index| if hidden(index) { f32::NEG_INFINITY } else { 0.0 }).collect();
         let mask = tensor(|| Tensor::from_vec(mask, (block.rows, tokens), &Device::Cpu))?;
         let mut outputs = Vec::new();
@@ -652,7 +684,7 @@ impl Network for ReferenceBackend {
             Pass::Step(step) => {
                 (0..step.rows.len()).map(|index| self.attend_row(layer, step, index)).collect::<Result<_>>()?
             }
-            Pass::Prefill(block) => vec![self.attend_block(block)?],
+            Pass::Prefill(block) => vec![self.attend_block(layer, block)?],
         };
         Ok(())
     }
@@ -661,7 +693,12 @@ impl Network for ReferenceBackend {
         self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
     }
 
-    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+    fn reduce_residual(&mut self, layer: usize, branch: Branch, pass: &Pass) -> Result<()> {
+        let norm = match branch {
+            Branch::Attention => LayerPart::AttentionOutputNorm,
+            Branch::Mlp => LayerPart::MlpOutputNorm,
+        };
+        self.between = self.between.iter().map(|y| self.normed(y, layer, norm)).collect::<Result<_>>()?;
         let hidden = self.hidden(pass)?;
         let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
         self.set_hidden(pass, sums);
@@ -673,10 +710,13 @@ impl Network for ReferenceBackend {
         let (weights, part) = (weights_of(pass), |part| Part::Layer(layer, part));
         let mut gated = Vec::new();
         for hidden in self.hidden(pass)? {
-            let x = self.norm(&hidden, part(MlpNorm))?;
+            let x = self.normed(&hidden, layer, MlpNorm)?;
             let gate = self.linear(&x, part(Gate), Some(part(GateBias)), weights)?;
             let up = self.linear(&x, part(Up), Some(part(UpBias)), weights)?;
-            gated.push(tensor(|| gate.silu()? * up)?);
+            gated.push(match self.config.activation {
+                Activation::Silu => tensor(|| gate.silu()? * up)?,
+                Activation::Gelu => tensor(|| gate.gelu()? * up)?,
+            });
         }
         self.between = gated;
         Ok(())

@@ -4,21 +4,21 @@
 //! x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in f32 the angle of the fastest
 //! channel is wrong by up to 0.004 rad at position 10⁵.
 //!
-//! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q and K are
-//! then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have the angle 0. One
-//! permutation of queries and keys changes no score.
+//! If only the first R channels of a head are rotated ("partial rotary"), the checkpoint pairs i with i + R/2. The rows of Q
+//! and K are then loaded in the order of `stored_channel`, which makes them pairs (i, i + D/2) with i < R/2; all others have
+//! the angle 0. The same permutation of queries and keys changes no score.
 
-use quantspec_core::config::{ModelConfig, RopeScaling};
+use quantspec_core::config::{ModelConfig, Rope, RopeScaling};
 use std::f64::consts::PI;
 
 /// Inverse frequencies of a model with their scaling.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
-    /// Of the rotated pairs, [R/2].
+    /// Inverse frequencies of the rotated pairs, [R/2].
     inverse: Vec<f64>,
     /// Factor on the cosines and sines of rotated pairs.
     attention_factor: f64,
-    /// Factor on the cosines of all others: the root of the factor on the scores.
+    /// Factor on the cosines of all other pairs: the root of the factor on the attention scores (`Scales::scores`).
     level: f64,
     dynamic: Option<Dynamic>,
 }
@@ -46,16 +46,25 @@ pub(crate) fn stored_channel(channel: usize, head_dim: usize, dim: usize) -> usi
 }
 
 impl RopeTable {
-    /// The table of a model.
+    /// The table of a model's layers that see all tokens.
     pub fn new(config: &ModelConfig) -> RopeTable {
-        let (theta, dim) = (config.rope.theta, config.rope.dim);
+        RopeTable::of(&config.rope, config)
+    }
+
+    /// The table of local layers; `None` if the model has none.
+    pub fn local(config: &ModelConfig) -> Option<RopeTable> {
+        config.local.as_ref().map(|local| RopeTable::of(&local.rope, config))
+    }
+
+    fn of(rope: &Rope, config: &ModelConfig) -> RopeTable {
+        let (theta, dim) = (rope.theta, rope.dim);
         let mut table = RopeTable {
             inverse: inverse_frequencies(theta, dim),
             attention_factor: 1.0,
             level: config.scales.scores.sqrt(),
             dynamic: None,
         };
-        match config.rope.scaling {
+        match rope.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => table.inverse.iter_mut().for_each(|f| *f /= factor),
             RopeScaling::Dynamic { factor, original } => table.dynamic = Some(Dynamic { theta, factor, original }),
@@ -102,8 +111,8 @@ impl RopeTable {
         self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
     }
 
-    /// Cosines and sines of `position`, [D/2] each. Both hold the root of the factor on the scores, and those of rotated pairs also the
-    /// attention factor of YaRN and LongRoPE.
+    /// Cosines and sines of `position`, [D/2] each. They include the root of the factor on the attention scores; those of
+    /// rotated pairs also include the attention factor of YaRN and LongRoPE.
     ///
     /// `length` is the sequence length at this row and matters for dynamic scaling only: a prefill row passes the prompt's
     /// length, a step row position + 1.
@@ -128,7 +137,7 @@ impl RopeTable {
         }
     }
 
-    /// Cosines and sines of pairs that are not rotated, at any position: those of a layer without position embedding, [D/2] each.
+    /// Cosines and sines of pairs that are not rotated, at any position: all [D/2] of a layer without position embedding.
     pub fn fill_unrotated(&self, cos: &mut [f32], sin: &mut [f32]) {
         cos.fill(self.level as f32);
         sin.fill(0.0);
@@ -138,7 +147,7 @@ impl RopeTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Dtype, Rope, Scales};
+    use quantspec_core::config::{Activation, Dtype, LayerNorms, QkNorm, Rope, Scales};
 
     fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
         RopeTable::new(&model(head_dim, scaling))
@@ -156,14 +165,18 @@ mod tests {
             vocab: 1,
             max_positions: 1 << 20,
             rms_eps: 1e-5,
-            rope: Rope { theta: 10_000.0, dim: head_dim, scaling },
+            rope: Rope { theta: 10_000.0, dim: head_dim, scaling, query_scale: None },
             no_rope: Vec::new(),
+            local: None,
+            activation: Activation::Silu,
+            norms_less_one: false,
             scales: Scales::NONE,
             tied_embeddings: false,
             qkv_bias: false,
             output_bias: false,
             mlp_bias: false,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
             dtype: Dtype::F32,
             eos: Vec::new(),
         }

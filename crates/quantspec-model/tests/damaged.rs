@@ -3,7 +3,9 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{
+    Activation, Dtype, LayerNorms, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales,
+};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::config::parse;
@@ -444,7 +446,7 @@ fn absurd_configurations() {
 fn unsupported_models_are_named() {
     config_refused(json!({"model_type": "mixtral"}), "model family \"mixtral\" (mixture of experts) is not supported");
     config_refused(json!({"model_type": "qwen3_moe"}), "model family \"qwen3_moe\" (mixture of experts)");
-    config_refused(json!({"model_type": "gemma3_text"}), "model family \"gemma3_text\" is not supported");
+    config_refused(json!({"model_type": "gemma2"}), "model family \"gemma2\" is not supported");
     config_refused(json!({"model_type": "jamba"}), "model family \"jamba\"");
     config_refused(
         json!({"architectures": ["LlamaForSequenceClassification"]}),
@@ -526,12 +528,12 @@ fn families_have_their_own_defaults() {
     let llama = parsed(json!({"attention_bias": true, "mlp_bias": true, "num_key_value_heads": "REMOVE"}));
     assert_eq!(
         (llama.kv_heads, llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm),
-        (2, true, true, true, false)
+        (2, true, true, true, QkNorm::None)
     );
     let qwen2 = parsed(json!({"model_type": "qwen2", "head_dim": "REMOVE", "attention_bias": true}));
     assert_eq!((qwen2.head_dim, qwen2.qkv_bias, qwen2.output_bias), (4, true, false));
     let qwen3 = parsed(json!({"model_type": "qwen3", "head_dim": "REMOVE"}));
-    assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, true));
+    assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, QkNorm::Heads));
     let mistral = parsed(json!({"model_type": "mistral", "sliding_window": null, "attention_bias": true}));
     assert_eq!((mistral.qkv_bias, mistral.rope.theta), (false, 10_000.0));
     // If the file states the original context, the context is the stretched one.
@@ -599,6 +601,135 @@ fn layers_without_positions_are_read() {
     let windows = json!({"model_type": "smollm3", "use_sliding_window": true, "sliding_window": 32});
     config_refused(windows, "sliding-window attention (32 tokens of a context of 64");
     assert_eq!(parsed(json!({"model_type": "smollm3", "sliding_window": 32})).max_positions, 64);
+}
+
+#[test]
+fn norms_after_the_branches_are_read() {
+    let config = parsed(json!({"model_type": "olmo2", "rms_norm_eps": "REMOVE", "num_key_value_heads": "REMOVE"}));
+    assert_eq!((config.rms_eps, config.kv_heads, config.tied_embeddings), (1e-5, 2, false));
+    assert_eq!((config.qk_norm, config.norms), (QkNorm::Projection, LayerNorms::After));
+    parsed(json!({"model_type": "olmo2", "attention_bias": false}));
+    let biased = json!({"model_type": "olmo2", "attention_bias": true});
+    config_refused(biased, "attention_bias in a olmo2 network is not supported");
+    assert_eq!(parsed(json!({})).norms, LayerNorms::Before);
+}
+
+#[test]
+fn local_layers_are_read() {
+    let bare = json!({"model_type": "gemma3_text", "num_hidden_layers": 8, "hidden_act": "REMOVE", "rope_theta": "REMOVE",
+        "num_attention_heads": "REMOVE", "num_key_value_heads": "REMOVE", "head_dim": "REMOVE", "vocab_size": "REMOVE",
+        "max_position_embeddings": "REMOVE", "rms_norm_eps": "REMOVE", "tie_word_embeddings": "REMOVE"});
+    let with = |extra: Value| {
+        let mut fields = bare.clone();
+        fields.as_object_mut().expect("object").extend(extra.as_object().expect("object").clone());
+        fields
+    };
+    let config = parsed(bare.clone());
+    assert_eq!((config.heads, config.kv_heads, config.head_dim, config.vocab), (8, 4, 256, 262_208));
+    assert_eq!((config.max_positions, config.rms_eps, config.rope.theta), (131_072, 1e-6, 1e6));
+    assert!(config.tied_embeddings && config.norms_less_one);
+    assert_eq!((config.activation, config.norms, config.qk_norm), (Activation::Gelu, LayerNorms::Both, QkNorm::Heads));
+    let local = config.local.clone().expect("local layers");
+    assert_eq!((local.reach, local.rope.theta), (4096, 10_000.0));
+    assert_eq!(local.layers, [true, true, true, true, true, false, true, true]);
+    assert_eq!([4, 5, 8].map(|layer| config.reach(layer)), [Some(4096), None, None]);
+    // The root of the hidden size 8, and heads of 256 channels.
+    assert_eq!(config.scales, Scales { embedding: 8f32.sqrt(), scores: 1.0, logits: 1.0 });
+    let config = parsed(with(json!({"query_pre_attn_scalar": 64, "sliding_window_pattern": 2, "sliding_window": 512,
+        "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})));
+    assert_eq!((config.scales.scores, &config.rope.scaling), (2.0, &RopeScaling::Linear { factor: 8.0 }));
+    let local = config.local.expect("local layers");
+    assert_eq!((local.reach, local.rope.theta, local.layers[..3].to_vec()), (512, 5e3, vec![true, false, true]));
+    assert_eq!(local.rope.scaling, RopeScaling::None);
+    // Lists of layers and RoPE by layer type, as transformers 5 writes them.
+    let types = ["full_attention", "sliding_attention"].repeat(4);
+    let by_type = |local: Value| {
+        let full = json!({"rope_type": "default", "rope_theta": 2e6});
+        json!({"layer_types": types, "rope_parameters": {"full_attention": full, "sliding_attention": local}})
+    };
+    let config = parsed(with(by_type(json!({"rope_type": "default", "rope_theta": 3e4}))));
+    let local = config.local.expect("local layers");
+    assert_eq!((config.rope.theta, local.rope.theta, local.layers[..2].to_vec()), (2e6, 3e4, vec![false, true]));
+    // As published: within the configuration of a model with a vision tower.
+    let inner: serde_json::Map<_, _> = with(json!({"hidden_size": 8, "intermediate_size": 16}))
+        .as_object()
+        .expect("object")
+        .iter()
+        .filter(|(_, value)| **value != "REMOVE")
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect();
+    let wrapped = json!({"model_type": "gemma3", "text_config": inner});
+    assert_eq!(parse(wrapped.to_string().as_bytes(), None).expect("config").family, "gemma3_text");
+    for (extra, expected) in [
+        (
+            json!({"sliding_window": 192}),
+            "sliding_window 192, which is not a multiple of 64 from 256 on, is not supported",
+        ),
+        (json!({"sliding_window": 300}), "sliding_window 300, which is not a multiple of 64"),
+        (json!({"sliding_window": "4"}), "sliding_window is \"4\", not a whole number"),
+        (json!({"sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
+        (json!({"layer_types": ["full_attention"]}), "layer_types has 1 entries for 8 layers"),
+        (json!({"layer_types": vec!["linear_attention"; 8]}), "layer type \"linear_attention\""),
+        (json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping (50.0) is not supported"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping (30.0) is not supported"),
+        (json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
+        (json!({"hidden_activation": "gelu"}), "activation \"gelu\" (hidden_activation)"),
+        (json!({"query_pre_attn_scalar": 0}), "query_pre_attn_scalar 0 is not from 1 to 1000000"),
+        (json!({"attention_bias": true}), "attention_bias in a gemma3_text network is not supported"),
+        (json!({"rope_local_base_freq": 1.0}), "rope_theta 1 is not above 1"),
+        (by_type(json!({"rope_type": "yarn"})), "RoPE type \"yarn\" of local layers is not supported"),
+        (json!({"rope_parameters": {"rope_type": "default"}}), "rope_parameters.full_attention is missing"),
+    ] {
+        config_refused(with(extra), expected);
+    }
+}
+
+#[test]
+fn growing_queries_are_read() {
+    let parameters = json!({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0});
+    let fields = json!({"model_type": "ministral3", "rope_parameters": parameters, "rope_theta": "REMOVE",
+        "rms_norm_eps": "REMOVE", "max_position_embeddings": "REMOVE", "sliding_window": null});
+    let config = parsed(fields.clone());
+    assert_eq!(config.rope.query_scale, Some(QueryScale { beta: 0.1, original: 16 }));
+    assert_eq!((config.rope.theta, config.rms_eps, config.max_positions), (1e6, 1e-5, 262_144));
+    assert_eq!([0, 15].map(|position| config.query_factor(position)), [1.0; 2]);
+    let grown = [16, 47, 48].map(|position| config.query_factor(position));
+    assert_eq!(grown, [2f64, 3.0, 4.0].map(|chunks| (1.0 + 0.1 * chunks.ln()) as f32));
+    // As published: within the configuration of a model with a vision tower, which may say that the head is the embedding.
+    let mut inner = json!({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "hidden_act": "silu"});
+    inner.as_object_mut().expect("object").extend(
+        fields
+            .as_object()
+            .expect("object")
+            .iter()
+            .filter(|(_, value)| *value != "REMOVE")
+            .map(|(k, v)| (k.clone(), v.clone())),
+    );
+    let wrapped = |tied: bool| json!({"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": tied});
+    for tied in [true, false] {
+        let config = parse(wrapped(tied).to_string().as_bytes(), None).expect("configuration");
+        assert_eq!((config.family.as_str(), config.tied_embeddings), ("ministral3", tied));
+    }
+    // Mistral's queries do not grow.
+    let mut mistral = fields.clone();
+    mistral["model_type"] = json!("mistral");
+    assert_eq!(parsed(mistral).rope.query_scale, None);
+    let with = |beta: Value| {
+        let mut fields = fields.clone();
+        fields["rope_parameters"]["llama_4_scaling_beta"] = beta;
+        fields
+    };
+    for wrong in [-0.1, 101.0] {
+        config_refused(with(json!(wrong)), &format!("llama_4_scaling_beta {wrong} is not from 0 to 100"));
+    }
+    config_refused(with(Value::Null), "rope_parameters: llama_4_scaling_beta is missing");
+    config_refused(with(json!("0.1")), "llama_4_scaling_beta is \"0.1\", not a number");
+    config_refused(json!({"model_type": "ministral3"}), "config.json: rope_parameters is missing");
+    let mut windowed = fields;
+    windowed["sliding_window"] = json!(32);
+    config_refused(windowed, "sliding-window attention (32 tokens of a context of 262144");
 }
 
 #[test]

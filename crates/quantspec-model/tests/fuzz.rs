@@ -117,6 +117,10 @@ fn configurations() -> Vec<String> {
         json!({"model_type": "mistral", "sliding_window": null, "eos_token_id": [1, 2]}),
         json!({"model_type": "smollm3", "no_rope_layers": [0], "no_rope_layer_interval": 4, "use_sliding_window": false}),
         json!({"model_type": "granite", "embedding_multiplier": 12.0, "attention_multiplier": 0.5, "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+        json!({"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "sliding_window_pattern": 6, "layer_types": ["sliding_attention"], "query_pre_attn_scalar": 256, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        json!({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+        json!({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}}),
+        json!({"model_type": "olmo2", "rms_norm_eps": 1e-6, "attention_bias": false}),
         json!({"model_type": "phi3", "head_dim": 8, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16, "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "attention_factor": 1.2}}),
     ];
     let with = |extra: &Value| {

@@ -8,7 +8,7 @@ mod format;
 use folder::Folder;
 use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_value, u32_value, value};
 use half::f16;
-use quantspec_core::config::{Dtype, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, LayerNorms, QkNorm, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::blocks::Encoding;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -154,8 +154,109 @@ fn qwen_rows_are_stored_in_order() {
         file.tensors.push(Tensor(name.to_string(), vec![4], 0, floats(4)));
     }
     let checkpoint = open(&file).expect("checkpoint");
-    assert!(checkpoint.config().qk_norm);
+    assert_eq!(checkpoint.config().qk_norm, QkNorm::Heads);
     assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+}
+
+/// The file as phi3: fused matrices, heads of 8 channels of which 6 are rotated, and factors.
+fn phi3() -> File {
+    let mut file = named("phi3");
+    file = file.with("phi3.attention.key_length", Some(u32_value(8)));
+    file = file.with("phi3.attention.value_length", Some(u32_value(8)));
+    file = file.with("phi3.rope.dimension_count", Some(u32_value(6)));
+    file = file.with("phi3.rope.scaling.original_context_length", Some(u32_value(16)));
+    file = file.with("phi3.rope.scaling.attn_factor", Some(f32_value(1.25)));
+    let fused = ["attn_q.", "attn_k.", "attn_v.", "ffn_gate.", "ffn_up.", "attn_output."];
+    file.tensors.retain(|tensor| !fused.iter().any(|part| tensor.0.contains(part)));
+    for (name, shape) in [("attn_qkv", [32, 32]), ("ffn_up", [32, 128]), ("attn_output", [16, 32])] {
+        let elements = (shape[0] * shape[1]) as usize;
+        file.tensors.push(Tensor(format!("blk.0.{name}.weight"), shape.to_vec(), 0, floats(elements)));
+    }
+    for (name, factors) in [("long", [1f32, 4.0, 16.5]), ("short", [1.0, 1.5, 2.0])] {
+        let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
+        file.tensors.push(Tensor(format!("rope_factors_{name}.weight"), vec![3], 0, bytes));
+    }
+    file
+}
+
+#[test]
+fn phi3_has_fused_matrices_and_two_sets_of_factors() {
+    let checkpoint = open(&phi3()).expect("checkpoint");
+    let config = checkpoint.config();
+    assert_eq!((config.head_dim, config.rope.dim, config.max_positions), (8, 6, 64));
+    let scaling = |factors: [f32; 3]| RopeScaling::Factors { factors: factors.to_vec(), attention_factor: 1.25 };
+    assert_eq!(config.rope.scaling, scaling([1.0, 4.0, 16.5]));
+    let rows = |first: usize, order: &[usize]| -> Vec<f32> {
+        order.iter().flat_map(|row| ((first + row) * 32..(first + row + 1) * 32).map(value)).collect()
+    };
+    // Channels 0, 1, 2 are paired with 3, 4, 5; 6 and 7 are not rotated.
+    let head = [0, 1, 2, 6, 3, 4, 5, 7];
+    let both: Vec<usize> = head.into_iter().chain(head.map(|row| 8 + row)).collect();
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), rows(0, &both));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::K)), rows(16, &head));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::V)), rows(24, &[0, 1, 2, 3, 4, 5, 6, 7]));
+    let all: Vec<usize> = (0..64).collect();
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Gate)), rows(0, &all));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Up)), rows(64, &all));
+    assert_eq!(checkpoint.tensor_name(Part::Layer(0, LayerPart::K)), "blk.0.attn_qkv.weight");
+    // A few rows must equal those of the whole.
+    let mut some = vec![0.0; 3 * 32];
+    checkpoint.read_f32(Part::Layer(0, LayerPart::K), 3..6, &mut some).expect("rows");
+    assert_eq!(some, rows(16, &head[3..6]));
+
+    let within = phi3().with("phi3.context_length", Some(u32_value(16)));
+    assert_eq!(open(&within).expect("checkpoint").config().rope.scaling, scaling([1.0, 1.5, 2.0]));
+    let mut plain = phi3().with("phi3.rope.scaling.attn_factor", None).with("phi3.rope.dimension_count", None);
+    plain.tensors.retain(|tensor| !tensor.0.starts_with("rope_factors"));
+    let checkpoint = open(&plain).expect("checkpoint");
+    assert_eq!((checkpoint.config().rope.dim, &checkpoint.config().rope.scaling), (8, &RopeScaling::None));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::K)), rows(16, &[0, 1, 2, 3, 4, 5, 6, 7]));
+
+    let without = plain.with("phi3.rope.scaling.attn_factor", Some(f32_value(1.25)));
+    refused(&without, "rope.scaling.attn_factor 1.25 without rope_factors_long.weight");
+    for wrong in [2, 5, 10] {
+        let file = phi3().with("phi3.rope.dimension_count", Some(u32_value(wrong)));
+        refused(&file, &format!("phi3.rope.dimension_count of {wrong} with heads of 8"));
+    }
+    refused(&phi3().with("phi3.rope.scaling.type", Some(text_value("linear"))), "RoPE scaling \"linear\"");
+    refused(&phi3().with("phi3.attention.sliding_window", Some(u32_value(32))), "sliding-window attention (32 of 64");
+    let mut file = phi3();
+    file.tensor("rope_factors_long.weight").1 = vec![2];
+    file.tensor("rope_factors_long.weight").3.truncate(8);
+    refused(&file, "tensor \"rope_factors_long.weight\" has shape [2], the metadata expects [3]");
+    let mut file = phi3();
+    file.tensor("rope_factors_long.weight").3[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    refused(&file, "rope_factors_long.weight has the factor NaN");
+    let mut file = phi3();
+    file.tensor("blk.0.attn_qkv.weight").1 = vec![32, 24];
+    file.tensor("blk.0.attn_qkv.weight").3.truncate(24 * 32 * 4);
+    refused(&file, "tensor \"blk.0.attn_qkv.weight\" has shape [24, 32], the metadata expects [32, 32]");
+    let mut file = phi3();
+    file.tensors.push(Tensor("blk.0.attn_q.weight".to_string(), vec![32, 16], 0, floats(512)));
+    refused(&file, "tensor \"blk.0.attn_q.weight\" is no part of a phi3 network");
+}
+
+#[test]
+fn olmo2_has_norms_after_the_branches() {
+    let mut file = named("olmo2");
+    for tensor in &mut file.tensors {
+        tensor.0 = tensor.0.replace("attn_norm", "post_attention_norm").replace("ffn_norm", "post_ffw_norm");
+    }
+    for (name, width) in [("blk.0.attn_q_norm.weight", 8), ("blk.0.attn_k_norm.weight", 4)] {
+        file.tensors.push(Tensor(name.to_string(), vec![width], 0, floats(width as usize)));
+    }
+    let checkpoint = open(&file).expect("checkpoint");
+    assert_eq!((checkpoint.config().qk_norm, checkpoint.config().norms), (QkNorm::Projection, LayerNorms::After));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::QNorm)), (0..8).map(value).collect::<Vec<f32>>());
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+    for name in ["blk.0.post_attention_norm.weight", "blk.0.post_ffw_norm.weight"] {
+        assert!(file.tensors.iter().any(|tensor| tensor.0 == name), "{name}");
+        let mut without = file.clone();
+        without.tensors.retain(|tensor| tensor.0 != name);
+        refused(&without, &format!("has no tensor \"{name}\""));
+    }
+    file.tensors.push(Tensor("blk.0.attn_norm.weight".to_string(), vec![32], 0, floats(32)));
+    refused(&file, "tensor \"blk.0.attn_norm.weight\" is no part of a olmo2 network");
 }
 
 /// Stores F32 matrices in another type.

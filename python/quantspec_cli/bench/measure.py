@@ -330,16 +330,16 @@ class Answers:
         return text[-1]
 
     def choose_gamma(self, slot: int) -> int:
-        """The engine's."""
+        """As of the engine."""
         return self._engine.choose_gamma(slot)
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """The engine's."""
+        """As of the engine; counts the draft steps."""
         self.draft_steps += max(gamma for _, gamma in gammas)
         self._engine.draft(gammas)
 
     def verify(self) -> list[tuple[int, list[int]]]:
-        """The engine's."""
+        """As of the engine; counts the passes."""
         self.passes += 1
         return self._engine.verify()
 

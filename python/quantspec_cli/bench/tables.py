@@ -35,7 +35,7 @@ class JsonLines:
         self._sink.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Does nothing: every row is written already."""
 
 
 class Json:
@@ -102,7 +102,7 @@ class Markdown:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Does nothing: every row is written already."""
 
     def _line(self, cells: Iterable[str]) -> None:
         widths = [width for _, width in self.HEAD]

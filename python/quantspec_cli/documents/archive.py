@@ -79,7 +79,7 @@ class Archive:
         )
 
     def is_docx(self) -> bool:
-        """Holds a Word document."""
+        """True if the archive is a Word document."""
         return self.main_part() in self._members and not any(member in _KINDS for member in self._members)
 
     def main_part(self) -> str:
@@ -87,7 +87,7 @@ class Archive:
         return next((path for path, what in self.relations("").values() if what.endswith(_OFFICE_DOCUMENT)), "")
 
     def is_epub(self) -> bool:
-        """Holds an e-book."""
+        """True if the archive is an e-book."""
         return self._mimetype() == "application/epub+zip" or "META-INF/container.xml" in self._members
 
     def describe(self) -> str:

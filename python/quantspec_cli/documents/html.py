@@ -1,6 +1,6 @@
 """HTML: every word of the page in order, for well-formed and malformed pages.
 
-The standard library's parser builds no tree, so depth is free, and no text is dropped as boilerplate.
+The standard library's parser builds no tree, so nesting may have any depth, and no text is dropped as boilerplate.
 """
 
 from __future__ import annotations

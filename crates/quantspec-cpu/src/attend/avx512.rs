@@ -73,6 +73,10 @@ fn sum(v: __m512) -> f32 {
     crate::lanes::sum16(lanes)
 }
 
+/// Unpacks vector i of the planes: as bytes, the four codes of each lane with the first indices, and the four others.
+///
+/// # Safety
+/// The planes hold vector i; with `BOTH` also the lower one.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usize) -> (__m512i, __m512i) {
@@ -307,6 +311,7 @@ unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) 
 /// step (`most`) over the top code. Also sets the row's merge factors. Steps come from [`normalise_steps`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centre: f32) {
+    st.mask(r);
     // SAFETY: as `page`.
     unsafe {
         let wide = st.shape.wide();

@@ -200,6 +200,7 @@ fn page_body<const FMA: bool>(
 /// the page.
 #[inline(always)]
 pub(super) fn softmax<const FMA: bool>(st: &mut State, r: usize, n: usize) -> (f32, f32) {
+    st.mask(r);
     let s = &mut st.s[r * G..(r + 1) * G];
     let mut most = [-1e30f32; 16];
     s[n..].fill(f32::NEG_INFINITY);

@@ -34,9 +34,12 @@ pub(super) struct Rows {
     pub(super) ffn: Array<f32>,
     /// `[row][vocab]`
     pub(super) logits: Array<f32>,
-    /// `[row][D/2]`; after the step's rows, one for layers without position embedding if there are any.
+    /// `[row][D/2]`; then the same for local layers if there are any; then one row for layers without position embedding if there
+    /// are any.
     pub(super) cos: Array<f32>,
     pub(super) sin: Array<f32>,
+    /// Start of the angles of local layers.
+    pub(super) local_angles: usize,
     /// `[row][head][part][2 + D]`
     pub(super) partials: Array<f32>,
     /// 0, 1, 2, …: the list of all pages.
@@ -75,7 +78,7 @@ impl Lengths {
             attended: rows * row_stride(config.q_width()),
             ffn: rows * row_stride(config.intermediate),
             logits: rows * config.vocab,
-            angles: rows * config.head_dim / 2 + unrotated,
+            angles: rows * config.head_dim / 2 * if config.local.is_some() { 2 } else { 1 } + unrotated,
             unrotated,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
@@ -134,18 +137,32 @@ impl Rows {
             logits: Array::zeros(len.logits)?,
             cos,
             sin,
+            local_angles: options.step_rows.max(1) * config.head_dim / 2,
             partials: Array::zeros(len.partials)?,
             all: (0..len.pages as u32).collect(),
         })
     }
 
-    /// Normalises the first m rows of the hidden states into `x`.
-    pub(super) fn norm(&mut self, simd: Simd, config: &ModelConfig, weight: &[f32], m: usize) {
+    /// Normalises the first m rows of the hidden states into `x`, or copies them if there is no norm.
+    pub(super) fn norm(&mut self, simd: Simd, config: &ModelConfig, weight: Option<&[f32]>, m: usize) {
         let (n, stride) = (config.hidden, row_stride(config.hidden));
         for j in 0..m {
             let (from, to) = (&self.hidden[j * stride..][..n], &mut self.x[j * stride..][..stride]);
-            rms_norm(simd, from, weight, config.rms_eps, &mut to[..n]);
+            match weight {
+                Some(weight) => rms_norm(simd, from, weight, config.rms_eps, &mut to[..n]),
+                None => to[..n].copy_from_slice(from),
+            }
             to[n..].fill(0.0);
+        }
+    }
+
+    /// Adds the first m rows of a projection in `x` to the hidden states, normalised.
+    pub(super) fn add_normed(&mut self, simd: Simd, config: &ModelConfig, weight: &[f32], m: usize) {
+        let (n, stride) = (config.hidden, row_stride(config.hidden));
+        let mut normed = vec![0.0; n];
+        for j in 0..m {
+            rms_norm(simd, &self.x[j * stride..][..n], weight, config.rms_eps, &mut normed);
+            self.hidden[j * stride..][..n].iter_mut().zip(&normed).for_each(|(out, y)| *out += y);
         }
     }
 
@@ -161,14 +178,11 @@ impl Rows {
     ) -> (Weight<'a>, Input<'a>, Outputs<'a>) {
         let stride = row_stride(k);
         let Rows { hidden, x, x16, x8, limbs, qkv, attended, ffn, logits, .. } = self;
-        let (ffn_out, ffn_in): (&mut [f32], &[f32]) = match from {
-            Source::Ffn => (&mut [], &ffn[..m * stride]),
-            _ => (&mut ffn[..], &[]),
-        };
-        let x: &[f32] = match from {
-            Source::X => &x[..m * stride],
-            Source::Attended => &attended[..m * stride],
-            Source::Ffn => ffn_in,
+        let none: &mut [f32] = &mut [];
+        let (x, x_out, ffn_out): (&[f32], _, _) = match from {
+            Source::X => (&x[..m * stride], none, &mut ffn[..]),
+            Source::Attended => (&attended[..m * stride], &mut x[..], &mut ffn[..]),
+            Source::Ffn => (&ffn[..m * stride], &mut x[..], none),
         };
         let weight = linear.weight(weights);
         let input = match weight {
@@ -187,7 +201,7 @@ impl Rows {
             }
             Weight::Full(_) | Weight::Planes(..) => Input::F32(x, stride),
         };
-        (weight, input, Outputs { hidden, qkv, ffn: ffn_out, logits })
+        (weight, input, Outputs { hidden, x: x_out, qkv, ffn: ffn_out, logits })
     }
 }
 
@@ -205,6 +219,8 @@ pub(super) enum Source {
 /// Outputs of a step's linear layers.
 pub(super) struct Outputs<'a> {
     pub(super) hidden: &'a mut [f32],
+    /// Room for a projection that is normalised before it is added.
+    pub(super) x: &'a mut [f32],
     pub(super) qkv: &'a mut [f32],
     pub(super) ffn: &'a mut [f32],
     pub(super) logits: &'a mut [f32],

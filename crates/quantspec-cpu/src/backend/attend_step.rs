@@ -7,7 +7,7 @@ use crate::dispatch::Simd;
 use crate::linear::{self, row_stride};
 use crate::memory::DisjointSlice;
 use crate::pool::{WorkQueues, share, share_by_cost};
-use quantspec_core::cache::{G, visible_pages};
+use quantspec_core::cache::{G, first_visible, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
@@ -44,6 +44,8 @@ struct Reads<'a> {
     planes: Option<attend::Planes>,
     rounding: Rounding,
     group: usize,
+    /// Tokens that a row sees; `usize::MAX` for all.
+    reach: usize,
 }
 
 impl Reads<'_> {
@@ -54,22 +56,32 @@ impl Reads<'_> {
             self.recent(state, item, head);
             return;
         };
+        let of_head = self.cache.of_head(head);
         let pages = &list[(chunk * CHUNK).min(list.len())..((chunk + 1) * CHUNK).min(list.len())];
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
             // Rows ascend in position, so the rows that see a page are the last ones.
             let hidden = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
-            let rows = hidden * self.group..item.rows * self.group;
+            // Of these the last may be beyond its reach, or see its last tokens only.
+            let first = |i: usize| first_visible(position(i), self.reach);
+            let seeing = (hidden..item.rows).take_while(|i| first(*i) < (page + 1) * G).count();
+            let rows = hidden * self.group..(hidden + seeing) * self.group;
+            if rows.is_empty() {
+                continue;
+            }
+            for r in rows.clone() {
+                state.hide(r, first(r / self.group).saturating_sub(page * G));
+            }
             let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
-                    let next = next.map(|page| (self.cache.upper(head, page), self.cache.lower(head, page)));
-                    let (upper, lower) = (self.cache.upper(head, page), self.cache.lower(head, page));
+                    let next = next.map(|page| (of_head.upper(page), of_head.lower(page)));
+                    let (upper, lower) = (of_head.upper(page), of_head.lower(page));
                     attend::nibble_page(self.simd, state, rows, planes, self.rounding, upper, lower, next);
                 }
                 None => {
                     let visible = vec![G; rows.len()];
-                    let read = |page| self.cache.full(self.step.view, head, page);
+                    let read = |page| of_head.full(self.step.view, page);
                     let next = next.map(read);
                     attend::full_page(self.simd, state, rows, read(page), &visible, next);
                 }
@@ -139,6 +151,8 @@ impl CpuBackend {
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All | Pages::Tokens(_) => return Ok(()),
+            // A local layer reads all of it.
+            _ if self.config.reach(index).is_some() => return Ok(()),
             Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => n,
         };
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
@@ -167,10 +181,11 @@ impl CpuBackend {
                     *visible = end;
                     continue;
                 }
+                let of_head = cache.of_head(head);
                 let queries = &qkv[first * width + kv_head * group * d..][..group * d];
                 let score = |bounds: &mut Vec<f32>| {
                     bounds.clear();
-                    let upper = |page| cache.upper(head, page);
+                    let upper = |page| of_head.upper(page);
                     bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
                 };
                 let pages = match step.pages {
@@ -199,7 +214,8 @@ impl CpuBackend {
 
     pub(super) fn attend_step(&mut self, index: usize, step: &Step) -> Result<()> {
         self.cache.check(step.view)?;
-        if let Pages::Tokens(n) = step.pages {
+        let reach = self.config.reach(index);
+        if let (Pages::Tokens(n), None) = (step.pages, reach) {
             return self.attend_tokens(index, step, n);
         }
         let runs = CpuBackend::runs(step)?;
@@ -209,14 +225,16 @@ impl CpuBackend {
         let (cache, all, chosen) = (&self.cache, &self.rows.all, &self.chosen);
         let list = |slot: usize, kv_head: usize, position: usize| -> &[u32] {
             let visible = visible_pages(position);
-            match step.pages {
-                Pages::All => &all[..visible],
+            match (step.pages, reach) {
+                (Pages::All, _) | (_, Some(_)) => &all[..visible],
                 _ => {
                     let list = &chosen[cache.head(slot, index, kv_head)].0;
                     &list[..list.partition_point(|page| (*page as usize) < visible)]
                 }
             }
         };
+        // Chunks before a row's reach are neither computed nor merged.
+        let first_chunk = |position: usize| reach.map_or(0, |reach| first_visible(position, reach) / G / CHUNK);
         let mut items = Vec::new();
         let mut parts = 1;
         for &(first, count) in &runs {
@@ -224,7 +242,8 @@ impl CpuBackend {
                 let (slot, last) = (step.rows[first].slot, step.rows[first + count - 1].position);
                 let pages = list(slot, kv_head, last).len();
                 parts = parts.max(pages.div_ceil(CHUNK) + 1);
-                for chunk in 0..pages.div_ceil(CHUNK) + 1 {
+                let first_chunk = first_chunk(step.rows[first].position);
+                for chunk in (0..pages.div_ceil(CHUNK) + 1).filter(|chunk| *chunk == 0 || *chunk > first_chunk) {
                     for (from, rows) in linear::groups(count, ITEM_ROWS) {
                         items.push(Item { first: first + from, rows, kv_head, chunk: chunk.checked_sub(1), pages });
                     }
@@ -241,7 +260,7 @@ impl CpuBackend {
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
         let states = DisjointSlice::new(&mut self.states);
-        let context = Reads { simd, step, cache, planes, rounding, group };
+        let context = Reads { simd, step, cache, planes, rounding, group, reach: reach.unwrap_or(usize::MAX) };
         let work = WorkQueues::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
@@ -277,10 +296,11 @@ impl CpuBackend {
                 let (j, head) = (item / heads, item % heads);
                 let row = &step.rows[j];
                 let chunks = list(row.slot, head / group, row.position).len().div_ceil(CHUNK);
+                let first = first_chunk(row.position).min(chunks);
                 let from = &partials[item * parts * length..][..parts * length];
-                let gathered = &mut gathered[..(chunks + 1) * length];
-                gathered[..chunks * length].copy_from_slice(&from[..chunks * length]);
-                gathered[chunks * length..].copy_from_slice(&from[(parts - 1) * length..]);
+                let gathered = &mut gathered[..(chunks - first + 1) * length];
+                gathered[..(chunks - first) * length].copy_from_slice(&from[first * length..chunks * length]);
+                gathered[(chunks - first) * length..].copy_from_slice(&from[(parts - 1) * length..]);
                 // SAFETY: a head of a row is one item.
                 let out = unsafe { out.slice(j * stride + head * d, d) };
                 attend::merge(simd, gathered, length, out);

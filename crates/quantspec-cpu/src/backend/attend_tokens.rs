@@ -30,7 +30,8 @@ impl CpuBackend {
                 let (j, kv_head) = (item / kv_heads, item % kv_heads);
                 let row = &step.rows[j];
                 let head = cache.head(row.slot, index, kv_head);
-                let unpack = |page| Layout::Cpu.unpack(d, cache.upper(head, page), None);
+                let stored = cache.of_head(head);
+                let unpack = |page| Layout::Cpu.unpack(d, stored.upper(page), None);
                 let pages: Result<Vec<Page>> = (0..visible_pages(row.position)).map(unpack).collect();
                 let (keys, values) = ring(|page| cache.ring(head, page), d);
                 let attended = pages.and_then(|pages| {

@@ -3,7 +3,7 @@
 use super::CpuBackend;
 use super::activations::Source;
 use crate::attend;
-use crate::elementwise::{rms_norm, rope, silu_mul};
+use crate::elementwise::{activate_mul, rms_norm, rope};
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, PANEL, row_stride};
 use crate::memory::DisjointSlice;
@@ -12,11 +12,10 @@ use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::{G, buffer_slot};
-use quantspec_core::config::ModelConfig;
-use quantspec_core::config::Weights;
+use quantspec_core::config::{ModelConfig, QkNorm, Weights};
 use quantspec_core::sample::check_finite;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Network, Pass, Row, Step};
+use quantspec_model::backend::{Branch, Network, Pass, Row, Step};
 use quantspec_model::rope::RopeTable;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -83,6 +82,11 @@ impl CpuBackend {
             let angles = j * half..(j + 1) * half;
             let (cos, sin) = (&mut self.rows.cos[angles.clone()], &mut self.rows.sin[angles]);
             self.rope.fill(row.position, row.position + 1, cos, sin);
+            if let Some(rope) = &self.local_rope {
+                let angles = self.rows.local_angles + j * half..self.rows.local_angles + (j + 1) * half;
+                let (cos, sin) = (&mut self.rows.cos[angles.clone()], &mut self.rows.sin[angles]);
+                rope.fill(row.position, row.position + 1, cos, sin);
+            }
         }
         Ok(())
     }
@@ -97,7 +101,7 @@ impl CpuBackend {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         self.will_read(&layer.output, step.weights, 1);
-        self.rows.norm(simd, config, &layer.attention_norm, m);
+        self.rows.norm(simd, config, layer.attention_norm.as_deref(), m);
         let places = self.rows.places;
         let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, Source::X, config.hidden, m);
         let out = DisjointSlice::new(out.qkv);
@@ -120,6 +124,20 @@ impl CpuBackend {
         let shape = self.cache.sizes.shape;
         let threads = self.pool.team(m * places.width);
         let (cos, sin, rotates) = (&self.rows.cos, &self.rows.sin, config.rotates(index));
+        let local = if config.reach(index).is_some() { self.rows.local_angles } else { 0 };
+        let (of_heads, of_projection) = match config.qk_norm {
+            QkNorm::Projection => (None, layer.qk_norm.as_ref()),
+            QkNorm::None | QkNorm::Heads => (layer.qk_norm.as_ref(), None),
+        };
+        if let Some((q_norm, k_norm)) = of_projection {
+            for row in self.rows.qkv.chunks_exact_mut(places.width).take(m) {
+                for (from, norm) in [(0, q_norm), (places.key, k_norm)] {
+                    let x = &mut row[from..from + norm.len()];
+                    let before = x.to_vec();
+                    rms_norm(simd, &before, norm, config.rms_eps, x);
+                }
+            }
+        }
         let qkv = DisjointSlice::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
         let at = |row: &Row, kv_head: usize| {
@@ -138,17 +156,20 @@ impl CpuBackend {
                         let before = x.to_vec();
                         rms_norm(simd, &before, norm, config.rms_eps, x);
                     }
-                    let angles = if rotates { j * d / 2 } else { cos.len() - d / 2 };
+                    let angles = if rotates { local + j * d / 2 } else { cos.len() - d / 2 };
                     rope(simd, x, &cos[angles..][..d / 2], &sin[angles..][..d / 2]);
                 };
                 if item >= kv_heads {
                     let (j, head) = ((item - kv_heads) / heads, (item - kv_heads) % heads);
-                    turn(j, part(j, head * d), layer.qk_norm.as_ref().map(|norms| &norms.0));
+                    let query = part(j, head * d);
+                    turn(j, query, of_heads.map(|norms| &norms.0));
+                    let factor = config.query_factor(step.rows[j].position);
+                    query.iter_mut().for_each(|x| *x *= factor);
                     continue;
                 }
                 for (j, row) in step.rows.iter().enumerate() {
                     let (key, value) = (part(j, places.key + item * d), part(j, places.value + item * d));
-                    turn(j, key, layer.qk_norm.as_ref().map(|norms| &norms.1));
+                    turn(j, key, of_heads.map(|norms| &norms.1));
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);
                     }
@@ -169,46 +190,54 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Adds a linear layer's output to the hidden states of a step.
+    /// Adds a linear layer's output to the hidden states of a step, normalised if the model has a norm there.
     fn add(&mut self, index: usize, step: &Step, from: Source) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let after = self.model.layers.get(index + 1).map_or(&self.model.head, |layer| &layer.qkv);
-        let (linear, k, (next, per)) = match from {
-            Source::Attended => (&layer.output, config.q_width(), (&layer.gate_up, 2)),
-            Source::X | Source::Ffn => (&layer.down, config.intermediate, (after, 1)),
+        let (linear, norm, k, (next, per)) = match from {
+            Source::Attended => (&layer.output, &layer.attention_output_norm, config.q_width(), (&layer.gate_up, 2)),
+            Source::X | Source::Ffn => (&layer.down, &layer.mlp_output_norm, config.intermediate, (after, 1)),
         };
         self.will_read(next, step.weights, per);
         let (hidden, stride) = (config.hidden, row_stride(config.hidden));
         let (weight, input, out) = self.rows.input(simd, linear, step.weights, from, k, m);
-        let out = DisjointSlice::new(out.hidden);
-        let bias = &linear.bias;
+        let out = DisjointSlice::new(if norm.is_some() { out.x } else { out.hidden });
+        let (bias, adds) = (&linear.bias, norm.is_none());
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(hidden - panel * PANEL);
             for (j, tile) in tile.chunks_exact_mut(PANEL).enumerate() {
                 add_bias(tile, bias, panel);
                 // SAFETY: a panel is one unit of one thread.
                 let out = unsafe { out.slice(j * stride + panel * PANEL, n) };
-                out.iter_mut().zip(tile).for_each(|(out, y)| *out += *y);
+                if adds {
+                    out.iter_mut().zip(tile).for_each(|(out, y)| *out += *y);
+                } else {
+                    out.copy_from_slice(&tile[..n]);
+                }
             }
-        })
+        })?;
+        if let Some(norm) = norm {
+            self.rows.add_normed(simd, config, norm, m);
+        }
+        Ok(())
     }
 
     fn gate_up_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         self.will_read(&layer.down, step.weights, 1);
-        self.rows.norm(simd, config, &layer.mlp_norm, m);
+        self.rows.norm(simd, config, layer.mlp_norm.as_deref(), m);
         let stride = row_stride(config.intermediate);
         let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, Source::X, config.hidden, m);
         let out = DisjointSlice::new(out.ffn);
-        let bias = &layer.gate_up.bias;
+        let (bias, activation) = (&layer.gate_up.bias, config.activation);
         linear::run(&self.pool, simd, weight, input, m, 2, &|unit, tile| {
             let (gate, up) = tile.split_at_mut(m * PANEL);
             for (j, (gate, up)) in gate.chunks_exact_mut(PANEL).zip(up.chunks_exact_mut(PANEL)).enumerate() {
                 add_bias(gate, bias, 2 * unit);
                 add_bias(up, bias, 2 * unit + 1);
-                silu_mul(simd, gate, up);
+                activate_mul(simd, activation, gate, up);
                 // SAFETY: a pair of panels is one unit of one thread. Outputs after the last are zero up to the stride.
                 unsafe { out.slice(j * stride + unit * PANEL, PANEL) }.copy_from_slice(gate);
             }
@@ -218,7 +247,7 @@ impl CpuBackend {
     /// LM head over the first m rows of the hidden states.
     fn head_rows(&mut self, weights: Weights, m: usize) -> Result<()> {
         let (config, simd) = (&self.config, self.choice.simd);
-        self.rows.norm(simd, config, &self.model.final_norm, m);
+        self.rows.norm(simd, config, Some(&self.model.final_norm), m);
         let vocab = config.vocab;
         let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, Source::X, config.hidden, m);
         let out = DisjointSlice::new(out.logits);
@@ -246,10 +275,10 @@ impl CpuBackend {
     /// Runs a prompt operation with the backend's other parts borrowed.
     pub(super) fn prompt<T>(
         &mut self,
-        work: impl FnOnce(&mut Prompt, &mut Machine, &Model, &RopeTable) -> Result<T>,
+        work: impl FnOnce(&mut Prompt, &mut Machine, &Model, [Option<&RopeTable>; 2]) -> Result<T>,
     ) -> Result<T> {
         let mut machine = Machine { simd: self.choice.simd, pool: &self.pool, poll: &mut *self.hooks.poll };
-        work(&mut self.prompt, &mut machine, &self.model, &self.rope)
+        work(&mut self.prompt, &mut machine, &self.model, [Some(&self.rope), self.local_rope.as_ref()])
     }
 }
 
@@ -285,7 +314,7 @@ impl Network for CpuBackend {
         match pass {
             Pass::Step(step) => self.attend_step(layer, step),
             Pass::Prefill(block) => {
-                self.prompt(|prompt, machine, model, _| prompt.attend(machine, &model.layers[layer], block))
+                self.prompt(|prompt, machine, model, _| prompt.attend(machine, layer, &model.layers[layer], block))
             }
         }
     }
@@ -300,7 +329,7 @@ impl Network for CpuBackend {
     }
 
     /// The CPU's projections add their outputs to the residual themselves.
-    fn reduce_residual(&mut self, _pass: &Pass) -> Result<()> {
+    fn reduce_residual(&mut self, _layer: usize, _branch: Branch, _pass: &Pass) -> Result<()> {
         Ok(())
     }
 

@@ -71,6 +71,13 @@ impl Shape {
                 "embedding_multiplier": 0.7, "residual_multiplier": 0.5, "attention_multiplier": 0.1, "logits_scaling": 3.0,
             }),
             "phi3" => json!({"partial_rotary_factor": 0.75}),
+            "gemma3_text" => json!({
+                "sliding_window": 256, "sliding_window_pattern": 2, "rope_local_base_freq": 1e3, "query_pre_attn_scalar": 100,
+            }),
+            "ministral3" => json!({"rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            }}),
             _ => json!({}),
         };
         config.as_object_mut().expect("an object").extend(own.as_object().expect("an object").clone());
@@ -80,15 +87,27 @@ impl Shape {
     /// Name, shape, and scale of the random values (0: a norm, near 1) of every tensor.
     fn tensors(&self) -> Vec<(String, Vec<usize>, f32)> {
         let (h, q, kv, f) = (self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate);
-        let (llama, qwen2, qwen3) =
-            (self.family == "llama" && self.biases, self.family == "qwen2", self.family == "qwen3");
+        let (llama, qwen2) = (self.family == "llama" && self.biases, self.family == "qwen2");
+        // Gemma's norms are stored less 1.
+        let near_one = if self.family == "gemma3_text" { 0.2 } else { 0.0 };
         let mut out = vec![("model.embed_tokens.weight".to_string(), vec![self.vocab, h], 1.0)];
         for layer in 0..self.layers {
             let mut push = |name: &str, shape: Vec<usize>, scale: f32| {
                 out.push((format!("model.layers.{layer}.{name}"), shape, scale));
             };
-            push("input_layernorm.weight", vec![h], 0.0);
-            push("post_attention_layernorm.weight", vec![h], 0.0);
+            let norms: &[&str] = match self.family {
+                "olmo2" => &["post_attention_layernorm", "post_feedforward_layernorm"],
+                "gemma3_text" => &[
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                ],
+                _ => &["input_layernorm", "post_attention_layernorm"],
+            };
+            for norm in norms {
+                push(&format!("{norm}.weight"), vec![h], near_one);
+            }
             let matrices = match self.family {
                 "phi3" => vec![
                     ("self_attn.qkv_proj", q + 2 * kv, h, false),
@@ -112,12 +131,16 @@ impl Shape {
                     push(&format!("{name}.bias"), vec![n], 0.3);
                 }
             }
-            if qwen3 {
-                push("self_attn.q_norm.weight", vec![self.head_dim], 0.0);
-                push("self_attn.k_norm.weight", vec![self.head_dim], 0.0);
+            let normed = match self.family {
+                "qwen3" | "gemma3_text" => [self.head_dim; 2],
+                "olmo2" => [q, kv],
+                _ => [0; 2],
+            };
+            for (name, width) in ["q", "k"].into_iter().zip(normed).filter(|(_, width)| *width > 0) {
+                push(&format!("self_attn.{name}_norm.weight"), vec![width], near_one);
             }
         }
-        out.push(("model.norm.weight".to_string(), vec![h], 0.0));
+        out.push(("model.norm.weight".to_string(), vec![h], near_one));
         if !self.tied {
             out.push(("lm_head.weight".to_string(), vec![self.vocab, h], 1.0 / (h as f32).sqrt()));
         }

@@ -37,7 +37,7 @@ pub(super) struct StepLayout {
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
     pub(super) choices: u64,
     pub(super) choosing: usize,
-    /// How many of them are scored before.
+    /// How many of the choices are scored first; the first ones.
     pub(super) scoring: usize,
     pub(super) choosing_pages: usize,
     /// The step drafts, so its error flag is not read.

@@ -15,16 +15,16 @@ use quantspec_model::forward;
 pub(super) struct Clock {
     pub(super) start: Mark,
     pub(super) drafted: Mark,
-    /// The last verification drafted.
+    /// The marks belong to the last round.
     pub(super) ran: bool,
 }
 
 /// A round whose description is on the device.
 struct Described<'a> {
     round: &'a Round<'a>,
-    /// Of its steps, in order.
+    /// Layouts of its steps, in order.
     layouts: Vec<StepLayout>,
-    /// Address of its turns, if they are judged.
+    /// Address of its turns; 0 without verification.
     turns: u64,
     features: SamplingFeatures,
 }
@@ -34,7 +34,8 @@ impl Executor for CudaBackend {
         true
     }
 
-    /// Recomputes them from the target's and waits: draft kernels read weights before the previous kernel has ended.
+    /// Recomputes the draft weights from the target's and waits, because draft kernels read weights before the previous kernel
+    /// has ended.
     fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {
             self.weights.quantise(&self.linear, self.sampling.shared())?;

@@ -12,10 +12,12 @@ use crate::hierarchy::Reads;
 use crate::linear::{ATOM, GROUP, Quantised};
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, Weights};
+use quantspec_core::config::{
+    DraftWeights, Dtype, LayerNorms, ModelConfig, Pages, QkNorm, QueryScale, Rounding, Weights,
+};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Executor, Network, Pass, Step};
+use quantspec_model::backend::{Branch, Executor, Network, Pass, Step};
 
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
@@ -43,17 +45,26 @@ impl CudaBackend {
         if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
-    /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM.
+    /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM. Without a norm
+    /// the hidden states as they are.
     pub(super) fn norm(
         &self,
         rows: usize,
-        weight: &Buffer,
+        weight: Option<&Buffer>,
         input: &Input,
         kernel: Kernel,
         quantised: bool,
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let Some(weight) = weight else {
+            let grid = [width.div_ceil(1024), rows, 1];
+            if quantised {
+                let arguments = args![hidden, &input.x8, &input.xs, width, self.linear.panels(rows)];
+                return self.launch(self.kernels.convert_i8, grid, 256, 0, &arguments);
+            }
+            return self.launch(self.kernels.convert, grid, 256, 0, &args![hidden, &input.x, width, input.pitch()]);
+        };
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, self.linear.panels(rows)];
@@ -62,6 +73,21 @@ impl CudaBackend {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
             self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         }
+    }
+
+    /// Norms of all query heads and of all key heads in a GEMM's output, in place, if the model has such norms. `paired`: channels that
+    /// RoPE rotates together are adjacent.
+    fn norm_projections(&self, layer: usize, paired: bool, rows: usize) -> Result<()> {
+        let (config, weights) = (&self.config, self.layer(layer)?);
+        let (QkNorm::Projection, Some((q_norm, k_norm))) = (config.qk_norm, &weights.qk_norms) else { return Ok(()) };
+        let (q, kv) = (config.q_width(), config.kv_width());
+        let (pitch, paired) = (q + 2 * kv, if paired { config.head_dim } else { 0 });
+        for (first, width, norm) in [(0, q, q_norm), (q, kv, k_norm)] {
+            let y = self.step.y.at(first * 4);
+            let arguments = args![y, pitch, y, pitch, norm, config.rms_eps, width, paired, 0usize];
+            self.launch(self.kernels.norm_rows, [rows, 1, 1], NORM_THREADS, 0, &arguments)?;
+        }
+        Ok(())
     }
 
     /// The addition deferred by [`Network::reduce_residual`], before a fused kernel, which normalises the hidden stream but
@@ -128,12 +154,14 @@ impl CudaBackend {
         }
     }
 
-    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows.
+    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows, norms before the
+    /// branches.
     fn fused_gemms(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
         let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
         // The fused kernels compute 8-bit inputs.
         let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
+        let fused = fused && self.config.norms == LayerNorms::Before;
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = self.options.draft_weights == DraftWeights::Int4;
         let takes = |draft: &&DraftGemms| match self.nibbles {
@@ -182,7 +210,7 @@ impl CudaBackend {
         let (weights, space, rows) = (self.layer(layer)?, &self.step, step.rows.len());
         self.norm(
             rows,
-            &weights.attention_norm,
+            weights.attention_norm.as_ref(),
             &space.normed,
             self.kernels.norm[0],
             draft.is_some(),
@@ -199,10 +227,12 @@ impl CudaBackend {
         let (rows, config) = (step.rows.len(), &self.config);
         let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
-        if let (Some(together), Some(draft)) = (self.fused_gemms(step, QKV), weights.qkv.drafted(&weights.draft.qkv)) {
+        if let (Some(together), Some(draft), Some(norm)) =
+            (self.fused_gemms(step, QKV), weights.qkv.drafted(&weights.draft.qkv), &weights.attention_norm)
+        {
             self.add_residual(rows)?;
-            let hidden = self.stream(&weights.attention_norm);
-            if weights.head_norms.is_none() {
+            let hidden = self.stream(norm);
+            if weights.qk_norms.is_none() {
                 let heads = Heads {
                     rows: self.layout.rows,
                     bias: address(&weights.qkv_bias),
@@ -223,7 +253,9 @@ impl CudaBackend {
         } else {
             self.step_norm_qkv(layer, draft, step)?;
         }
-        let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
+        self.norm_projections(layer, paired, rows)?;
+        let of_heads = weights.qk_norms.as_ref().filter(|_| config.qk_norm == QkNorm::Heads);
+        let (q_norm, k_norm) = of_heads.map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
             self.layout.rows,
             &space.y,
@@ -250,6 +282,15 @@ impl CudaBackend {
             0,
             &arguments,
         )
+    }
+
+    /// Lets queries grow with their position, if the model says so. `described`: address of the step's rows, or 0 for consecutive ones
+    /// from `first` on.
+    pub(super) fn scale_queries(&self, q: &Buffer, described: u64, first: usize, rows: usize) -> Result<()> {
+        let Some(QueryScale { beta, original }) = self.config.rope.query_scale else { return Ok(()) };
+        let width = self.config.q_width();
+        let arguments = args![q, described, first, beta as f32, original, width];
+        self.launch(self.kernels.scale_queries, [width.div_ceil(2048), rows, 1], 256, 0, &arguments)
     }
 
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
@@ -306,17 +347,18 @@ impl CudaBackend {
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
-        if let (Some(together), Some(draft)) =
-            (self.fused_gemms(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up))
+        if let (Some(together), Some(draft), Some(norm)) =
+            (self.fused_gemms(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up), &weights.mlp_norm)
         {
             self.add_residual(rows)?;
-            let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
+            let (hidden, gated) = (self.stream(norm), &space.gated);
             // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
             return unsafe {
                 together.gated(draft, hidden, address(&weights.gate_up_bias), gated.x.at(0), gated.pitch(), rows)
             };
         }
-        self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
+        let norm = weights.mlp_norm.as_ref();
+        self.norm(rows, norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
         self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
         self.gemm(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
@@ -366,7 +408,7 @@ impl Network for CudaBackend {
             Pass::Step(step) => {
                 self.step_qkv(layer, step)?;
                 self.residual = None;
-                Ok(())
+                self.scale_queries(&self.step.q, self.layout.rows, 0, step.rows.len())
             }
             Pass::Prefill(block) => {
                 // Another sequence may have begun or ended after the last chunk.
@@ -420,19 +462,38 @@ impl Network for CudaBackend {
             }
             Pass::Prefill(block) => {
                 let [_, matrix, ..] = self.prompt_matrices(layer)?;
-                let bias = self.layer(layer)?.output_bias.as_ref().map(|bias| bias.at(0));
-                let hidden = self.prompt_hidden(block.start);
+                let weights = self.layer(layer)?;
+                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
+                let (x, hidden) = (self.prompt.attended.at(0), self.prompt_hidden(block.start));
                 // SAFETY: as in `attend`.
-                unsafe { self.prefill.output(self.prompt.attended.at(0), matrix, bias, hidden, block.rows) }
+                unsafe {
+                    match &weights.attention_output_norm {
+                        Some(norm) => {
+                            self.prefill.add_normed(Branch::Attention, x, matrix, norm.at(0), hidden, block.rows)
+                        }
+                        None => self.prefill.output(x, matrix, bias, hidden, block.rows),
+                    }
+                }
             }
         }
     }
 
-    /// The next norm adds y. GEMMs of prompts and fused GEMMs of draft steps have added theirs.
-    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+    /// The next norm adds y, unless y is normalised first. GEMMs of prompts and fused GEMMs of draft steps have added theirs.
+    fn reduce_residual(&mut self, layer: usize, branch: Branch, pass: &Pass) -> Result<()> {
         let unreduced = self.unreduced.take();
-        self.residual = unreduced.filter(|_| matches!(pass, Pass::Step(_)));
-        Ok(())
+        let Pass::Step(step) = pass else { return Ok(()) };
+        let weights = self.layer(layer)?;
+        let norm = match branch {
+            Branch::Attention => &weights.attention_output_norm,
+            Branch::Mlp => &weights.mlp_output_norm,
+        };
+        let Some(norm) = norm else {
+            self.residual = unreduced;
+            return Ok(());
+        };
+        let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let arguments = args![&self.step.y, width, &self.step.hidden, width, norm, eps, width, 0usize, 1usize];
+        self.launch(self.kernels.norm_rows, [step.rows.len(), 1, 1], NORM_THREADS, 0, &arguments)
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -445,7 +506,7 @@ impl Network for CudaBackend {
             Pass::Prefill(block) => {
                 let [_, _, matrix, _] = self.prompt_matrices(layer)?;
                 let weights = self.layer(layer)?;
-                self.prompt_norm(block, &weights.mlp_norm)?;
+                self.prompt_norm(block, weights.mlp_norm.as_ref())?;
                 let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
                 let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
                 // SAFETY: as in `attend`.
@@ -474,10 +535,16 @@ impl Network for CudaBackend {
             }
             Pass::Prefill(block) => {
                 let [.., matrix] = self.prompt_matrices(layer)?;
-                let bias = self.layer(layer)?.down_bias.as_ref().map(|bias| bias.at(0));
-                let hidden = self.prompt_hidden(block.start);
+                let weights = self.layer(layer)?;
+                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
+                let (x, hidden) = (self.prompt.gated.at(0), self.prompt_hidden(block.start));
                 // SAFETY: as in `attend`.
-                unsafe { self.prefill.down(self.prompt.gated.at(0), matrix, bias, hidden, block.rows) }
+                unsafe {
+                    match &weights.mlp_output_norm {
+                        Some(norm) => self.prefill.add_normed(Branch::Mlp, x, matrix, norm.at(0), hidden, block.rows),
+                        None => self.prefill.down(x, matrix, bias, hidden, block.rows),
+                    }
+                }
             }
         }
     }
@@ -538,7 +605,7 @@ impl Network for CudaBackend {
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
-        self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.norm(rows, Some(&self.weights.final_norm), last, self.kernels.norm[1], draft.is_some(), hidden)?;
         self.gemm(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())

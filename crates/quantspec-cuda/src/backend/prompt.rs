@@ -94,9 +94,13 @@ impl CudaBackend {
         unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt_hidden(block.start)) }
     }
 
-    /// RMSNorm of a block's hidden states into the input of its GEMM.
-    pub(super) fn prompt_norm(&self, block: &Block, weight: &Buffer) -> Result<()> {
+    /// RMSNorm of a block's hidden states into the input of its GEMM, or the states as they are if there is no norm.
+    pub(super) fn prompt_norm(&self, block: &Block, weight: Option<&Buffer>) -> Result<()> {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
+        let Some(weight) = weight else {
+            let arguments = args![self.prompt_hidden(block.start), &self.prompt.normed, width, pitch];
+            return self.launch(self.kernels.convert, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
+        };
         let arguments = args![
             self.prompt_hidden(block.start),
             0u64,
@@ -113,8 +117,8 @@ impl CudaBackend {
     pub(super) fn prompt_qkv(&mut self, layer: usize, block: &Block) -> Result<()> {
         let [matrix, ..] = self.prompt_matrices(layer)?;
         let weights = self.layer(layer)?;
-        self.prompt_norm(block, &weights.attention_norm)?;
-        let norms = weights.head_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
+        self.prompt_norm(block, weights.attention_norm.as_ref())?;
+        let norms = weights.qk_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
         let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
         let prompt = &self.prompt;
         let cos_sin = self.angles(layer, prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8));
@@ -131,7 +135,8 @@ impl CudaBackend {
                 kv,
                 self.sampling.flag(),
                 block.rows,
-            )
+            )?;
         }
+        self.scale_queries(&prompt.q, 0, block.start, block.rows)
     }
 }

@@ -13,7 +13,7 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_model::backend::Options;
 use std::sync::Arc;
 
-/// A GEMM's input for its K: in the weights' type and in int8.
+/// Input of a GEMM, `width` numbers per row: in the weights' type (x), and as int8 codes (x8) with their scales and sums (xs).
 #[derive(Debug)]
 pub(super) struct Input {
     pub(super) x: Buffer,
@@ -34,7 +34,7 @@ impl Input {
         Ok(Input { x: device.zeroed(x)?, x8: device.zeroed(x8)?, xs: device.zeroed(xs)?, width })
     }
 
-    /// Pitch in elements.
+    /// Row pitch of x, in elements.
     pub(super) fn pitch(&self) -> usize {
         padded(self.width)
     }
@@ -71,12 +71,12 @@ pub(super) struct PromptSpace {
     pub(super) hidden: Buffer,
     /// Keys and values of the current layer, f16 `[tokens][2 kv_width]`.
     pub(super) scratch: Buffer,
-    /// Capacity of both in tokens. Longer prompts use the memory of the draft weights.
+    /// Capacity of `hidden` and of `scratch` in tokens. For longer prompts the memory of the draft weights is used instead.
     pub(super) own: [usize; 2],
-    /// Which of both the current prompt keeps there.
+    /// Which of the two are in the draft weights' memory for the current prompt.
     pub(super) borrows: [bool; 2],
-    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a block or a
-    /// step.
+    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a
+    /// block or a step.
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
     pub(super) normed: Buffer,
@@ -85,7 +85,7 @@ pub(super) struct PromptSpace {
     pub(super) gated: Buffer,
 }
 
-/// Sizes in bytes that [`plan`] predicts and `load` allocates.
+/// Sizes of a step that [`super::plan`] predicts and `load` allocates: `rows` and `partial_rows` in rows, the others in bytes.
 pub(super) struct Sizes {
     pub(super) rows: usize,
     pub(super) y: usize,
@@ -98,7 +98,7 @@ impl Sizes {
     pub(super) fn new(config: &ModelConfig, options: &Options, partial_rows: usize) -> Sizes {
         let rows = options.step_rows.max(1);
         let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
-        // Spans and parts: at most one span per row; a row's group is split into parts of at least eight rows.
+        // At most one span per row; a row's group is split into tiles of at least eight query rows.
         let per_row = size_of::<DeviceRow>()
             + config.head_dim * 4
             + size_of::<Merged>()

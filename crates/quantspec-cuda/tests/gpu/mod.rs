@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -101,14 +101,18 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
         vocab: 64,
         max_positions: 1 << 20,
         rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None },
+        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None, query_scale: None },
         no_rope: Vec::new(),
+        local: None,
+        activation: Activation::Silu,
+        norms_less_one: false,
         scales: Scales::NONE,
         tied_embeddings: true,
         qkv_bias: false,
         output_bias: false,
         mlp_bias: false,
-        qk_norm: false,
+        qk_norm: QkNorm::None,
+        norms: LayerNorms::Before,
         dtype: Dtype::Bf16,
         eos: Vec::new(),
     }

@@ -3,7 +3,9 @@
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py [DIRECTORY ...]      # without a name all; phi3*, smollm3 and granite* are of transformers 5.17.0
+    python make.py [DIRECTORY ...]      # without a name all
+
+phi3*, smollm3, granite*, olmo2, ministral3 and gemma3 are of transformers 5.17.0.
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -34,6 +36,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 VOCAB = 64
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The configuration less some fields."""
+    return {name: value for name, value in config.items() if name not in names}
+
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -103,6 +111,52 @@ SMOLLM3 = LLAMA | {
     "sliding_window": None,
     "rope_theta": 5000000.0,
 }
+# Norms after the branches, and of queries and keys over all heads.
+OLMO2 = LLAMA | {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+}
+# Every second layer sees 256 tokens. The root of the hidden size is a number in BF16.
+GEMMA3 = without(LLAMA, "hidden_act") | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 256,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 100,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+# Queries grow by 1 + beta ln(1 + floor(position / 16)).
+MINISTRAL3 = without(MISTRAL, "rope_theta") | {
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 GRANITE = LLAMA | {
     "architectures": ["GraniteForCausalLM"],
     "model_type": "granite",
@@ -111,11 +165,6 @@ GRANITE = LLAMA | {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.0078125,
 }
-
-
-def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The configuration less some fields."""
-    return {name: value for name, value in config.items() if name not in names}
 
 
 # directory -> (variants of the configuration, tokens, shards)
@@ -278,13 +327,46 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         48,
         1,
     ),
+    "olmo2": ({"config": OLMO2}, 48, 1),
+    # Twice as long as a local layer sees.
+    "gemma3": (
+        {
+            "config": GEMMA3,
+            "new": without(GEMMA3, "rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern")
+            | {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                },
+            },
+        },
+        560,
+        1,
+    ),
+    "ministral3": (
+        {
+            "config": MINISTRAL3,
+            "plain": MINISTRAL3
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 500.0,
+                    "original_max_position_embeddings": 8,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+        },
+        48,
+        1,
+    ),
     # Factors on the embedding, the scores, both branches and the logits; tied and untied.
     "granite": ({"config": GRANITE | {"tie_word_embeddings": True}}, 48, 1),
     "granite-head": ({"config": GRANITE | {"attention_multiplier": 0.3, "logits_scaling": 3.0}}, 40, 1),
 }
 
 
-def randomise(model: torch.nn.Module, seed: int, tied: bool) -> None:
+def randomise(model: torch.nn.Module, seed: int, tied: bool, gemma: bool) -> None:
     """Weights of variance 1/inputs, queries and keys 4/inputs: sharp attention. Norms near 1, biases of 0.3."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -293,7 +375,8 @@ def randomise(model: torch.nn.Module, seed: int, tied: bool) -> None:
             if name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             elif "norm" in name:
-                parameter.copy_(1.0 + 0.2 * noise)
+                # Gemma's norms are stored less 1.
+                parameter.copy_((0.0 if gemma else 1.0) + 0.2 * noise)
             elif "embed" in name:
                 # As a head, a tied embedding must not dominate: logits of deviation 1.
                 parameter.copy_(noise / parameter.shape[1] ** 0.5 if tied else noise)
@@ -367,7 +450,7 @@ def main() -> None:
             if number == 0:
                 automatic: Any = AutoModelForCausalLM
                 model = automatic.from_config(AutoConfig.from_pretrained(work), dtype=torch.float32)
-                randomise(model, seed, config["tie_word_embeddings"])
+                randomise(model, seed, config["tie_word_embeddings"], config["model_type"] == "gemma3_text")
                 dtype = getattr(torch, config["torch_dtype"])
                 save_weights(model, directory, dtype, config["tie_word_embeddings"], shards)
             for file in directory.glob("model*"):
