@@ -199,6 +199,8 @@ class Engine:
             "draft_pages_mean": drafted and 2.0,
             "drafted_tokens": self._drafted,
             "copied_tokens": 0,
+            "guessed_tokens": 0,
+            "right_guesses": 0,
             "accepted_tokens": self._accepted,
             "acceptance_rate": drafted and self._accepted / drafted,
             "mean_acceptance_length": drafted and 1 + self._accepted / self._rounds,

@@ -98,6 +98,7 @@ def test_a_network_and_copies_change_no_token(gamma: int | str) -> None:
     # Greedy decoding of the demo model soon repeats itself; both drafters were used.
     if gamma != "auto":
         assert 0 < stats["copied_tokens"] < stats["drafted_tokens"]
+        assert 0 < stats["right_guesses"] <= stats["guessed_tokens"]
 
 
 def test_prompt_lookup_by_rejection_repeats_itself_with_fixed_gamma() -> None:

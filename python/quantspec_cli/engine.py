@@ -67,6 +67,8 @@ class Statistics(_OfMethods):
     draft_pages_mean: float | None
     drafted_tokens: int
     copied_tokens: int
+    guessed_tokens: int
+    right_guesses: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None

@@ -29,6 +29,8 @@ pub struct Stats {
     drafted_pages: usize,
     /// Drafted tokens copied from earlier text instead of drafted by a network.
     copied_tokens: usize,
+    /// Tokens of earlier text that a draft network checked, and those that it chose as well.
+    guessed: (usize, usize),
     accepted_tokens: usize,
     by_method: BTreeMap<&'static str, Share>,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
@@ -77,6 +79,11 @@ impl Stats {
     /// Adds drafted tokens that were copied from earlier text instead of drafted by a network.
     pub fn copied(&mut self, tokens: usize) {
         self.copied_tokens += tokens;
+    }
+
+    /// Adds tokens of earlier text that a draft network checked, of which it chose `right` as well.
+    pub fn guessed(&mut self, tokens: usize, right: usize) {
+        self.guessed = (self.guessed.0 + tokens, self.guessed.1 + right);
     }
 
     /// Adds the pages that a sequence's drafts read in a round: `pages` per KV head, summed over its drafted tokens.
@@ -142,6 +149,11 @@ impl Stats {
     /// Drafted tokens.
     pub fn drafted_tokens(&self) -> usize {
         self.drafted_tokens
+    }
+
+    /// Tokens of earlier text that a draft network checked, and those that it chose as well.
+    pub fn guessed_tokens(&self) -> (usize, usize) {
+        self.guessed
     }
 
     /// Drafted tokens copied from earlier text instead of drafted by a network.

@@ -85,8 +85,8 @@ fn correct(q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usi
 pub struct Judge {
     /// `[slot][offset]` warped draft distributions, empty unless the slot's rule is rejection.
     q: Vec<Vec<Vec<f32>>>,
-    /// Logit margin of each slot's last proposed token.
-    margins: Vec<f32>,
+    /// `[slot][offset]` logit margins of proposed tokens.
+    margins: Vec<Vec<f32>>,
 }
 
 impl Judge {
@@ -98,22 +98,24 @@ impl Judge {
     /// The drafted token at `position`, from the draft's logits `[vocab]` of the row before it, at `offset` of the window.
     pub fn propose(&mut self, slot: usize, offset: usize, position: usize, logits: &[f32], sampler: &Sampler) -> u32 {
         if self.margins.len() <= slot {
-            self.margins.resize(slot + 1, f32::INFINITY);
+            self.margins.resize_with(slot + 1, Vec::new);
         }
+        let margins = &mut self.margins[slot];
+        margins.resize(margins.len().max(offset + 1), f32::INFINITY);
         if sampler.accept != Accept::Rejection {
             let (token, margin) = choose_with_margin(logits, sampler, position, sampler.draft_stream());
-            self.margins[slot] = margin;
+            margins[offset] = margin;
             return token;
         }
         // Its noise is not the target's, so a margin does not predict acceptance.
-        self.margins[slot] = f32::INFINITY;
+        margins[offset] = f32::INFINITY;
         self.keep(slot, offset, warp(logits, sampler));
         choose(logits, sampler, position, sampler.draft_stream())
     }
 
-    /// The logit margin of a slot's last proposed token; infinite if there is none.
-    pub fn margin(&self, slot: usize) -> f32 {
-        self.margins.get(slot).copied().unwrap_or(f32::INFINITY)
+    /// The logit margin of the token proposed last at an offset of a slot's window; infinite if there is none.
+    pub fn margin(&self, slot: usize, offset: usize) -> f32 {
+        self.margins.get(slot).and_then(|margins| margins.get(offset)).copied().unwrap_or(f32::INFINITY)
     }
 
     /// The kept warped distribution of a slot's drafted token at `offset`, `[vocab]`.

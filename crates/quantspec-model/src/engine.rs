@@ -577,6 +577,7 @@ impl<B: Backend> Engine<B> {
             self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
         }
         self.pages = proposed.pages;
+        self.stats.guessed(proposed.guessed.0, proposed.guessed.1);
         Ok(())
     }
 

@@ -3,12 +3,14 @@
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
+use crate::kv_cache::KvCache;
 use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
+use std::ops::Range;
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
 /// all-reduce belongs there. `matrices`: the pass of each kind of matrices ([`Sensitive::KINDS`]), which differs from `pass` in
@@ -188,9 +190,10 @@ pub struct Round<'a> {
 }
 
 impl<'a> Round<'a> {
-    /// One draft step: offset `offset` of every turn with γ > `offset`. `None` if there is no such turn.
-    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
-        let rows = draft_rows(turns.iter(), offset);
+    /// One draft step: the offsets `spans[i]` of turn i. `None` if all are empty.
+    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], spans: &[Range<usize>]) -> Option<Round<'a>> {
+        let rows = turns.iter().zip(spans).flat_map(|(turn, span)| span.clone().map(|offset| row(turn, offset)));
+        let rows: Vec<Row> = rows.collect();
         (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*config, rows)], verification: None })
     }
 
@@ -302,13 +305,13 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// # Errors
 /// Those of [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
 /// [of tokens](quantspec_core::ErrorKind::is_of_tokens) are not among them: they end the draft.
-pub fn draft<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+pub fn draft<B: Executor + KvCache>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
     let masked = turns.iter().any(|turn| turn.constraint.is_some());
     if backend.runs_rounds_whole() && !masked && !is_watched(turns) {
         turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
     }
-    draft_now(backend, config, turns)
+    draft_now(backend, config, turns, None)
 }
 
 /// Returns true if the draft's logit margins are read after every token.
@@ -316,26 +319,70 @@ fn is_watched(turns: &[Turn]) -> bool {
     matches!(turns, [turn] if turn.stop.is_some())
 }
 
-/// As [`draft`], but never deferred: all tokens are in the windows on return.
+/// Guesses what a draft network will choose, for less than a step of it (docs/design/levels.md). A wrong guess costs time and
+/// changes no drafted token.
+pub trait Guess {
+    /// Up to `most` (at least one) tokens that may follow the slot's last one: the last emitted or chosen.
+    fn guess(&mut self, slot: usize, most: usize) -> Vec<u32>;
+
+    /// The network chose `tokens`, of which all but the last had been guessed among `guessed` ones.
+    fn chosen(&mut self, slot: usize, guessed: usize, tokens: &[u32]);
+}
+
+/// As [`draft`], but never deferred: all tokens are in the windows on return. A step has one row per turn, or with `guesses`
+/// one more for each guessed token; the network's own choices count as drafted up to the first that differs from its guess.
 ///
 /// # Errors
-/// As [`draft`].
-pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+/// As [`draft`], and with guesses those of [`crate::kv_cache::KvCache`]'s windows.
+pub fn draft_now<B: Executor + KvCache>(
+    backend: &mut B,
+    config: &DraftConfig,
+    turns: &mut [Turn],
+    mut guesses: Option<&mut dyn Guess>,
+) -> Result<()> {
     backend.poll()?;
     let watched = is_watched(turns);
-    for offset in 0.. {
-        let Some(round) = Round::of_draft(config, turns, offset) else { break };
+    let mut drafted = vec![0; turns.len()];
+    loop {
+        let (mut spans, mut guessed) = (Vec::with_capacity(turns.len()), Vec::with_capacity(turns.len()));
+        for (turn, &at) in turns.iter().zip(&drafted) {
+            let left = if turn.drafts(at) { turn.gamma - at } else { 0 };
+            let guess = match &mut guesses {
+                Some(guesses) if left > 1 => guesses.guess(turn.slot, left - 1),
+                _ => Vec::new(),
+            };
+            if !guess.is_empty() {
+                let window = backend.window(turn.slot, at + 1)?;
+                backend.set_window(turn.slot, &[&window[..], &guess].concat())?;
+            }
+            spans.push(at..at + left.min(guess.len() + 1));
+            guessed.push(guess);
+        }
+        let Some(round) = Round::of_draft(config, turns, &spans) else { break };
         match backend.run(&round) {
             // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
             // overwrite the draft's.
             Err(error) if error.kind.is_of_tokens() => {
-                turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
+                let unfinished = turns.iter_mut().zip(&drafted).filter(|(turn, at)| turn.drafts(**at));
+                unfinished.for_each(|(turn, &at)| turn.gamma = at);
                 break;
             }
             result => result?,
         };
-        if let ([turn], true) = (&mut *turns, watched) {
-            turn.drafted(backend.margin(turn.slot)?);
+        for (((turn, at), span), guess) in turns.iter_mut().zip(&mut drafted).zip(spans).zip(guessed) {
+            let mut new = span.len().min(1);
+            if let (Some(guesses), false) = (&mut guesses, span.is_empty()) {
+                let chosen = backend.window(turn.slot, span.end + 1)?.split_off(span.start + 1);
+                new += guess.iter().zip(&chosen).take_while(|(guess, chosen)| guess == chosen).count();
+                guesses.chosen(turn.slot, guess.len(), &chosen[..new]);
+            }
+            for offset in (*at..*at + new).filter(|_| watched) {
+                // A token drafted in the same step as one that ended the draft does not count.
+                if turn.gamma > offset {
+                    turn.drafted(backend.margin(turn.slot, offset)?);
+                }
+            }
+            *at += new;
         }
     }
     Ok(())
@@ -369,12 +416,13 @@ mod tests {
         let drafted = [vec![(4, 0, 100), (2, 0, 300)], vec![(4, 1, 101)]];
 
         for (offset, rows_of) in drafted.iter().enumerate() {
-            let round = Round::of_draft(&PLAN, &turns, offset).unwrap();
+            let spans = turns.each_ref().map(|turn| offset..turn.gamma.min(offset + 1));
+            let round = Round::of_draft(&PLAN, &turns, &spans).unwrap();
             let steps: Vec<Step> = round.drafts().collect();
             assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
             assert!(round.verification().is_none());
         }
-        assert!(Round::of_draft(&PLAN, &turns, 2).is_none());
+        assert!(Round::of_draft(&PLAN, &turns, &[2..2, 0..0, 1..1]).is_none());
 
         // Tokens that are in the windows are verified without draft steps.
         let round = Round::of_verification(View::Both, &turns);

@@ -858,8 +858,8 @@ impl TokenSampler for ReferenceBackend {
         Ok(())
     }
 
-    fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.margin(slot))
+    fn margin(&mut self, slot: usize, offset: usize) -> Result<f32> {
+        Ok(self.judge.margin(slot, offset))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {

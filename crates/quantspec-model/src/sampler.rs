@@ -129,12 +129,12 @@ pub trait TokenSampler: Send {
     /// [`crate::backend::Options::rejection`] is not set. Errors of the turns' grammars. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
-    /// The logit margin of the slot's last proposed token, from a step with this row alone. Infinite for a token drawn for
-    /// rejection.
+    /// The logit margin of the token that the row at `offset` of the slot proposed in the last draft step, which had rows of
+    /// this slot alone (on a GPU one row). Infinite for a token drawn for rejection.
     ///
     /// # Errors
     /// Device errors of a GPU, which synchronises here.
-    fn margin(&mut self, slot: usize) -> Result<f32>;
+    fn margin(&mut self, slot: usize, offset: usize) -> Result<f32>;
 
     /// The kept distribution of a slot's token after `offset`, in the form that [`TokenSampler::set_distribution`] of the
     /// same kind of backend takes. For acceptance by rejection only.

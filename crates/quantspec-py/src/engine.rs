@@ -674,6 +674,9 @@ impl PyEngine {
         out.set_item("draft_pages_mean", stats.draft_pages_mean())?;
         out.set_item("drafted_tokens", stats.drafted_tokens())?;
         out.set_item("copied_tokens", stats.copied_tokens())?;
+        let (guessed, right) = stats.guessed_tokens();
+        out.set_item("guessed_tokens", guessed)?;
+        out.set_item("right_guesses", right)?;
         out.set_item("accepted_tokens", stats.accepted_tokens())?;
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;

@@ -140,7 +140,9 @@ class Bench:
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; a batch's drafts are as long as its longest.
-        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
+        # A right guess shares the step of the token before it.
+        alone = stats["drafted_tokens"] - stats["copied_tokens"] - stats["right_guesses"]
+        steps = alone if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # The bandwidth after a run is the bandwidth before the next.
         after = self._bandwidth_now = self._bandwidth()

@@ -147,7 +147,7 @@ impl CpuBackend {
         Ok(runs)
     }
 
-    /// Chooses the pages of every KV head for a slot's first row; draft steps have one row per slot.
+    /// Chooses the pages of every KV head for a slot's first row. Its other rows read them too, and pages that only they see.
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All | Pages::Tokens(_) => return Ok(()),
@@ -171,14 +171,11 @@ impl CpuBackend {
                     unsafe { (&mut chosen.slice(head, 1)[0], &mut snap_scores.slice(head, 1)[0]) };
                 let now = visible_pages(row.position);
                 // Of new pages every row reads those that it sees.
-                let end = match step.pages {
-                    Pages::Snap { .. } => visible_pages(step.rows[first + count - 1].position),
-                    _ => now,
-                };
-                if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
-                    // Keeps the last choice, plus pages that became visible after it.
+                let end = visible_pages(step.rows[first + count - 1].position);
+                if !(step.choose_pages || list.is_empty() && now > 0) {
+                    // Keeps the last choice, plus pages that became visible after it; rows of wrong guesses may have seen more.
                     list.extend(*visible as u32..end as u32);
-                    *visible = end;
+                    *visible = end.max(*visible);
                     continue;
                 }
                 let of_head = cache.of_head(head);
@@ -199,14 +196,15 @@ impl CpuBackend {
                             score(&mut snap.refreshed);
                         }
                         let scores = snap.current();
-                        let mut pages = best_pages(&scores[..scores.len().min(now)], n);
-                        pages.extend(scores.len()..end);
+                        let chosen = scores.len().min(now);
+                        let mut pages = best_pages(&scores[..chosen], n);
+                        pages.extend(chosen..now);
                         pages
                     }
                     _ => quantspec_core::attend::window_pages(now, n),
                 };
                 list.clear();
-                list.extend(pages.into_iter().map(|page| page as u32));
+                list.extend(pages.into_iter().chain(now..end).map(|page| page as u32));
                 *visible = end;
             }
         })

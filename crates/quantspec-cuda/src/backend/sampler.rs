@@ -70,7 +70,7 @@ impl TokenSampler for CudaBackend {
         self.sampling.propose(step.rows.len(), self.layout.rows, self.step.logits.at(0), features)
     }
 
-    fn margin(&mut self, _slot: usize) -> Result<f32> {
+    fn margin(&mut self, _slot: usize, _offset: usize) -> Result<f32> {
         let margin = self.sampling.margin()?;
         // The host has waited for all its copies.
         self.staged = 0;

@@ -230,7 +230,7 @@ mod tests {
 
         fn propose(&mut self, _: &mut dyn Target, _: &mut [Turn], candidate: usize) -> Result<Proposed> {
             self.note(format!("candidate {candidate}"));
-            Ok(Proposed { steps: 3, without_token: 0, pages: Some(Pages::All) })
+            Ok(Proposed { steps: 3, pages: Some(Pages::All), ..Proposed::default() })
         }
 
         fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

@@ -2,8 +2,9 @@
 //!
 //! A copied run costs no draft step. Its reliability is known before the first copy: every emitted token is compared with the
 //! run that would have been copied, whichever drafter proposed it. So measuring it is free, and a text that never repeats itself
-//! is decoded by the network alone.
+//! is decoded by the network alone. While the network drafts, shorter runs are guesses that it checks ([`super::levels`]).
 
+use super::levels::{Guesses, Guessing, LEAST};
 use super::ngram::{LONGEST, Text};
 use super::{Drafter, Needs, Outlook, Proposed, Target};
 use crate::backend::{Memory, Turn};
@@ -26,8 +27,11 @@ pub struct Copying {
 }
 
 #[derive(Debug, Default)]
-struct Sequence {
+pub(super) struct Sequence {
+    /// The emitted text, and during a draft the tokens that the network chose.
     text: Text,
+    /// Tokens of the emitted text.
+    emitted: usize,
     /// The last token, the tokens that followed it earlier, and the length of the match before it.
     run: Vec<u32>,
     agreement: usize,
@@ -40,8 +44,23 @@ struct Sequence {
 
 impl Sequence {
     fn extend(&mut self, tokens: &[u32]) {
+        // A draft that failed may have left tokens.
+        self.text.truncate(self.emitted);
         self.text.extend(tokens);
+        self.emitted = self.text.len();
         (self.run, self.agreement) = self.text.continued(GAMMA_MAX);
+    }
+
+    /// Up to `most` tokens that are likely to follow the emitted and the chosen ones.
+    pub(super) fn guess(&self, most: usize) -> Vec<u32> {
+        let (run, agreement) = self.text.continued(most);
+        let likely = self.rates.likely(agreement, LEAST).min(run.len() - 1);
+        run[1..=likely].to_vec()
+    }
+
+    /// The network chose these tokens next.
+    pub(super) fn choose(&mut self, tokens: &[u32]) {
+        self.text.extend(tokens);
     }
 }
 
@@ -81,11 +100,23 @@ impl MatchRates {
         }
     }
 
+    /// Probabilities that all of 1, 2, … [`GAMMA_MAX`] tokens continue a match.
+    fn all_right(&self, agreement: usize) -> impl Iterator<Item = f64> {
+        let chances = (0..GAMMA_MAX).map(move |i| self.0[(agreement + i).min(LONGEST)]);
+        chances.scan(1.0, |all, Counts { matched, seen }| {
+            *all *= matched / seen;
+            Some(*all)
+        })
+    }
+
     /// Mean tokens of a round with γ copied ones, including the target's own.
     fn tokens(&self, agreement: usize, gamma: usize) -> f64 {
-        let chance = |i: usize| self.0[(agreement + i).min(LONGEST)];
-        let right = (0..gamma).map(|i| chance(i).matched / chance(i).seen);
-        1.0 + right.scan(1.0, |all, one| Some(std::mem::replace(all, *all * one) * one)).sum::<f64>()
+        1.0 + self.all_right(agreement).take(gamma).sum::<f64>()
+    }
+
+    /// Most tokens that all continue a match with this probability.
+    fn likely(&self, agreement: usize, least: f64) -> usize {
+        self.all_right(agreement).take_while(|&all| all >= least).count()
     }
 }
 
@@ -135,8 +166,7 @@ impl Drafter for Copying {
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
         self.network.prefill(slot, prompt, first)?;
         let mut sequence = Sequence::default();
-        sequence.text.extend(prompt);
-        sequence.extend(&[first]);
+        sequence.extend(&[prompt, &[first]].concat());
         self.sequences.insert(slot, sequence);
         Ok(())
     }
@@ -153,10 +183,14 @@ impl Drafter for Copying {
             return Ok(Proposed::default());
         }
         // Windows are set first: setting tokens discards a deferred draft.
-        let proposed = self.network.propose(target, turns, candidate)?;
+        let guesses = Guesses { sequences: &mut self.sequences, counts: (0, 0) };
+        let mut guessing = Guessing { target, guesses };
+        let mut proposed = self.network.propose(&mut guessing, turns, candidate)?;
+        proposed.guessed = guessing.guesses.counts;
         for turn in turns.iter() {
             if let Some(sequence) = self.sequences.get_mut(&turn.slot) {
                 sequence.drafts = turn.drafts(0);
+                sequence.text.truncate(sequence.emitted);
             }
         }
         Ok(proposed)
@@ -187,9 +221,11 @@ impl Drafter for Copying {
 
 #[cfg(test)]
 mod tests {
+    use super::super::SelfQuantised;
     use super::*;
     use crate::backend::DraftConfig;
-    use quantspec_core::config::Pages;
+    use crate::forward::Guess;
+    use quantspec_core::config::{Pages, View, Weights};
     use quantspec_core::sample::Sampler;
 
     /// A network that drafts zeros for its turns.
@@ -209,7 +245,7 @@ mod tests {
             for turn in turns.iter().filter(|turn| turn.drafts(0)) {
                 target.set_window(turn.slot, &vec![0; turn.gamma + 1])?;
             }
-            Ok(Proposed { steps: 1, without_token: 0, pages: Some(Pages::All) })
+            Ok(Proposed { steps: 1, pages: Some(Pages::All), ..Proposed::default() })
         }
 
         fn commit(&mut self, _: usize, _: &[u32]) -> Result<()> {
@@ -336,6 +372,52 @@ mod tests {
             (0..40).flat_map(|i| [natural(10), prompt[70 * i..70 * i + 40].to_vec()].concat()).collect();
         let (copying, network) = seconds(&prompt, &quotes);
         assert!(1.3 * copying < network, "{copying} against {network}");
+    }
+
+    /// Asks for three guesses, of which a network then chooses two and another token.
+    struct TwoRight;
+
+    impl Target for TwoRight {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
+            Err(Error::internal("the draft has guesses"))
+        }
+
+        fn draft_guessed(&mut self, _: &DraftConfig, _: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
+            assert_eq!(guesses.guess(0, 3), [29, 30, 31]);
+            guesses.chosen(0, 3, &[29, 30, 7]);
+            assert!(guesses.guess(0, 3).is_empty(), "7 follows 30 nowhere");
+            (40..48).for_each(|token| guesses.chosen(0, 0, &[token]));
+            assert_eq!(guesses.guess(0, 1), [48]);
+            assert!(guesses.guess(3, 3).is_empty(), "no such sequence");
+            Ok(())
+        }
+
+        fn set_window(&mut self, _: usize, _: &[u32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn guesses_follow_the_emitted_text_and_what_the_network_chose() {
+        let config = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let mut drafter = Copying::boxed(SelfQuantised::boxed(config));
+        drafter.prefill(0, &quoting(), 8).unwrap();
+        (9..29).for_each(|token| drafter.commit(0, &[token]).unwrap());
+        let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
+        // A draft leaves no token in the text.
+        for _ in 0..2 {
+            assert_eq!(drafter.propose(&mut TwoRight, &mut turns, 0).unwrap().guessed, (3, 2));
+        }
+        let (mut quoted, mut new) = (Sequence::default(), Sequence::default());
+        quoted.extend(&quoting());
+        new.extend(&quoting());
+        assert!(quoted.guess(3).is_empty(), "nothing is known yet");
+        (0..20).for_each(|_| quoted.rates.observe(quoted.agreement, &[8, 9], &[8, 9]));
+        assert_eq!((quoted.guess(2), new.guess(2)), (vec![8, 9], vec![]));
     }
 
     #[test]

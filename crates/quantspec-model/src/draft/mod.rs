@@ -6,6 +6,7 @@
 
 mod auto;
 mod copying;
+mod levels;
 mod model;
 mod ngram;
 mod self_quantised;
@@ -17,7 +18,7 @@ pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
 use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
-use crate::forward;
+use crate::forward::{self, Guess};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
@@ -154,12 +155,14 @@ fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
 /// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Sequential steps, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
+    /// Sequential steps without guesses, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
     pub without_token: usize,
     /// Pages of the target's cache that each step read; `None` if it reads none.
     pub pages: Option<Pages>,
+    /// Tokens of earlier text that the draft network checked, and those that it chose as well.
+    pub guessed: (usize, usize),
 }
 
 /// The target's backend, as far as drafters may use it.
@@ -169,6 +172,15 @@ pub trait Target {
     /// # Errors
     /// As there.
     fn draft(&mut self, config: &DraftConfig, turns: &mut [Turn]) -> Result<()>;
+
+    /// As [`Target::draft`], with guesses if the backend drafts step by step.
+    ///
+    /// # Errors
+    /// Those of [`forward::draft_now`].
+    fn draft_guessed(&mut self, config: &DraftConfig, turns: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
+        let _ = guesses;
+        self.draft(config, turns)
+    }
 
     /// [`KvCache::set_window`].
     ///
@@ -186,6 +198,14 @@ pub trait Target {
 impl<B: Backend> Target for B {
     fn draft(&mut self, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
         forward::draft(self, config, turns)
+    }
+
+    fn draft_guessed(&mut self, config: &DraftConfig, turns: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
+        // A round that runs whole knows no drafted token before the verification.
+        match self.runs_rounds_whole() {
+            true => forward::draft(self, config, turns),
+            false => forward::draft_now(self, config, turns, Some(guesses)),
+        }
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

@@ -169,7 +169,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
         }
         own.retain(|turn| network.sequences.contains_key(&turn.slot));
         if !own.is_empty() {
-            forward::draft_now(&mut network.backend, &config, &mut own)?;
+            forward::draft_now(&mut network.backend, &config, &mut own, None)?;
         }
         let (mut without_token, mut steps, mut own) = (0, 1, own.into_iter().peekable());
         for turn in turns.iter_mut().filter(|turn| turn.drafts(0)) {
@@ -199,7 +199,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
             steps = steps.max(drafted.gamma);
             (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
         }
-        Ok(Proposed { steps, without_token, pages: Some(config.pages) })
+        Ok(Proposed { steps, without_token, pages: Some(config.pages), guessed: (0, 0) })
     }
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

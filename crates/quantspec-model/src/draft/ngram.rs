@@ -50,7 +50,7 @@ impl Drafter for Ngram {
             }
         }
         let steps = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
-        Ok(Proposed { steps, without_token: 0, pages: None })
+        Ok(Proposed { steps, ..Proposed::default() })
     }
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
@@ -85,6 +85,24 @@ impl Text {
             if let Some(&pair) = self.tokens.last_chunk() {
                 self.earlier[place] = self.newest.insert(pair, place as u32).unwrap_or(0);
             }
+        }
+    }
+
+    /// Number of tokens.
+    pub(super) fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Removes the tokens after the first `n`.
+    pub(super) fn truncate(&mut self, n: usize) {
+        while self.tokens.len() > n {
+            if let Some(pair) = self.tokens.last_chunk().copied() {
+                match self.earlier[self.tokens.len()] {
+                    0 => self.newest.remove(&pair),
+                    place => self.newest.insert(pair, place),
+                };
+            }
+            self.tokens.pop();
         }
     }
 
@@ -198,7 +216,7 @@ mod tests {
         drafter.prefill(2, &[1], 2).unwrap();
         let mut turns = [turn(5, 3), turn(2, 3), turn(0, 2)];
         let found = drafter.propose(&mut windows, &mut turns, 0).unwrap();
-        assert_eq!(found, Proposed { steps: 3, without_token: 0, pages: None });
+        assert_eq!(found, Proposed { steps: 3, ..Proposed::default() });
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
         assert_eq!(windows.0, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
@@ -227,6 +245,20 @@ mod tests {
                 continued.push(continued[place.unwrap() + i]);
             }
             prop_assert_eq!(proposed(&text, n), &continued[end..]);
+        }
+
+        #[test]
+        fn a_truncated_text_forgets_its_end(text in prop::collection::vec(0u32..4, 1..60), at in 0usize..60) {
+            let (mut all, mut first) = (Text::default(), Text::default());
+            let kept = at.min(text.len());
+            all.extend(&text);
+            all.truncate(kept);
+            first.extend(&text[..kept]);
+            prop_assert_eq!(all.len(), kept);
+            prop_assert_eq!(&all.newest, &first.newest);
+            all.extend(&text);
+            first.extend(&text);
+            prop_assert_eq!(all.continued(9), first.continued(9));
         }
     }
 }

@@ -47,7 +47,7 @@ impl Drafter for SelfQuantised {
         // A draft that ended at its first token took a step and yielded none.
         let without_token = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
         let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
-        Ok(Proposed { steps, without_token, pages: Some(config.pages) })
+        Ok(Proposed { steps, without_token, pages: Some(config.pages), guessed: (0, 0) })
     }
 
     fn commit(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
