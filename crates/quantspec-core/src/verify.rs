@@ -410,13 +410,17 @@ mod tests {
     }
 
     #[test]
-    fn a_margin_is_the_last_proposals_and_none_of_rejection() {
+    fn a_margin_is_that_of_an_offset_and_none_of_rejection() {
         let (mut judge, row) = (Judge::new(), [1.0, 3.0, 0.5]);
-        assert_eq!(judge.margin(1), f32::INFINITY);
+        assert_eq!(judge.margin(1, 0), f32::INFINITY);
         judge.propose(1, 0, 5, &row, &Sampler::greedy());
-        assert_eq!((judge.margin(1), judge.margin(0)), (2.0, f32::INFINITY));
+        judge.propose(1, 1, 6, &[9.0, 3.0, 0.5], &Sampler::greedy());
+        assert_eq!(
+            [(1, 0), (1, 1), (0, 0)].map(|(slot, offset)| judge.margin(slot, offset)),
+            [2.0, 6.0, f32::INFINITY]
+        );
         judge.propose(1, 1, 6, &row, &sampler(1.0, 0, 1.0, 0.0, Accept::Rejection));
-        assert_eq!(judge.margin(1), f32::INFINITY);
+        assert_eq!((judge.margin(1, 0), judge.margin(1, 1)), (2.0, f32::INFINITY));
     }
 
     #[test]
