@@ -48,8 +48,8 @@ _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "
 
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
-(nothing was cut), 130 interrupted (129 SIGHUP, 143 SIGTERM), 141 standard
-output was closed, 4 batch finished with failed documents."""
+(nothing was cut), 4 batch finished with failed documents, 130 interrupted
+(129 SIGHUP, 143 SIGTERM), 141 standard output was closed."""
 
 
 def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
@@ -84,7 +84,7 @@ _stop_flag = click.option(
     multiple=True,
     type=Verbatim(),
     metavar="TEXT",
-    help="End before this text, also inside a token. Repeatable.",
+    help="End before this text, even inside a token. Repeatable.",
 )
 
 
@@ -154,7 +154,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
     multiple=True,
     metavar="FILE",
     allow_from_autoenv=False,
-    help="The same as FILE. Several documents decode together.",
+    help="The same as a FILE argument. Several documents decode together.",
 )
 @click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, after the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
@@ -195,7 +195,7 @@ def run(
 ) -> Done:
     """Continue documents: text to stdout, statistics to stderr.
 
-    FILE is a text file, or - for standard input.
+    FILE is a text, Markdown, HTML, DOCX, EPUB or PDF document, or - for standard input.
     """
     if not flags["as_json"]:
         if ctx.get_parameter_source("logprobs") is ParameterSource.COMMANDLINE:
@@ -321,7 +321,7 @@ def doctor(as_json: bool) -> Done:
 @click.option(
     "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are recreated when needed."
 )
-@click.option("--prompt-cache", metavar="DIR", help="Also the prompts in this folder.")
+@click.option("--prompt-cache", metavar="DIR", help="List the prompts in this folder, too.")
 @json_flag
 def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """List the draft weights and prompts on disk: size, last use, model."""
@@ -438,11 +438,11 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     "--n-prompt",
     "n_prompt",
     default="512",
-    text="Prompt tokens to time; 0: none. For a file use --prompt.",
+    text="Prompt tokens to time; 0: none. The text itself is --prompt.",
 )
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0: none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before the timed ones.")
-@_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
+@_list_flag("--batch", default="1", text="Sequences that decode together, each after -d tokens.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @draft_precision_flag
@@ -494,7 +494,7 @@ def bench(
 ) -> Done:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
 
-    bench kernels times each kernel of a GPU at the model's shapes against the bytes it must move.
+    bench kernels times each kernel of a GPU at the model's shapes, and compares it with the bytes it must move.
 
     \b
     Lists are llama-bench's: 0,512 or 0-4096+1024 or 1-64*2. For example:
@@ -544,7 +544,7 @@ def bench(
     metavar="LIST",
     help="Compare choices of this many pages for a draft: best, snap, window, and as many single best tokens.",
 )
-@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
+@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are also compared with the checkpoint's.")
 @_choice_flag(
     "--kv-rounding",
     (*KV_ROUNDINGS, TRUNCATE),
@@ -564,7 +564,7 @@ def bench(
 @click.option(
     "--sensitivity-layers",
     is_flag=True,
-    help="As --sensitivity, and each matrix of each layer alone in the target's precision (CPU; slow).",
+    help="As --sensitivity, and with each matrix of each layer alone in the target's precision (CPU; slow).",
 )
 @_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag

@@ -466,8 +466,8 @@ def draft_precision_flag(command: Command) -> Command:
         metavar="auto|none|KINDS",
         default="auto",
         show_default=True,
-        help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto is down if the "
-        "cache outweighs the weights on a CPU, else none.",
+        help=f"Matrices that a draft reads in 8 bits: a comma list of {', '.join(SENSITIVE)}; auto is down on a CPU if "
+        "the cache outweighs the weights, else none.",
     )(command)
 
 
@@ -476,7 +476,7 @@ def draft_model_flag(command: Command) -> Command:
     return click.option(
         "--draft-model",
         metavar="DIR|FILE|HUB_ID",
-        help="Of methods draft-model and auto: a checkpoint that drafts, of the same tokenizer.",
+        help="For methods draft-model and auto: the checkpoint that drafts, with the same tokenizer.",
     )(command)
 
 
@@ -509,12 +509,12 @@ def engine_flags(command: Command) -> Command:
         choice(
             "--weights",
             WEIGHTS,
-            "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
-            "nibbles draft; int4, the upper nibbles alone; auto, int8 if the checkpoint's do not fit.",
+            "The target's weights, which define the output: checkpoint, as in the file; int8, half the memory, drafts "
+            "read the upper nibbles; int4, the upper nibbles alone; auto, int8 if the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
-        choice("--draft-weights", DRAFT_WEIGHTS, "Weights of the draft."),
+        choice("--draft-weights", DRAFT_WEIGHTS, "Weights that a draft reads in 4 bits: all, the MLP's, or none."),
         draft_precision_flag,
         click.option(
             "--draft-pages",
@@ -531,7 +531,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N",
             default=0,
             show_default=True,
-            help="For method snapkv: choose again among all pages after N new ones; 0: never.",
+            help="For method snapkv: choose pages again after N new ones; 0: never.",
         ),
         draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
@@ -560,7 +560,7 @@ def sampling_flags(command: Command) -> Command:
             "--top-p", type=float, default=1.0, help="Keep the most likely tokens of mass P; 1 is off.  [default: 1]"
         ),
         click.option(
-            "--min-p", type=float, default=0.0, help="Drop tokens below P times the most likely one.  [default: 0]"
+            "--min-p", type=float, default=0.0, help="Drop tokens less likely than P times the likeliest.  [default: 0]"
         ),
         click.option(
             *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
@@ -605,7 +605,7 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before it answers; the answer excludes this part.  [default: off]",
+            help="Whether a model that can think does so before the answer, which excludes the thoughts.  [default: off]",
         ),
         click.option(
             "--template-arg",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREFIX = "QUANTSPEC"
 
-# Smaller draft weights are made in less than half a second on two processors (docs/models.md).
+# Smaller draft weights are made in less than half a second on two processors (docs/draft_weights.md).
 SMALLEST_DRAFTS_BYTES = 64 << 20
 
 # No setting is larger than a seed. TOML numbers are unbounded, and printing or converting huge ones is unsafe.

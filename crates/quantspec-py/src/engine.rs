@@ -136,7 +136,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Most bytes of the folder of draft weights (docs/models.md); those of a 70-billion-parameter model take 38 GB.
+/// Most bytes of the folder of draft weights (docs/draft_weights.md); those of a 70-billion-parameter model take 38 GB.
 pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 
 /// Most bytes of a folder of prompts (docs/documents.md): about 500,000 tokens of an 8-billion-parameter model.
