@@ -76,6 +76,15 @@ def test_models_of_one_file_each_need_no_common_name(compare: Callable[..., Outc
     assert [row["model"] for row in compare(two, two, "--json").json] == ["demo", "other"]
 
 
+def test_other_weights_are_noted(compare: Callable[..., Outcome]) -> None:
+    a, b = ROW | {"weights": "checkpoint", "threads": 2}, ROW | {"weights": "int8", "threads": 2}
+    outcome = compare([a], [b], "--json")
+    assert outcome.code == 0
+    assert outcome.stderr == "note: weights is checkpoint in A and int8 in B\n"
+    assert compare([a], [a]).stderr == ""
+    assert compare([a], [ROW]).stderr == "", "an older file has no such field"
+
+
 def test_a_file_of_bench_compares_with_itself(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     place = tmp_path / "rows.jsonl"
     flags = ("-p", "8", "-n", "4", "-r", "2", "--device", "cpu", "-o", "jsonl", "--output", str(place))

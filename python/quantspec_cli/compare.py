@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import files, output
+from . import files, output, render
 from .bench import tables
 from .errors import InputError, one_line
 
@@ -32,6 +32,8 @@ KEY = (
     "n_gen",
     "n_depth",
 )
+# Fields that may differ between the files, and explain a difference of speed.
+CONDITIONS = ("quantspec", "device_name", "simd", "threads", "weights")
 # Combined standard deviations above which a difference counts as significant: 1 of 20 equal pairs exceeds it.
 DEVIATIONS = 2.0
 
@@ -40,7 +42,10 @@ def compare(first: str, second: str, *, output_format: str, place: str | None, a
     """Prints the measurements in both files; the caller prints the document of `--json`."""
     with output.opened(place, [first, second]) as file:
         sink = tables.sink_of(file, as_json=as_json)
-        rows = list(compared(read(first), read(second), first, second))
+        a, b = read(first), read(second)
+        rows = list(compared(a, b, first, second))
+        for line in differences(a, b):
+            render.note(line)
         table = tables.writer(output_format, Compared, sink)
         for row in rows:
             table.row(row)
@@ -132,6 +137,14 @@ def compared(first: Sequence[Row], second: Sequence[Row], one: str, other: str) 
             "ratio_sd": spread if known else None,
             "change": ("unknown" if not known else "noise" if not beyond else "faster" if ratio > 1 else "slower"),
         }
+
+
+def differences(first: Sequence[Row], second: Sequence[Row]) -> Iterator[str]:
+    """A line for each condition that differs between the files."""
+    for field in CONDITIONS:
+        a, b = ({one_line(str(row[field])) for row in rows if row.get(field) is not None} for rows in (first, second))
+        if a and b and a != b:
+            yield f"note: {field} is {', '.join(sorted(a))} in A and {', '.join(sorted(b))} in B"
 
 
 def _by_key(rows: Sequence[Row], name: str, *, single: bool) -> dict[tuple[Any, ...], Row]:
