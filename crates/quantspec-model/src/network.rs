@@ -27,7 +27,8 @@ pub struct Step<'a> {
     pub view: View,
     /// Which of the visible pages.
     pub pages: Pages,
-    /// True: choose the pages to read (first drafted token of a round). False: keep the slot's last choice.
+    /// True: choose the pages to read (first drafted token of a round). False: keep the slot's last choice, and read pages that
+    /// became visible after it.
     /// [`Pages::Snap`] decides itself when it chooses.
     pub choose_pages: bool,
     /// The rows.

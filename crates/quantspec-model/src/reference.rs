@@ -79,8 +79,8 @@ struct Head {
     recent_keys: Vec<f16>,
     recent_values: Vec<f16>,
     pages: Vec<Option<Stored>>,
-    /// Pages that the current draft reads; None before the first choice.
-    chosen: Option<Vec<usize>>,
+    /// Pages that the current draft reads, and the number visible at the choice; None before the first.
+    chosen: Option<(Vec<usize>, usize)>,
     snap: SnapScores,
 }
 
@@ -465,7 +465,10 @@ impl Head {
         let visible = visible_pages(position);
         let chosen = match (step.pages, &self.chosen) {
             (Pages::All | Pages::Tokens(_), _) => return Ok((0..visible).collect()),
-            (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
+            (Pages::Window(_) | Pages::Best(_), Some((chosen, seen))) if !step.choose_pages => {
+                let chosen = chosen.iter().copied().filter(|page| *page < visible);
+                return Ok(chosen.chain(*seen..visible).collect());
+            }
             (Pages::Window(n), _) => window_pages(visible, n),
             // Scores need quantised keys; without them the newest pages are read.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
@@ -477,7 +480,7 @@ impl Head {
                 return Ok(snap_pages(self.snap.current(), visible, n));
             }
         };
-        self.chosen = Some(chosen.clone());
+        self.chosen = Some((chosen.clone(), visible));
         Ok(chosen)
     }
 
