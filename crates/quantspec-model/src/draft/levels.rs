@@ -8,8 +8,8 @@ use crate::forward::Guess;
 use quantspec_core::Result;
 use std::collections::HashMap;
 
-/// Least probability that all tokens of a guess are right. One more row costs 0.11 to 0.2 of a draft step on AVX-512, and a right
-/// guess saves a whole one; the rest is for slower paths.
+/// Least probability that all tokens of a guess are right. A row costs less than this share of a draft step on AVX-512, and a right
+/// guess saves a whole step; the rest is for slower paths.
 pub(super) const LEAST: f64 = 0.3;
 
 /// A target whose drafts are guessed from earlier text.
