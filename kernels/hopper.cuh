@@ -22,11 +22,11 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full when TMA has filled it, and
-// free when `leavers` threads have arrived. One thread per stage is not faster, since a warp's addresses are processed one by one, and
+// free when `arrivals` threads have arrived. One thread per stage is not faster, since a warp's addresses are processed one by one, and
 // compute-sanitizer would report lanes that initialise nothing.
-DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) {
+DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals) {
 #pragma unroll 1
-  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
+  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, arrivals);
 }
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -36,9 +36,9 @@ DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,
 // arrival does not wait for earlier loads: when other work fills the SM's shared-memory queue, they can still be queued when the next copy lands,
 // and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but also for prefetched loads. So the barrier's
 // address depends on the loaded values: gridDim.z is 1 and the mask therefore 0, which the compiler cannot know.
-DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
+DEV void release_stage(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
 // Arrives at the same barrier of CTA `rank` of the cluster, deliberately at CTA scope. With .release.cluster each arrival becomes a membar.gpu, which costs a
-// quarter of the GEMM's speed. It is not needed: the stage was read by wgmma, which has been waited for, or by loads that `slot_left` has waited for,
+// quarter of the GEMM's speed. It is not needed: the stage was read by wgmma, which has been waited for, or by loads that `release_stage` has waited for,
 // and TMA writes it.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(

@@ -14,11 +14,11 @@ struct History {
   int length, prompt, unused;
 };
 // The host's update for a slot. 160 bytes.
-constexpr int MORE_MAX = 32;
+constexpr int COMMIT_TOKENS = 30;
 struct Commit {
   int slot, more;            // more: number of new tokens, the last of the text
   History history;           // including the new tokens
-  int tokens[MORE_MAX - 2];  // the new tokens, if they fit
+  int tokens[COMMIT_TOKENS]; // the new tokens, if they fit
 };
 static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
 
@@ -33,7 +33,7 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, 
   const int slot = commit.slot, more = commit.more, first = h.length - more;
   int* text = texts + (size_t)slot * text_pitch;
   for (int i = threadIdx.x; i < more; i += PENALTY_THREADS) {
-    if (more <= MORE_MAX - 2) text[first + i] = commit.tokens[i];
+    if (more <= COMMIT_TOKENS) text[first + i] = commit.tokens[i];
     uint32_t* count = counts + (size_t)slot * vocab + text[first + i];
     atomicOr(count, OCCURRED);
     if (first + i >= h.prompt) atomicAdd(count, 1u);

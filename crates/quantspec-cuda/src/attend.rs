@@ -177,7 +177,7 @@ const fn view_number(view: View) -> usize {
 /// A view's kernels, ascending by rows: with or without TMA, for whole or half SMs.
 fn instances(view: View, d: usize, tma: bool, half_sm: bool) -> impl Iterator<Item = &'static shapes::Attend> {
     let is = (d, view_number(view), half_sm, tma);
-    shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
+    shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.half_sm, of.stages > 0) == is)
 }
 
 /// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
@@ -344,7 +344,7 @@ impl Attend {
         check_head(&device.info, d)?;
         // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
         // order of sums.
-        let engine = device.has_tma();
+        let tma = device.has_tma();
         let variant = |name: String, of: &shapes::Attend, stages: usize| {
             let shared = of.shared + stages * of.stage_bytes;
             Ok::<_, Error>(Variant {
@@ -356,20 +356,20 @@ impl Attend {
             })
         };
         let split = |view: View, registers: usize| -> Result<Split> {
-            let variants = instances(view, d, engine, false).filter_map(|of| {
+            let variants = instances(view, d, tma, false).filter_map(|of| {
                 // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
                 let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
-                let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
+                let stages = if tma { of.stages } else { [4, 2].into_iter().find(fits)? };
                 Some(variant(format!("attend_{}_{d}_{}", view_name(view), of.rows), of, stages))
             });
             let smallest = instances(view, d, false, false).find(|of| of.rows == 8);
             let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
-            let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
+            let blocks = if tma { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
-        let half_sm = instances(View::Upper, d, engine, true).map(|of| {
-            let variant = variant(format!("attend_beside_{d}_{}", of.rows), of, of.stages)?;
+        let half_sm = instances(View::Upper, d, tma, true).map(|of| {
+            let variant = variant(format!("attend_half_{d}_{}", of.rows), of, of.stages)?;
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
         });
@@ -506,7 +506,7 @@ impl Attend {
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
         // With TMA a block has an SM, or half of one, and loops over items.
-        let engine = self.device.has_tma();
+        let tma = self.device.has_tma();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -523,13 +523,13 @@ impl Attend {
             group: self.group as i32,
             tile_count: pass.tiles.len() as i32,
             items: pass.items as i32,
-            stages: if engine { EARLY } else { stages as i32 },
+            stages: if tma { EARLY } else { stages as i32 },
             centre: self.centre,
             prefetch: neighbours.prefetch.0,
             prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
             unused: 0,
         };
-        let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
+        let blocks = if tma { pass.items.min(self.device.sms) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
@@ -671,7 +671,7 @@ mod tests {
         for of in shapes::ATTEND {
             // Shared memory of a block on Hopper, and of each of two blocks that share an SM's 228 KiB; the driver reserves 1
             // KiB per block.
-            let most = if of.beside { 113 * 1024 } else { 227 * 1024 };
+            let most = if of.half_sm { 113 * 1024 } else { 227 * 1024 };
             assert!(of.shared + of.stages * of.stage_bytes <= most, "{of:?}");
         }
     }

@@ -15,7 +15,7 @@ use std::{fmt, ptr};
 pub(crate) const LOADS_PERCENT: i32 = 30;
 /// Carve-out of small kernels between GEMMs with pipelines in shared memory: all, so that an SM's split stays constant within
 /// a step.
-const RINGS_PERCENT: i32 = 100;
+const PIPELINES_PERCENT: i32 = 100;
 
 /// A GPU with the crate's kernels loaded. Work is queued on one stream, in order.
 #[derive(Debug)]
@@ -320,7 +320,7 @@ impl Device {
                 }
                 let kernel = Kernel { function, name: kept(name) };
                 if shared == 0 {
-                    self.prefer_shared(kernel, if self.has_tma() { RINGS_PERCENT } else { LOADS_PERCENT })?;
+                    self.prefer_shared(kernel, if self.has_tma() { PIPELINES_PERCENT } else { LOADS_PERCENT })?;
                 }
                 return Ok(kernel);
             }

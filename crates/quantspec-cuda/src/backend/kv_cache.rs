@@ -4,6 +4,7 @@ use super::CudaBackend;
 use crate::args;
 use crate::attend::{Choice, Chosen, Layer as CacheLayer};
 use crate::device::{Buffer, Device};
+use crate::shapes::{PAGE_SHARED, PAGE_SHARED_CHANNEL};
 use crate::weights::argument;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::Rounding;
@@ -128,10 +129,9 @@ pub(super) fn table_bytes(options: &Options) -> usize {
     options.slots * table_pitch(options) * 4
 }
 
-/// Shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels: its keys or values in f16, and
-/// sums.
+/// Dynamic shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels.
 pub(crate) const fn page_shared(d: usize) -> usize {
-    2 * G * d + 4096
+    PAGE_SHARED_CHANNEL * d + PAGE_SHARED
 }
 
 impl CudaBackend {
