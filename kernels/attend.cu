@@ -91,19 +91,19 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 
 // ---- merging the items of a row ----
 //
-// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
+// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads. Writes the input of the output
 // projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in xs (panel.cuh). Warp w adds items w, w + 4, ..., then the
 // four warps are added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
 // nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
 constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;        // MERGE_SHARED: bytes of static shared memory
 struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items per KV head, query rows of its span
 struct MergeArgs {
-  const Merged* rows;                    // of the pass
+  const Merged* rows;                    // of the slice: the rows of one launch
   const float* partial;
   const float2* extremes;
   void* x;                               // x and xs: of the step's row 0
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which this pass begins
+  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which the slice begins
 };
 
 template <class Out, int B>              // B: items in flight
@@ -199,7 +199,7 @@ MERGE(i8, int8_t, 1)
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
 // A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of the
 // list's scores.
-struct Choice { int row, slot, pages, scored, scores; };
+struct PageChoice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
@@ -232,9 +232,9 @@ DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float
   }
 }
 template <int HEADS, int U>
-DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
+DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
-  const Choice choice = choices[blockIdx.z];
+  const PageChoice choice = choices[blockIdx.z];
   const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = CHOICE_THREADS / lanes, head = blockIdx.y;
   const int first = blockIdx.x * U * across + threadIdx.x / lanes;
   int id[U];
@@ -268,7 +268,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
   }
 }
 #define BOUNDS(HEADS, U) \
-  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
+  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
 BOUNDS(1, 4)
 BOUNDS(4, 2)
 BOUNDS(4, 4)
@@ -280,10 +280,10 @@ BOUNDS(4, 4)
 // The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the kept pages are separated.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
-KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
+KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const PageChoice* choices, int* lists, int list_pitch, int kv_heads, int n) {
   __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, buckets[3][32], words[2][2][32];
   grid_trigger();
-  const Choice choice = choices[blockIdx.y];
+  const PageChoice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)choice.scores * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;

@@ -10,7 +10,6 @@ use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
-
 // A warp processes a group of these weights where it processes an atom of 16-bit weights.
 const _: () = assert!(GROUP == ATOM);
 
@@ -31,9 +30,9 @@ pub struct Hierarchy {
 /// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// Every plane there is, as the target does.
+    /// All planes, as the target reads them.
     All,
-    /// The upper one alone, as a draft does.
+    /// The upper plane alone, as a draft reads it.
     Upper,
 }
 

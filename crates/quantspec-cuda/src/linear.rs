@@ -240,7 +240,8 @@ impl WarpPipelines {
     fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpPipeline> {
         let fits = |pipeline: &&WarpPipeline| {
             let shared = pipeline.shared(bits, groups, rows);
-            pipeline.tiles * 8 >= rows.min(8 * self.tiles_max) && RESIDENT * pipeline.resident(shared) <= device.shared_per_sm
+            pipeline.tiles * 8 >= rows.min(8 * self.tiles_max)
+                && RESIDENT * pipeline.resident(shared) <= device.shared_per_sm
         };
         let pipeline = self.kernels.iter().find(fits).or(self.kernels.last());
         pipeline.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))

@@ -25,16 +25,16 @@ const BLOCK_ROWS: usize = 256;
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
 /// A target view: name, view, slot.
-type Target = (&'static str, View, usize);
+type TargetView = (&'static str, View, usize);
 
 /// The target views, in report order.
-const TARGETS: [Target; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
+const TARGETS: [TargetView; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
 
 /// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
 
 /// A draft to be scored.
-struct Draft {
+struct ScoredDraft {
     /// Number of pages at which choices of pages are compared; `None` for a method.
     budget: Option<usize>,
     name: &'static str,
@@ -47,8 +47,8 @@ struct Draft {
 
 /// The model's own drafts, then those of `quantspec` with each number of chosen pages, in report order. `tokens`: the backend
 /// supports [`Pages::Tokens`].
-fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
-    let draft = |budget, name, config| Draft { budget, name, config, exact: None, score: DraftScore::default() };
+fn drafts(budgets: &[usize], tokens: bool) -> Vec<ScoredDraft> {
+    let draft = |budget, name, config| ScoredDraft { budget, name, config, exact: None, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);
     let methods = networks.filter_map(|method| Some(draft(None, method.name, method.draft_config(View::Both)?)));
     let choices = budgets.iter().flat_map(|&n| {
@@ -175,7 +175,8 @@ pub fn acceptance_by_matrix<B: Backend>(
 ) -> Result<Vec<[f64; Sensitive::KINDS.len()]>> {
     let matrices =
         (0..backend.config().layers).flat_map(|layer| (0..Sensitive::KINDS.len()).map(move |kind| (layer, kind)));
-    let with = |exact| drafts(&[], false).into_iter().take(1).map(move |draft| Draft { exact: Some(exact), ..draft });
+    let with =
+        |exact| drafts(&[], false).into_iter().take(1).map(move |draft| ScoredDraft { exact: Some(exact), ..draft });
     let drafts = matrices.flat_map(with).collect();
     let scored =
         score_views(backend, None, tokens, context, block_rows, (&TARGETS[INT8..=INT8], drafts, &[]), progress)?;
@@ -215,7 +216,7 @@ fn score_views<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
-    (views, drafts, budgets): (&[Target], Vec<Draft>, &[usize]),
+    (views, drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -283,7 +284,7 @@ fn score_views<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for Draft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
+            for ScoredDraft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step_but_one(backend, &step, *exact)?;
