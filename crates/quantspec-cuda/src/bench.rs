@@ -205,7 +205,7 @@ impl Bench {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
             let mut launches: Vec<(StepSlice, SliceAddresses, [Buffer; 3])> = Vec::new();
-            for slice in attend.slices(view, &steps, |_| None, |_| false)? {
+            for slice in attend.slices(view, &steps, |_| None, |_| false, false)? {
                 let described =
                     [device.copied(&slice.spans)?, device.copied(&slice.tiles)?, device.copied(&slice.merged)?];
                 let places = SliceAddresses {
