@@ -187,8 +187,7 @@ MERGE(i8, int8_t, 1)
 //
 // bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16
 // [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads
-// of a group
-// (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
+// of a group (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
 // A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per block. grid (blocks, kv
@@ -197,8 +196,8 @@ MERGE(i8, int8_t, 1)
 // Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. Unrolled to 25 KB of code, `select`
 // takes 14 us, because it waits for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of the
-// list's scores.
+// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of
+// the list's scores.
 struct PageChoice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>

@@ -3,21 +3,22 @@
 //     score[r,t] = q[r] . k[t]          q already includes log2(e) / sqrt(D)
 //     out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
 //
-// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A warpgroup is four warps with their own pipeline stages in
-// shared memory; the warpgroups of a block take a chunk's pages in turn. A step of a warpgroup is a page, or some recent tokens. Its phases, one file each:
+// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A warpgroup is four warps with their own pipeline
+// stages in shared memory; the warpgroups of a block take a chunk's pages in turn. A step of a warpgroup is a page, or some recent tokens. Its
+// phases, one file each:
 //
-//     attend_copy.cuh    load: keys and values into pipeline stages, by a producer warp and TMA, or by the warpgroup's own threads
-//     attend_page.cuh    prepare: q times the key scales; score: q . k of 32 tokens per warp; accumulate: p . v of a quarter of the channels per warp
-//     attend_state.cuh   rescale: the running maximum moves; weigh: scores to probabilities; merge: the warpgroups' states into one partial result
+//     attend_copy.cuh       load: keys and values into pipeline stages, by a producer warp and TMA, or by the warpgroup's own threads
+//     attend_page.cuh       prepare: q times the key scales; score: q . k of 32 tokens per warp; accumulate: p . v of a quarter of the channels per warp
+//     attend_state.cuh      rescale: the running maximum moves; weigh: scores to probabilities; merge: the warpgroups' states into one partial result
 //     attend_warpgroup.cuh  a consumer warp's indices and barriers, and unpacking codes to mma operands
 //
 // Codes are the mma A operand (K: tokens x channels, V: channels x tokens) and query rows its columns, so every code is unpacked once for up to 32
 // rows. Scales are not applied to codes: a key scale multiplies q (per page), a value scale the probability. Zero points become one number per row
 // and page (keys) or a running sum per row (values).
 //
-// Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a warpgroup are a function of the
-// position. A token that a row does not see leaves its state unchanged to the bit (p = 0, factor 1). Columns of an mma are independent, and the
-// number of row tiles NT only adds columns.
+// Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a warpgroup are a function
+// of the position. A token that a row does not see leaves its state unchanged to the bit (p = 0, factor 1). Columns of an mma are independent, and
+// the number of row tiles NT only adds columns.
 #pragma once
 #include "layout.cuh"
 #include "numbers.cuh"
@@ -54,20 +55,20 @@ struct AttendArgs {
   float2* extremes;                      // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
   int tile_count, items;                 // work items over all tiles; block b has items b, b + gridDim.x, ...
-  // Without TMA: stages of a warpgroup, 4 (the next page is loaded during the current one) or 2 (if shared memory is small). With TMA: stages that a warpgroup
-  // fills before the previous kernel has ended.
+  // Without TMA: stages of a warpgroup, 4 (the next page is loaded during the current one) or 2 (if shared memory is small). With TMA: stages that
+  // are filled before the previous kernel has ended.
   int stages;
   float centre;                          // Upper view: codes stand for U s + z - centre s
-  const uint8_t* prefetch;                 // weights that the next GEMM reads first: prefetched into L2 after the pages
-  int prefetch_bytes, unused;              // prefetch_bytes: a multiple of 16
+  const uint8_t* prefetch;               // weights that the next GEMM reads first: prefetched into L2 after the pages
+  int prefetch_bytes, unused;            // prefetch_bytes: a multiple of 16
 };
 
 // Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
 DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
 // One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one column instead of two and
-// computes half the probabilities. STAGES: pipeline stages of a warpgroup; 0: set at launch, without TMA (not Hopper). HALF_SM: a block has half an SM.
-// TMA: producer warps fill the stages, by TMA.
+// computes half the probabilities. STAGES: pipeline stages of a warpgroup; 0: set at launch, without TMA (not Hopper). TMA: producer warps fill the
+// stages. HALF_SM: a block has half an SM.
 template <int D_, int VIEW_, int ROWS_, int WARPGROUPS_, int STAGES_, bool HALF_SM_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_;
@@ -77,7 +78,7 @@ struct Attend {
   // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = TMA && (NT >= 3 || D == 256 || HALF_SM);
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : TMA ? WARPGROUPS * 32 : 0);
-  static constexpr int KP = D / 32, TILES_W = D / 64;                             // parts of 32 channels; tiles of 16 channels of a warp
+  static constexpr int KP = D / 32, TILES_W = D / 64;                             // slices of 32 channels; tiles of 16 channels of a warp
   static constexpr int STEP = VIEW == UPPER ? 32 : 64, SUB = PAGE / STEP;         // f16 tokens of a step, steps of a page
   static constexpr int K_PARAMS = 4 * D, V_PARAMS = 512, PARAMS = K_PARAMS > V_PARAMS ? K_PARAMS : V_PARAMS, CODES = 64 * D;
   static constexpr int LOWER = PARAMS + CODES;                                    // where the lower codes of a stage begin
@@ -101,14 +102,15 @@ struct Attend {
   static constexpr int ENTRY = (16384 - 1024) / (HALF_SM ? 2 : 1) / ((THREADS / 32 + 3) / 4) / 256 * 8, KEPT = HALF_SM ? 48 : 40, TAKEN = (THREADS * ENTRY - 128 * KEPT) / CONSUMERS / 8 * 8;
 };
 
-// A warpgroup's part of a work item: `pages` steps over its pages (steps warpgroup, warpgroup + WARPGROUPS, ... of the chunk), then `recents` steps over recent tokens.
+// A warpgroup's share of a work item: `pages` steps over its pages (steps warpgroup, warpgroup + WARPGROUPS, ... of the chunk), then `recents` steps
+// over recent tokens.
 struct Work {
   Span span;
   QueryTile tile;
   int head, chunk, first_page, pages, recents;
   int recent;                            // first recent step, counted from the start of the text; the next is chunks * WARPGROUPS further
 };
-// The part of warpgroup `warpgroup` in work item `index`.
+// The share of a warpgroup in work item `index`.
 template <class C>
 DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   Work w;
@@ -140,8 +142,8 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
 #include "attend_state.cuh"
 #include "attend_page.cuh"
 
-// Step n of a warpgroup over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: number of page
-// tokens that every row sees.
+// Step n of a warpgroup over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: number of
+// page tokens that every row sees.
 template <class C, bool PLAIN>
 DEV void attend_step(Warpgroup<C>& warpgroup, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int seen) {
   constexpr int NT = C::NT, E = C::E, TILES = PLAIN ? 1 : 2;      // token tiles of a warp

@@ -1,12 +1,12 @@
 // Load: keys and values of a step into pipeline stages. Included by attend.cuh.
 #pragma once
 
-// Copies the keys (or values) of step n of a warpgroup's work into a stage, by one warp with TMA or by the four warps of the warpgroup. Page numbers are read
-// one step ahead: keys before values, steps in order.
+// Copies the keys (or values) of step n of a warpgroup into a stage, by one warp with TMA or by the warpgroup itself. Page numbers are read one step
+// ahead: keys before values, steps in order.
 template <class C>
 struct Copier {
   const AttendArgs& p;
-  int warpgroup, id, next;                    // physical pages of the step whose keys were copied last, and of the following step
+  int warpgroup, id, next;               // id, next: physical pages of the step whose keys were copied last, and of the following step
   uint64_t once;                         // pages are read once, so they are evicted from L2 first
 
   DEV int page(const Work& w, int n) const {

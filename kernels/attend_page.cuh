@@ -7,7 +7,7 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   return r;
 }
 // For a packed page with keys at `k`: stores q * s as B fragments, and the initial scores q . z. View Both subtracts 1032 sum(q * s), because codes
-// are unpacked with an offset of 1024 + 8 (`unpack`). Parts of 32 channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..),
+// are unpacked with an offset of 1024 + 8 (`unpack`). Slices of 32 channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..),
 // whether by one warp or by four.
 template <class C>
 DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
@@ -74,8 +74,8 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
   }
 }
 
-// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it releases the stage
-// itself.
+// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it releases the
+// stage itself.
 template <class C>
 DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;

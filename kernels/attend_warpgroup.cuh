@@ -1,4 +1,4 @@
-// A warpgroup's consumer warps: their indices in the block, the stages they read, and unpacking codes to mma operands. Included by attend.cuh.
+// A consumer warpgroup: their indices in the block, the stages they read, and unpacking codes to mma operands. Included by attend.cuh.
 #pragma once
 
 // A constant kept in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
@@ -31,8 +31,8 @@ struct Warpgroup {
   const AttendArgs& p;
   const int stages, lane, g, c;                                      // lane = 4 g + c, as in mma fragments
   const int index, warp;                                              // of the block; of the warpgroup
-  // bytes: of a warpgroup. Shared-memory addresses: tail, the part that all warpgroups share; stages_at, this warpgroup's stages; rest, its other arrays; bars, its
-  // barriers.
+  // bytes: of a warpgroup. Shared-memory addresses: tail, the arrays that all warpgroups share; stages_at, this warpgroup's stages; rest, its other
+  // arrays; bars, its barriers.
   const uint32_t bytes, tail, stages_at, rest, bars;
   const float v_centre;                                              // added to a value's zero point, in units of its scale
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

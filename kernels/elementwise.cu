@@ -4,8 +4,8 @@
 // GEMM's input exist once per input type:
 //
 //     _bf16, _f16, _f32   x row-major, pitch in elements
-//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, stored as panel.cuh says (`panels`), equal to
-//                         quantspec_core::quantize_activations. Codes past K are zero.
+//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, equal to
+//                         quantspec_core::quantize_activations, in the order of panel.cuh (`panels`). Codes past K are zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
@@ -164,9 +164,9 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     finish(group, loaded(h, group), constant(weight, group));
 }
 
-// norm_rows: to = x / rms(x) * weight, added to what is there if `add`. x and to f32 rows with pitches in elements, the same buffer or disjoint; weight f32
-// [width]. A branch before it joins the hidden stream, or all query or key heads in place. paired: x alternates channels c .. c + 7 and paired / 2 + c .. of
-// heads of that many channels (`weights_w4_*` in quantize.cu), the weight does not; else 0. Grid (rows), block NORM_THREADS.
+// norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all query or key heads in place.
+//   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the channels of a head if x alternates
+//   channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
 KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch, const float* weight, float eps, int width, int paired,
                                                  int add) {
   constexpr int WARPS = NORM_THREADS / 32;
@@ -378,7 +378,8 @@ struct Head {
 };
 
 // append_{64,128,256}: queries, keys and values of a step's rows.
-//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
+//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null;
+//   cos_sin float2 [row][D / 2].
 //   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>

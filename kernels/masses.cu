@@ -1,4 +1,4 @@
-// Attention that the last queries of a prompt pay to its pages (core::attend::page_masses); drafts of `Pages::Snap` choose pages by it.
+// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of `Pages::Snap` choose pages.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -69,9 +69,9 @@ PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is the
-// sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. grid (kv heads),
-// MASS_THREADS threads, dynamic shared memory: a float for each query from `first` on.
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is
+// the sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. Grid (kv heads),
+// block MASS_THREADS, dynamic shared memory: a float for each query from `first` on.
 KERNEL __launch_bounds__(MASS_THREADS) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -99,8 +99,8 @@ DEV float warp_max_nonnegative(float x) {
 
 // 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|). quantspec_core::quantize divides by the scale
 // instead, so a code may differ by one; only drafts are affected. The zero point of a weight is multiplied by the sum of the codes, not of the
-// inputs. So y is exactly W times the rounded inputs, and their rounding errors are multiplied by weights, whose mean is near zero, instead of by
-// the weights' distances from the zero point.
+// inputs. So y is exactly W times the rounded inputs. Rounding errors are then multiplied by weights, whose mean is near zero, instead of by the
+// weights' distances from the zero point.
 struct Int8Group {
   uint32_t codes;                        // four, of this lane
   float scale, sum;                      // of the group; sum: scale times the sum of the codes
@@ -117,7 +117,7 @@ DEV Int8Group int8_group(float4 v) {
   // With 1.5 * 2^23 added, the low byte of the float is the code.
   auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
   const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
-  // Both sums in one word: the upper one is shifted by 16 bits, and the lower one may borrow from it.
+  // Both sums in one word: the upper one is shifted by 16 bits, and a negative lower one borrows from it.
   const int of_lane = __dp4a((int)codes, 0x01010101, 0);
   const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
   const int2 sums = half_sums(halves);

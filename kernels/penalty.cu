@@ -42,7 +42,7 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, 
 }
 
 // penalty_apply: repetition, frequency and presence.
-//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at place i + 1. Grid (ceil(vocab / 1024), rows), block 256.
+//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at index i + 1. Grid (ceil(vocab / 1024), rows), block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows, int window_pitch,
                                                         float* logits, int vocab) {
   __shared__ int drafted[WINDOW_MAX];

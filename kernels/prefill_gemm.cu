@@ -13,8 +13,7 @@
 //     Epilogues:
 //     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights'
-//               type
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, in the weights' type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
@@ -55,7 +54,7 @@ DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   return {first + r % high, r / high};
 }
 
-// Where a warpgroup's accumulators belong in C, and where it puts blocks of 16-bit outputs or f32 sums for TMA.
+// Position of a warpgroup's accumulators in C, and shared memory for blocks of 16-bit outputs or f32 sums that TMA stores.
 struct Corner {
   int row;     // first of the warpgroup's 64 rows
   int column;  // first of its COLUMNS columns

@@ -132,9 +132,9 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
           full ? full + block * (full_bytes(D) / 2) : nullptr};
 }
 
-// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
-//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: the rounding, 0
-//   paper, 1 balanced.
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its index in the pools.
+//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 1 for
+//   rounding balanced, 0 for paper.
 //   Grid (heads, layers, 2: keys, values), block 256.
 template <int D>
 DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages, int slots, int slot, int page,
@@ -149,7 +149,7 @@ DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, u
 }
 
 // store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values). upper, lower, full:
-// the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
+// the layer's pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
 // block 256.
 template <int D>
 DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first, int balanced, uint32_t* flag) {
@@ -236,8 +236,8 @@ struct FromRows {
   }
 };
 
-// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes past
-// K are 0, as are scale and zero of rows past N.
+// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes
+// past K are 0, as are scale and zero of rows past N.
 //
 // `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c .. of a head, which RoPE rotates
 // together. `paired_row` gives the matrix row that output n stands for.
@@ -255,7 +255,7 @@ constexpr int SHRINKS = 3, FITS = 2;
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
-  float x[EACH], low, high;              // of the elements that are inside
+  float x[EACH], low, high;              // low, high: of the elements inside the matrix
   bool inside[EACH], finite;
   int count;
   // Of row n, from k0 on. `finite` is each lane's own.

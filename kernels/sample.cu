@@ -1,6 +1,6 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}; a token uses word token mod 4.
+// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}. A token uses word token mod 4.
 // The choice of a row is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses are summed
 // in fixed point, so cuts do not depend on the order of threads.
 #include "layout.cuh"
@@ -17,8 +17,8 @@ struct Sampler {
   int accept, unused[3];
 };
 
-// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p, with z = (logit - most) / temperature.
-// `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
+// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p, with
+// z = (logit - most) / temperature. `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
 struct Cut {
   float most, cutoff;
   int cutoff_id, unused;
@@ -248,8 +248,8 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32 [row][vocab] -> cuts [row]; their `total` only
-// for samplers of rejection. Grid (rows), block 1024.
+// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32 [row][vocab] -> cuts [row]; their
+// `total` only for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
@@ -362,7 +362,8 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
 // A candidate, comparable as one number: the larger score wins, then the lower id.
 DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) << 32 | (uint32_t)~id; }
 
-// A runner-up: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without noise. 0: none.
+// A runner-up as a number: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without
+// noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
 // The best candidate so far and the best runner-up.
 struct Race {
@@ -390,9 +391,9 @@ static_assert(sizeof(Race) == RACE_BYTES);
 //     [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the target's choice.
 //   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
 //
-// Every draft step waits for this kernel, whose code is then in no instruction cache. So the sampler's settings and noise, which do not depend on
-// earlier kernels, are in shared memory before the wait (ptxas would move register values after it). Double-precision logarithms are at a single
-// place, for tokens whose estimates allow them to be first or second of a warp.
+// Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and noise, which do not depend on
+// earlier kernels, are computed into shared memory before the wait (ptxas would move register values after it). Double-precision logarithms occur
+// once in the code, for tokens whose estimates allow them to be first or second of a warp.
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* margin, uint32_t* flag) {
