@@ -289,7 +289,7 @@ fn damage_is_one_warning_and_never_a_token() {
         if let Some(note) = note {
             assert!(note.contains("damaged") && note.contains("processed again") && !note.contains('\n'), "{note}");
         }
-        // A sound file took its place.
+        // A sound file has replaced it.
         assert_eq!(answer(&mut engine, &prompt, usize::MAX), (answer_of(&expected), 640), "case {case}");
         assert_eq!(self::note(&mut engine), None);
         assert_eq!(fs::read(folder.file()).expect("file"), sound, "case {case}");

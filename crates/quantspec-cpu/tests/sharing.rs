@@ -32,7 +32,7 @@ fn text(tokens: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// What the engines of a case have in common.
+/// The settings that the engines of a case share.
 struct Case {
     simd: Simd,
     document: usize,

@@ -517,8 +517,8 @@ impl Attend {
         let half_sm = self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short());
         let mut variants = half_sm.chain(&self.split(view).variants);
         let variant = variants.find(|variant| variant.rows >= slice.tile_rows);
-        let Variant { kernel, stages, shared, threads, .. } =
-            *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
+        let Variant { kernel, stages, shared, threads, .. } = *variant
+            .ok_or_else(|| Error::internal(format!("attention of {} query rows per KV head", slice.tile_rows)))?;
         // With TMA a block has an SM, or half of one, and loops over items.
         let tma = self.device.has_tma();
         let arguments = AttendArgs {

@@ -401,7 +401,7 @@ impl Linear {
             Dtype::F32 => 2,
         };
         let kernel = of_bits.and_then(|kernels| kernels.get(index)).copied();
-        let kernel = kernel.ok_or_else(|| Error::internal("no such quantiser"))?;
+        let kernel = kernel.ok_or_else(|| Error::internal(format!("draft weights of {} bits", to.bits)))?;
         let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.

@@ -471,7 +471,7 @@ impl Sampling {
         self.shared.read_pinned(0, &mut self.result, MARGIN_AT + 4)?;
         match self.result.bytes().get(MARGIN_AT..MARGIN_AT + 4) {
             Some(&[a, b, c, d]) => Ok(f32::from_le_bytes([a, b, c, d])),
-            _ => Err(Error::internal("no margin")),
+            _ => Err(Error::internal("the round's results hold no logit margin")),
         }
     }
 
@@ -483,13 +483,13 @@ impl Sampling {
         }
         self.choose(false, rows, 1, logits, features)?;
         let token = self.choices.read::<u32>(0, 1)?;
-        token.first().copied().ok_or_else(|| Error::internal("no choice"))
+        token.first().copied().ok_or_else(|| Error::internal("the device chose no token"))
     }
 
     /// Turns in the device's format. `rows` are those of the verification.
     pub(crate) fn describe(&self, rows: &[Row], turns: &[Turn]) -> Result<Vec<DeviceTurn>> {
         if turns.len() > self.slots {
-            return Err(Error::internal("more turns than slots"));
+            return Err(Error::internal(format!("{} turns of {} slots", turns.len(), self.slots)));
         }
         let described = turns.iter().map(|turn| {
             let first = rows.iter().position(|row| row.slot == turn.slot);

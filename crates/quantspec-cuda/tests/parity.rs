@@ -213,7 +213,7 @@ const FAMILIES: [Model; 11] = [
 
 type StepConfig = (Weights, View, Pages);
 
-/// What verifies and commits.
+/// The target's configuration.
 const TARGET: StepConfig = (Weights::Full, View::Both, Pages::All);
 const CONFIGS: [StepConfig; 9] = [
     (Weights::Full, View::Full, Pages::All),
@@ -223,7 +223,7 @@ const CONFIGS: [StepConfig; 9] = [
     (Weights::Draft, View::Upper, Pages::Best(2)),
     (Weights::Draft, View::Upper, Pages::Best(3)),
     (Weights::Draft, View::Full, Pages::Window(2)),
-    // Of two pages of the prompt none is in doubt; the others came into being later.
+    // Two pages of the prompt: the first and the newest, whatever the scores. The other pages become visible later.
     (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
     (Weights::Draft, View::Both, Pages::All),
 ];

@@ -259,9 +259,9 @@ fn score_views<B: Backend>(
             for (row, &token) in next.iter().enumerate() {
                 let found = Scored::new(backend.logits(row)?);
                 score.nll -= found.log(token as usize);
-                let yardstick = full.get(row).unwrap_or(&found);
-                score.kld += divergence(yardstick, &found);
-                score.top1 += f64::from(u8::from(yardstick.best() == found.best()));
+                let reference = full.get(row).unwrap_or(&found);
+                score.kld += divergence(reference, &found);
+                score.top1 += f64::from(u8::from(reference.best() == found.best()));
                 match view {
                     View::Full => full.push(found),
                     View::Both => int8.push(found),
@@ -313,8 +313,18 @@ fn score_views<B: Backend>(
     if let Some(checkpoint) = checkpoint {
         checkpoint.close(0);
     }
-    let scored = (positions - context) as f64;
-    let mean = |sum: f64| sum / scored;
+    means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
+}
+
+/// The scores of `positions` positions from their sums, in the order of `views` and `drafts`.
+fn means(
+    positions: usize,
+    views: &[TargetView],
+    targets: Vec<TargetScore>,
+    (mut drafts, budgets): (Vec<ScoredDraft>, &[usize]),
+    weights: Option<WeightsScore>,
+) -> Result<Evaluation> {
+    let mean = |sum: f64| sum / positions as f64;
     let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
     let targets: Vec<_> = targets.into_iter().map(score).collect();
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
@@ -323,22 +333,22 @@ fn score_views<B: Backend>(
         let wanted = drafts.iter().filter(|draft| draft.budget == budget);
         wanted.map(|draft| (draft.name, draft.score)).collect()
     };
-    let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
+    let weights = weights.map(|sum| WeightsScore { kld: mean(sum.kld), top1: mean(sum.top1) });
     let sums = targets
         .iter()
         .flat_map(|score| [score.nll, score.kld])
         .chain(drafts.iter().map(|draft| draft.score.acceptance));
-    let sums = sums.chain([weights.kld]);
-    if !sums.into_iter().all(f64::is_finite) {
+    let mut sums = sums.chain(weights.map(|score| score.kld));
+    if !sums.all(f64::is_finite) {
         // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
         return Err(Error::not_finite("logits are NaN or infinite"));
     }
     Ok(Evaluation {
-        positions: positions - context,
+        positions,
         targets: views.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts: of_budget(None),
         choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
-        weights: compared.then_some(weights),
+        weights,
     })
 }
 
