@@ -13,13 +13,13 @@
 // The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
-// two blocks of 64 inputs take the place of one of 128, and zero points multiply sums of 64 codes.
+// two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
 #include "layout.cuh"
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has at least DRAFT_AHEAD stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
 // Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
@@ -259,7 +259,7 @@ struct ToHeads {
   }
 };
 
-// A warp's part of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
+// A warp's share of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
 // whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
@@ -294,7 +294,7 @@ struct DraftReader {
     codes += Of::CHUNK, bar += 8;
     if (bar == end) codes -= (end - first) / 8 * Of::CHUNK, bar = first, phase ^= 1;
   }
-  // Frees the stage fetched `ago` fetches ago. Barriers of free stages follow those of full ones.
+  // Releases the stage that `fetch` read `ago` calls ago. Barriers of free stages follow those of full ones.
   DEV void release(int ago, const DraftPiece<PLANES>& piece) const {
     const uint32_t of = bar - ago * 8, all = end - first;
     release_stage(of + (of < first ? 2 * all : all), piece.seen());

@@ -112,7 +112,7 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// A tile's part of a chunk: eight blocks of the upper plane, then eight of the lower one.
+// One tile of a chunk: eight blocks of the upper plane, then eight of the lower one.
 template <int PLANES>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);

@@ -234,12 +234,12 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // pass, i.e. for as many tiles as registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
 // weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
-// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
+// A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
 // of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile, or of two or four tiles if pieces are small. A warp
-// reads only its own part of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// reads only its own share of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block compete
-// with the end of the previous kernel, so fewer are allowed.
+// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
+// compete with the end of the previous kernel, so fewer are allowed.
 constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
@@ -248,8 +248,8 @@ static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_W
 constexpr int PIPELINE_UNITS = 2;
 
 // NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
-// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
-// PAD: bytes between the rows of a chunk of x.
+// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing
+// warps. PAD: bytes between the rows of a chunk of x.
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
 struct Pipeline {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
@@ -339,7 +339,7 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
     }
 }
 
-// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` is what a warp does with its pieces of a chunk: `take` reads its inputs,
+// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs,
 // `load` its weights, `add` adds their products to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
 // x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply, class Weights>
@@ -469,8 +469,8 @@ struct MultiplyFull {
   }
 };
 
-// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as `linear_quant`. With four
-// bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
+// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as
+// `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
   static constexpr bool READS_AGAIN = true;
