@@ -317,7 +317,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
     if (!cut_k || listed) {
       h.find([&](int b) { return h.mass[b]; }, [&](double all) { return s.top_p * all; });
-      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its fixed-point masses-point masses-point masses
+      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its fixed-point masses
         double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
         for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
         if (threadIdx.x == 0) h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
