@@ -91,7 +91,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Lets threads that wait during the next operations prefetch this matrix, in units of `per` panels.
+    /// Makes threads that wait during the next operations prefetch this matrix, in units of `per` panels.
     fn will_read(&self, linear: &Linear, weights: Weights, per: usize) {
         let weight = linear.weight(weights);
         self.pool.will_read(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
