@@ -377,12 +377,12 @@ impl Loader<'_> {
             first,
             step,
         };
-        let places = QkvOffsets::new(&config);
+        let offsets = QkvOffsets::new(&config);
         let when = |there: bool, bias: LayerPart| there.then_some(bias);
         let qkv = [
             source(LayerPart::Q, when(config.qkv_bias, LayerPart::QBias), 0, 1),
-            source(LayerPart::K, when(config.qkv_bias, LayerPart::KBias), places.key / PANEL, 1),
-            source(LayerPart::V, when(config.qkv_bias, LayerPart::VBias), places.value / PANEL, 1),
+            source(LayerPart::K, when(config.qkv_bias, LayerPart::KBias), offsets.key / PANEL, 1),
+            source(LayerPart::V, when(config.qkv_bias, LayerPart::VBias), offsets.value / PANEL, 1),
         ];
         let output = [source(LayerPart::Output, when(config.output_bias, LayerPart::OutputBias), 0, 1)];
         let gate_up = [
@@ -465,13 +465,13 @@ impl Loader<'_> {
         let one = |panel: usize, raw: &mut Vec<u8>, values: &mut Vec<f32>| -> Result<()> {
             let range = panel * PANEL..rows.min((panel + 1) * PANEL);
             let n = range.len();
-            let place = source.first + panel * source.step;
+            let index = source.first + panel * source.step;
             match &out {
                 Out::Bits16(parts) => {
                     raw.resize(2 * n * k, 0);
                     checkpoint.read(source.part, range, raw)?;
                     // SAFETY: every panel is one unit of one thread.
-                    let panel = unsafe { parts.slice(place * len, len) };
+                    let panel = unsafe { parts.slice(index * len, len) };
                     let bf16 = dtype == Dtype::Bf16;
                     if !repack16(raw, k, bf16, if bf16 { 0x7f80 } else { 0x7c00 }, panel) {
                         return Err(not_finite(checkpoint, source.part));
@@ -481,17 +481,17 @@ impl Loader<'_> {
                     values.resize(n * k, 0.0);
                     checkpoint.read_f32(source.part, range, values)?;
                     // SAFETY: as above.
-                    repack32(values, k, unsafe { parts.slice(place * len, len) });
+                    repack32(values, k, unsafe { parts.slice(index * len, len) });
                 }
                 Out::Planes(upper, lower, both_from) => {
                     values.resize(n * k, 0.0);
                     checkpoint.read_stored(source.part, range, values)?;
                     let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
-                    let upper = unsafe { upper.slice(place * u, u) };
-                    let lower: &mut [u8] = match place.checked_sub(*both_from) {
+                    let upper = unsafe { upper.slice(index * u, u) };
+                    let lower: &mut [u8] = match index.checked_sub(*both_from) {
                         // SAFETY: as above.
-                        Some(place) => unsafe { lower.slice(place * l, l) },
+                        Some(index) => unsafe { lower.slice(index * l, l) },
                         None => &mut [],
                     };
                     hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
@@ -499,7 +499,7 @@ impl Loader<'_> {
             }
             let Some((bits, len, parts)) = &tiles else { return Ok(()) };
             // SAFETY: as above.
-            let panel = unsafe { parts.slice(place * len, *len) };
+            let panel = unsafe { parts.slice(index * len, *len) };
             let (raw, whole): (&[u8], bool) = (raw, matches!(out, Out::Bits32(_)));
             let make = |values: &mut Vec<f32>, panel: &mut [u8]| -> Result<()> {
                 if !whole {
@@ -511,7 +511,7 @@ impl Loader<'_> {
             let Some(drafts) = drafts else { return make(values, panel) };
             let bytes = if whole { bytes_of_f32(values) } else { raw };
             let of = draft_cache::source(dtype as u64, bytes);
-            drafts.block(first_block + place, of, panel, |panel| make(values, panel))
+            drafts.block(first_block + index, of, panel, |panel| make(values, panel))
         };
         let unit_bytes = PANEL * k * checkpoint.dtype(source.part).bytes();
         self.slices(count, per_thread, unit_bytes, checkpoint.bytes(source.part), &|panels| {

@@ -208,7 +208,7 @@ impl Bench {
             for slice in attend.slices(view, &steps, |_| None, |_| false, false)? {
                 let described =
                     [device.copied(&slice.spans)?, device.copied(&slice.tiles)?, device.copied(&slice.merged)?];
-                let places = SliceAddresses {
+                let addresses = SliceAddresses {
                     spans: described[0].at(0),
                     tiles: described[1].at(0),
                     merged: described[2].at(0),
@@ -218,7 +218,7 @@ impl Bench {
                     partial: partial.at(0),
                     extremes: extremes.at(0),
                 };
-                launches.push((slice, places, described));
+                launches.push((slice, addresses, described));
             }
             let seconds = seconds(device, || {
                 for layer in 0..layers {
@@ -232,11 +232,11 @@ impl Bench {
                         ring_v: ring,
                         lists: 0,
                     };
-                    for (slice, places, _) in &launches {
+                    for (slice, addresses, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, slice, q.at(0), &at, places, Neighbours::default())?;
-                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
+                            attend.run(view, slice, q.at(0), &at, addresses, Neighbours::default())?;
+                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, addresses)?;
                         }
                     }
                 }
@@ -264,14 +264,14 @@ impl Bench {
         let choice =
             device.copied(&[PageChoice { pages: visible as i32, scored: visible as i32, ..PageChoice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
-        let places =
+        let addresses =
             SliceAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..SliceAddresses::default() };
         let seconds = seconds(device, || {
             (0..layers).try_for_each(|layer| {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
                 let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
                 // SAFETY: as above; lists and scores have room for every page.
-                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &places) }
+                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &addresses) }
             })
         })? / layers as f64;
         // A scale and a zero for each key channel of every page.

@@ -419,32 +419,32 @@ fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
 pub(crate) struct Expanded {
     buffer: Buffer,
     /// Byte offset of each matrix, in the order of [`Layer::matrices`].
-    places: [usize; 4],
+    offsets: [usize; 4],
     /// The layer in the buffer.
     layer: Option<usize>,
 }
 
 impl Expanded {
     /// Offsets and total bytes of the four matrices, each aligned to [`ALIGNED`].
-    fn places(config: &ModelConfig) -> ([usize; 4], usize) {
+    fn offsets(config: &ModelConfig) -> ([usize; 4], usize) {
         let mut end = 0;
-        let places = shapes(config).map(|(n, k)| {
-            let place = end;
+        let offsets = shapes(config).map(|(n, k)| {
+            let offset = end;
             end += Matrix::bytes(config.dtype, n, k).next_multiple_of(ALIGNED);
-            place
+            offset
         });
-        (places, end)
+        (offsets, end)
     }
 
     /// Bytes held.
     pub(crate) fn bytes(config: &ModelConfig) -> usize {
-        Expanded::places(config).1
+        Expanded::offsets(config).1
     }
 
     /// Room for a layer.
     pub(crate) fn new(device: &Arc<Device>, config: &ModelConfig) -> Result<Expanded> {
-        let (places, bytes) = Expanded::places(config);
-        Ok(Expanded { buffer: device.allocate(bytes)?, places, layer: None })
+        let (offsets, bytes) = Expanded::offsets(config);
+        Ok(Expanded { buffer: device.allocate(bytes)?, offsets, layer: None })
     }
 
     /// Bytes held.
@@ -456,14 +456,14 @@ impl Expanded {
     pub(crate) fn layer(&mut self, hierarchies: &Hierarchies, index: usize, layer: &Layer) -> Result<[u64; 4]> {
         if self.layer != Some(index) {
             self.layer = None;
-            for (full, &place) in layer.matrices().into_iter().zip(&self.places) {
+            for (full, &offset) in layer.matrices().into_iter().zip(&self.offsets) {
                 if let Full::Nibbles(hierarchy) = full {
-                    hierarchies.expand(hierarchy, &self.buffer, place)?;
+                    hierarchies.expand(hierarchy, &self.buffer, offset)?;
                 }
             }
             self.layer = Some(index);
         }
-        Ok(self.places.map(|place| self.buffer.at(place)))
+        Ok(self.offsets.map(|offset| self.buffer.at(offset)))
     }
 }
 
@@ -498,7 +498,7 @@ pub(crate) fn load(
     };
     let draft_bytes = draft_bytes(&config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut places = DraftArena { buffer, taken: 0 };
+    let mut arena = DraftArena { buffer, taken: 0 };
     let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
         Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),
@@ -508,7 +508,7 @@ pub(crate) fn load(
     let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
     let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
     let draft_head = match head.as_ref().unwrap_or(&embedding) {
-        Full::Whole(head) => places.quantise(linear, head, head_bits(options), 0, flag)?,
+        Full::Whole(head) => arena.quantise(linear, head, head_bits(options), 0, flag)?,
         Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
@@ -528,7 +528,7 @@ pub(crate) fn load(
         ])?;
         let down = loader.plain(part(Down))?;
         let bits = if hierarchies.is_some() { [None; 4] } else { draft_bits(options) };
-        let mut draft = |kind: usize, matrix, paired| places.quantise(linear, matrix, bits[kind], paired, flag);
+        let mut draft = |kind: usize, matrix, paired| arena.quantise(linear, matrix, bits[kind], paired, flag);
         let draft = DraftLayer {
             qkv: draft(0, &qkv, config.head_dim)?,
             output: draft(1, &output, 0)?,
@@ -565,7 +565,7 @@ pub(crate) fn load(
         });
     }
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
+    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: arena.buffer })
 }
 
 /// Address of an optional vector; 0 for None.

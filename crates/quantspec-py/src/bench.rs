@@ -134,9 +134,9 @@ pub(crate) fn planned(
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        place.resolve_auto(models, &mut resolved)?;
-        place.plan(models, &resolved.options, 0)
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        chosen.resolve_auto(models, &mut resolved)?;
+        chosen.plan(models, &resolved.options, 0)
     })
 }
 
@@ -153,11 +153,11 @@ pub(crate) fn kernels<'py>(
 ) -> PyResult<(String, String, f64, Vec<Bound<'py, PyDict>>)> {
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
-    let (place, config, read, measured) = interruptible(py, &raised, || {
+    let (chosen, config, read, measured) = interruptible(py, &raised, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let config = checkpoint.config().clone();
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        let ChosenDevice::Cuda { gpu, .. } = &place else {
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        let ChosenDevice::Cuda { gpu, .. } = &chosen else {
             return Err(Error::usage(
                 "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
                 "use --device cuda (quantspec doctor shows the usable GPUs); bench without kernels compares whole steps with the bandwidth",
@@ -169,7 +169,7 @@ pub(crate) fn kernels<'py>(
             measured.push(one);
             interrupted()
         })?;
-        Ok((place, config, read, measured))
+        Ok((chosen, config, read, measured))
     })?;
     let describe = |one: &quantspec_cuda::bench::Measured| {
         let out = PyDict::new(py);
@@ -191,5 +191,5 @@ pub(crate) fn kernels<'py>(
         Ok(out)
     };
     let rows = measured.iter().map(describe).collect::<PyResult<_>>()?;
-    Ok((place.name(), place.hardware(), read, rows))
+    Ok((chosen.name(), chosen.hardware(), read, rows))
 }

@@ -65,13 +65,13 @@ pub(crate) fn plan<'py>(
     let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        place.resolve_auto(models, &mut resolved)?;
-        let memory = place.memory_plan(models, &resolved.options, 0)?;
+        chosen.resolve_auto(models, &mut resolved)?;
+        let memory = chosen.memory_plan(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
         let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
-        Ok((place.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
+        Ok((chosen.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
@@ -126,9 +126,9 @@ pub(crate) fn fitting(
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
-        let place = ChosenDevice::choose(device, first)?;
+        let chosen = ChosenDevice::choose(device, first)?;
         let memory_plan = |checkpoint| {
-            let memory = place.memory_plan(Models::alone(checkpoint), &resolved.options, 0)?;
+            let memory = chosen.memory_plan(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((memory.parts.weights_bytes, memory.parts.draft_weights_bytes, memory.longest_context))
         };
         described.iter().map(memory_plan).collect()
@@ -166,26 +166,26 @@ pub(crate) fn rates<'py>(
     let kept = target_weights(weights).map_err(to_python)?.unwrap_or_default();
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
-    let (place, read, rates) = interruptible(py, &raised, || {
+    let (chosen, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        Ok(match place.gpu() {
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        Ok(match chosen.gpu() {
             Some(gpu) => {
                 let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;
-                (place, read, None)
+                (chosen, read, None)
             }
             None => {
                 let (read, rates) = steady(threads, &mut || {
                     quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)
                 })?;
-                (place, read, Some(rates))
+                (chosen, read, Some(rates))
             }
         })
     })?;
     let out = PyDict::new(py);
-    out.set_item("device", place.name())?;
-    out.set_item("device_name", place.hardware())?;
-    out.set_item("compute_capability", place.gpu().map(|gpu| gpu.info.compute_capability.clone()))?;
+    out.set_item("device", chosen.name())?;
+    out.set_item("device_name", chosen.hardware())?;
+    out.set_item("compute_capability", chosen.gpu().map(|gpu| gpu.info.compute_capability.clone()))?;
     out.set_item("read_gb_per_s", read / 1e9)?;
     out.set_item("threads", threads)?;
     if let Some(rates) = rates {

@@ -31,7 +31,7 @@ unsafe impl Plain for DeviceRow {}
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
     pub(super) slices: Vec<StepSlice>,
-    pub(super) places: Vec<SliceAddresses>,
+    pub(super) addresses: Vec<SliceAddresses>,
     pub(super) rows: u64,
     pub(super) cos_sin: u64,
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
@@ -151,7 +151,7 @@ impl CudaBackend {
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for slice in &slices {
-            layout.places.push(SliceAddresses {
+            layout.addresses.push(SliceAddresses {
                 spans: base + writer.put(&slice.spans)? as u64,
                 tiles: base + writer.put(&slice.tiles)? as u64,
                 merged: base + writer.put(&slice.merged)? as u64,
@@ -189,9 +189,9 @@ impl CudaBackend {
             layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
-        for (slice, places) in layout.slices.iter().zip(&layout.places) {
+        for (slice, addresses) in layout.slices.iter().zip(&layout.addresses) {
             key.extend(slice.key());
-            key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
+            key.extend([addresses.spans, addresses.tiles, addresses.merged, addresses.list_pitch as u64]);
         }
     }
 }
