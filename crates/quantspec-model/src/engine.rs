@@ -200,7 +200,7 @@ impl<B: Backend> Engine<B> {
                 "give at least one token, for example the model's BOS",
             ));
         }
-        check_ids(prompt, vocab)?;
+        forward::check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
             return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
         }
@@ -229,7 +229,7 @@ impl<B: Backend> Engine<B> {
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
-            history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            history: penalty::history(prompt, sampler.penalties, 0).map(Arc::new),
             constraint: None,
             answers: 0,
             logprobs: None,
@@ -436,7 +436,7 @@ impl<B: Backend> Engine<B> {
     /// [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.working(slot)?;
-        check_ids(&[token], backend.config().vocab)?;
+        forward::check_ids(&[token], backend.config().vocab)?;
         let prompt = sequence.prompt_tokens;
         if !sequence.running {
             return Err(Error::usage(format!("slot {slot} is not prefilled"), "call prefill before restart"));
@@ -450,7 +450,7 @@ impl<B: Backend> Engine<B> {
             drafter.prefill(slot, &sequence.text, token)?;
         }
         sequence.answers += 1;
-        sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
+        sequence.history = penalty::history(&sequence.text, sampler.penalties, sequence.answers).map(Arc::new);
         (sequence.constraint, sequence.logprobs, sequence.token_logprobs) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
@@ -755,15 +755,4 @@ fn found(sequences: &mut [Option<Sequence>], slot: usize) -> Result<&mut Sequenc
         .get_mut(slot)
         .and_then(Option::as_mut)
         .ok_or_else(|| Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned"))
-}
-
-/// Refuses token ids outside the vocabulary.
-pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
-    match tokens.iter().find(|&&id| id as usize >= vocab) {
-        None => Ok(()),
-        Some(id) => Err(Error::model(
-            format!("token id {id} is outside the model's vocabulary of {vocab}"),
-            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
-        )),
-    }
 }

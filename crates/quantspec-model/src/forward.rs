@@ -5,11 +5,12 @@
 
 use crate::kv_cache::KvCache;
 use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
-use crate::prompt_cache::{PromptRows, Reuse};
+use crate::prompt_cache::Reuse;
+use crate::prompt_rows::PromptRows;
 use crate::sampler::{TokenSampler, Turn};
-use quantspec_core::Result;
 use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
+use quantspec_core::{Error, Result};
 use std::ops::Range;
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
@@ -395,6 +396,17 @@ pub fn draft_now<B: Executor + KvCache>(
 pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
     backend.poll()?;
     backend.run(&Round::of_verification(view, turns))
+}
+
+/// Refuses token ids outside the vocabulary.
+pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
+    match tokens.iter().find(|&&id| id as usize >= vocab) {
+        None => Ok(()),
+        Some(id) => Err(Error::model(
+            format!("token id {id} is outside the model's vocabulary of {vocab}"),
+            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
+        )),
+    }
 }
 
 #[cfg(test)]

@@ -2,9 +2,10 @@
 //! machine, before any weight is read.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{Raised, default_threads, memory_dict, poll};
+use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, target_weights, weights_name};
+use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Result;
