@@ -1,9 +1,9 @@
 """Checks that no files import each other in a circle, in the crates and in the Python package.
 
-Files of one folder (`draft/`, `backend/`) are one concept and may. Tests do not count, and neither do imports for type checkers
-alone. Run by CI:
-
     python tools/check_circles.py
+
+Files of one folder (`draft/`, `backend/`) are one concept and may. Tests do not count, nor do imports that only type checkers
+see.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _PATH = re.compile(r"\bcrate::(?:(\w+)|(\{))")
 def rust_imports(source: Path) -> dict[str, set[str]]:
     """What each top-level module of a crate's folder `src` imports, by name; the crate's root is "lib"."""
     modules = {path.stem for path in source.iterdir() if path.stem != "lib"}
-    code = {path: _code(path.read_text()) for path in sorted(source.rglob("*.rs")) if path.stem not in {"tests", "testing"}}
+    code = {
+        path: _code(path.read_text()) for path in sorted(source.rglob("*.rs")) if path.stem not in {"tests", "testing"}
+    }
     homes = dict(_reexports(code[source / "lib.rs"]))
-    imports = defaultdict(set)
+    imports: defaultdict[str, set[str]] = defaultdict(set)
     for path, text in code.items():
         here = path.relative_to(source).parts[0].removesuffix(".rs")
         if here == "lib":
-            text = re.sub(r"\bpub use [^;]*;", "", text)
-            named: Iterable[str] = re.findall(r"\b(\w+)::", text)
+            named: Iterable[str] = re.findall(r"\b(\w+)::", re.sub(r"\bpub use [^;]*;", "", text))
         else:
             named = _crate_paths(text)
         for name in named:
@@ -96,7 +97,7 @@ def _reexports(root: str) -> Iterator[tuple[str, str]]:
 def python_imports(package: Path) -> dict[str, set[str]]:
     """What each top-level module of a package imports, by name, inside functions too."""
     modules = {path.stem for path in package.iterdir()}
-    imports = defaultdict(set)
+    imports: defaultdict[str, set[str]] = defaultdict(set)
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         for node in _runtime_nodes(ast.parse(path.read_text(encoding="utf-8"))):
@@ -141,7 +142,9 @@ def main() -> int:
     lines = [f"{place}: {' -> '.join(circle)}" for place, graph in graphs.items() for circle in circles(graph)]
     for line in lines:
         print(line)
-    print(f"{len(lines)} circles of imports among {sum(len(graph) for graph in graphs.values())} files that import others")
+    print(
+        f"{len(lines)} circles of imports among {sum(len(graph) for graph in graphs.values())} files that import others"
+    )
     return 1 if lines else 0
 
 
