@@ -279,23 +279,27 @@ pub trait Executor: Network + TokenSampler {
 /// Runs the steps of a round one after another.
 ///
 /// # Errors
-/// Those of [`step`], [`TokenSampler::propose`] and [`TokenSampler::judge`].
+/// Those of [`steps`] and [`TokenSampler::judge`].
 pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> Result<Vec<Verdict>> {
-    for next in round.drafts() {
-        draft_step(backend, &next, round.turns)?;
-    }
-    let Some(window) = round.verification() else { return Ok(Vec::new()) };
-    step(backend, &window)?;
-    backend.judge(&window, round.turns)
+    steps(backend, round, |_| Ok(()))?;
+    round.verification().map_or(Ok(Vec::new()), |window| backend.judge(&window, round.turns))
 }
 
-/// Runs a draft step and chooses its tokens.
+/// Runs the draft steps of a round, then `drafted`, then its verification up to the logits.
 ///
 /// # Errors
-/// Those of [`step`] and [`TokenSampler::propose`].
-pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns: &[Turn]) -> Result<()> {
-    step(backend, next)?;
-    backend.propose(next, turns)
+/// Those of [`step`], [`TokenSampler::propose`] and `drafted`.
+pub fn steps<B: Network + TokenSampler>(
+    backend: &mut B,
+    round: &Round,
+    drafted: impl FnOnce(&mut B) -> Result<()>,
+) -> Result<()> {
+    for next in round.drafts() {
+        step(backend, &next)?;
+        backend.propose(&next, round.turns)?;
+    }
+    drafted(backend)?;
+    round.verification().map_or(Ok(()), |window| step(backend, &window))
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
