@@ -11,6 +11,7 @@ __all__ = [
     "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
+    "SignalWatch",
     "doctor",
     "draft_files",
     "evaluate",
@@ -52,6 +53,21 @@ class NativeError(Exception):
     kind: str
     message: str
     hint: str
+
+@final
+class SignalWatch:
+    """While the body of a `with` on the main thread runs, a signal ends the process at once, even if a package holds the GIL.
+
+    `answers` has the texts for standard error and standard output by the number of the signal, which needs a handler in
+    Python. The files `temporary` are removed. The exit code is 128 plus the number.
+
+    Raises:
+        OSError: no descriptor or thread is free.
+    """
+
+    def __new__(cls, answers: dict[int, tuple[str, str]], temporary: Sequence[Path]) -> SignalWatch: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 @final
 class Engine:

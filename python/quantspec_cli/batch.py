@@ -130,6 +130,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         revision=request.revision,
         offline=request.offline,
         progress=render.on_terminal() and not request.quiet,
+        draft_model=engine_options.draft_model if request.ray is None else None,
     )
     context = model.resolve_context(request.ctx_size)
     options = _with_defaults(request, options, model, context)

@@ -11,6 +11,7 @@ from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import schema_text, shown
 from .prompts import check_utf8
+from .signals import SIGNALS
 from .text import Thinking
 from .tokenizer import Tokenizer
 
@@ -73,9 +74,18 @@ class Model:
 
     @classmethod
     def open(
-        cls, model: str | None = None, *, revision: str | None = None, offline: bool = False, progress: bool = False
+        cls,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: bool = False,
+        draft_model: str | None = None,
     ) -> Model:
-        """Finds (or downloads) a model and checks its configuration and tokenizer."""
+        """Finds (or downloads) a model and checks its configuration and tokenizer, and those of its draft model.
+
+        The command line names the draft model here, because Ctrl-C ends it without results while a tokenizer is parsed.
+        """
         from . import _native
 
         directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
@@ -86,14 +96,19 @@ class Model:
             )
         with native_errors():
             info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
+        with SIGNALS.ending():
+            tokenizer = Tokenizer(directory, info["vocab"])
+        opened = cls(model or hub.DEMO, directory, info, tokenizer, offline)
+        opened.draft_model(draft_model, progress=progress)
+        return opened
 
     def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
         """Path of the checkpoint that drafts for this one, None if none is given. Refuses one with another tokenizer."""
         if name is None or name in self._draft_models:
             return name and self._draft_models[name]
         draft = Model.open(name, offline=self.offline, progress=progress)
-        difference = self.tokenizer.difference(draft.tokenizer)
+        with SIGNALS.ending():
+            difference = self.tokenizer.difference(draft.tokenizer)
         if difference is not None:
             raise ModelError(
                 f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",

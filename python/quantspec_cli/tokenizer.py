@@ -202,7 +202,7 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here: the library's error for a file without permission does not name the reason.
     raw = files.read(path)
-    # The library holds the GIL while it parses, which delays Ctrl-C: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
+    # The library holds the GIL while it parses: 0.3 s for 150,000 tokens. So the command line calls this in `SIGNALS.ending`.
     inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read", _HINT))
     # A tokenizer.json may request truncation or padding; both are disabled.
     inner.no_truncation()
