@@ -222,7 +222,7 @@ const NUMBERS: [(&str, &[&str]); 13] = [
     ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS"]),
     ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS"]),
     ("layout.cuh", &["PAGE"]),
-    ("elementwise.cu", &["NORM_THREADS"]),
+    ("elementwise.cu", &["NORM_THREADS", "PROMPT_NORM_THREADS"]),
     ("masses.cu", &["MASS_THREADS"]),
     ("prefill_gemm.cu", &["MMA_SHARED"]),
     (
