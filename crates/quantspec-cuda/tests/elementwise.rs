@@ -134,7 +134,7 @@ fn rows_are_normalised_in_place_or_added() {
         let (x, to) = (random.normals(rows * pitch), random.normals(rows * width));
         let weight = random.normals(width);
         let weight_on = device.copied(&weight).unwrap();
-        // The channel at a place of a row.
+        // The channel at an index of a row.
         let channel = |at: usize| match paired {
             0 => at,
             d => at / d * d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2),
@@ -199,7 +199,7 @@ fn queries_grow_with_their_position() {
             assert_eq!(factor == 1.0, position < scale.original);
             for (&got, &before) in got.iter().zip(before) {
                 let want = f16::from_f32(f16::from_bits(before).to_f32() * factor);
-                // The device's logarithm may differ in a last place, which may change a tie.
+                // The device's logarithm may differ in the last bit, which may change a tie.
                 let apart = i32::from(got & 0x7fff) - i32::from(want.to_bits() & 0x7fff);
                 assert!(apart.abs() <= i32::from(factor != 1.0), "{got:x} at {position}, {want}");
             }
