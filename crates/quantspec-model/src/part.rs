@@ -90,7 +90,7 @@ impl LayerPart {
     /// The matrices, in the order of computation; all other parts are vectors.
     pub const MATRICES: [LayerPart; 7] = [Q, K, V, Output, Gate, Up, Down];
 
-    /// Whether a model of this configuration has the part.
+    /// Returns true if a model of this configuration has the part.
     pub fn exists(self, config: &ModelConfig) -> bool {
         match self {
             QBias | KBias | VBias => config.qkv_bias,
