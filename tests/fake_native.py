@@ -212,6 +212,8 @@ class Engine:
             "cache_full_bytes": 0,
             "prompt_cache_bytes": 0,
             "reused_tokens": 0,
+            "reserved_pages": 40,
+            "pool_waste": 0.025,
             "buffer_bytes": 500,
             "workspace_bytes": 500,
             "planned_bytes": self.info["planned_bytes"],
@@ -306,6 +308,10 @@ def plan(
         "longest_context": min(config["max_positions"], available // (1000 * slots)),
         **{f"{part}_bytes": 0 for part in parts},
     }
+
+
+def open_device(_model: str, *, device: str) -> None:
+    """The toy's device needs no opening."""
 
 
 def _begun(stage: str) -> None:

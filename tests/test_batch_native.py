@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import Outcome
 
 from quantspec_cli import sources
@@ -65,6 +66,26 @@ def test_ragged_documents_and_a_kill_change_no_token(quantspec: Run, tmp_path: P
         line["document"]: line["tokens"] for line in report["results"]
     }
     assert len(lines) == len(LENGTHS)
+
+
+def test_answers_that_end_early_waste_few_pages(quantspec: Run, tmp_path: Path) -> None:
+    """Documents of 1,200 to 17,000 tokens. The worst case of `-n 300`: every answer ends at once."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    book = gzip.decompress(grid.BOOK.read_bytes()).decode()
+    for number, length in enumerate((4_000, 12_000, 40_000, 60_000)):
+        (docs / f"{number}.txt").write_text(book[5_000 * number :][:length])
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "300", "--stop", "e", "-t", "2", "--json"]
+    report = quantspec(*command).json
+    lengths = [result["prompt_tokens"] for result in report["results"]]
+    reserved = sum((length + 300) // 128 for length in lengths)
+    stats = report["stats"]
+    assert stats["reserved_pages"] == reserved
+    unused = stats["pool_waste"] * reserved
+    assert unused == pytest.approx(round(unused))
+    # Two or three pages each, and none of the prompts'.
+    assert 2 * len(lengths) <= round(unused) <= 3 * len(lengths)
+    assert stats["pool_waste"] < 0.05
 
 
 def answers(out: Path) -> dict[str, bytes]:

@@ -15,9 +15,10 @@ from .text import Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from . import _native
     from .options import EngineOptions
 
 # A document of this size is encoded in 0.1 s and 15 MB, so the error that it does not fit can state its exact length.
@@ -51,6 +52,21 @@ class Prompt:
         if listed is None:
             raise UsageError(f"the ids of {self.name} are {shown(ids):.60}", "give a list of token ids")
         object.__setattr__(self, "ids", listed)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt as text, in the model's format.
+
+    Attributes:
+        text: what is encoded; if it continues, the tokenizer adds its BOS.
+        continues, name, thinking: as in `Prompt`.
+    """
+
+    text: str
+    continues: bool = True
+    name: str = "the prompt"
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +182,44 @@ class Model:
         `template_args` are arguments of the chat template: {"enable_thinking": True} turns on thinking in models that
         support it. A document that cannot fit the context (by default the model's) is refused before it is encoded.
         """
+        written = self.written(
+            document,
+            messages=messages,
+            instruction=instruction,
+            system_prompt=system_prompt,
+            template_args=template_args,
+            name=name,
+            context=context,
+        )
+        return self.encoded([written])[0]
+
+    def encoded(self, texts: Sequence[Written]) -> list[Prompt]:
+        """The prompts of texts from `written`; several are encoded on all processors."""
+        ids: list[list[int]] = [[]] * len(texts)
+        for special in (True, False):
+            places = [place for place, text in enumerate(texts) if text.continues is special]
+            found = (
+                self.tokenizer.encode_all([texts[place].text for place in places], special=special) if places else []
+            )
+            for place, of_text in zip(places, found, strict=True):
+                ids[place] = of_text
+        return [
+            Prompt(of_text, continues=text.continues, name=text.name, thinking=text.thinking)
+            for of_text, text in zip(ids, texts, strict=True)
+        ]
+
+    def written(
+        self,
+        document: str | None = None,
+        *,
+        messages: Iterable[Mapping[str, str]] | None = None,
+        instruction: str | None = None,
+        system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        name: str = "the prompt",
+        context: int | None = None,
+    ) -> Written:
+        """The text of `prompt`, not yet encoded."""
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
         turns = None if messages is None else conversation.checked(messages)
@@ -183,7 +237,7 @@ class Model:
         if converses and self.chat_template is not None:
             turns = turns or template.messages(document, instruction, system_prompt)
             text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
+            return Written(text, continues=False, name=name, thinking=thinking)
         if turns is not None or arguments:
             what = "template arguments" if turns is None else "messages"
             why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
@@ -192,8 +246,8 @@ class Model:
             option = "thinking" if template.THINKING in arguments else "template_arg"
             raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
         if converses:
-            return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
-        return Prompt(self.tokenizer.encode(document), name=name)
+            return Written(template.plain(document, instruction, system_prompt), name=name)
+        return Written(document, name=name)
 
     def _check_length(self, name: str, document: str, limit: int) -> None:
         """Refuses a document that cannot fit before encoding it, which takes over 100 bytes of memory per character."""
@@ -244,7 +298,13 @@ class Model:
 
 
 def planned(
-    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
+    model: Model,
+    options: EngineOptions,
+    *,
+    context: int,
+    batch: int = 1,
+    pool: int | None = None,
+    opened: _native.OpenDevice | None = None,
 ) -> dict[str, Any]:
     """Memory of an engine, before any weight is read: `_native.plan` of these options."""
     from . import _native
@@ -256,6 +316,7 @@ def planned(
             slots=batch,
             pool_tokens=pool,
             draft_model=model.draft_model(options.draft_model),
+            opened=opened,
             **options.native(),
         )
 

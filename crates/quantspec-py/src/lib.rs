@@ -36,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::{scores, sensitivity};
     #[pymodule_export]
-    use super::plan::{fitting, plan, rates};
+    use super::plan::{OpenDevice, fitting, open_device, plan, rates};
 
     /// `gguf_metadata(path)`: the tokenizer metadata of a GGUF file.
     #[pyfunction]
