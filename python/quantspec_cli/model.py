@@ -232,12 +232,15 @@ class Model:
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
                 check_text(what, text)
-        self._check_length(name, document, limit)
+        # A chat template may strip white space around the document.
+        self._check_length(name, document, document.strip(), limit)
         converses = turns is not None or instruction is not None or system_prompt is not None
         if converses and self.chat_template is not None:
             turns = turns or template.messages(document, instruction, system_prompt)
             text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            return Written(text, continues=False, name=name, thinking=thinking)
+            found = Written(text, continues=False, name=name, thinking=thinking)
+            self._check_length(name, document, found.text, limit)
+            return found
         if turns is not None or arguments:
             what = "template arguments" if turns is None else "messages"
             why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
@@ -245,15 +248,17 @@ class Model:
                 why, hint = "the model has none", "use an instruct model, or leave them out"
             option = "thinking" if template.THINKING in arguments else "template_arg"
             raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
-        if converses:
-            return Written(template.plain(document, instruction, system_prompt), name=name)
-        return Written(document, name=name)
+        text = template.plain(document, instruction, system_prompt) if converses else document
+        self._check_length(name, document, text, limit)
+        return Written(text, name=name)
 
-    def _check_length(self, name: str, document: str, limit: int) -> None:
-        """Refuses a document that cannot fit before encoding it, which takes over 100 bytes of memory per character."""
-        # Few texts have 8 characters per token. A chat template may strip white space around the document.
+    def _check_length(self, name: str, document: str, text: str, limit: int) -> None:
+        """Refuses a document if its prompt's text, or a part of that, cannot fit. Encoding would take over 100 bytes of
+        memory per character.
+        """
+        # Few texts have 8 characters per token.
         cheap = max(8 * limit, CHEAP_CHARACTERS)
-        if len(document) <= cheap or self.tokenizer.least_tokens(document.strip(), limit + 1) <= limit:
+        if len(text) <= cheap or self.tokenizer.least_tokens(text, limit + 1) <= limit:
             return
         larger = f"raise the context, up to the model's {self.context}, or " if limit < self.context else ""
         raise DoesNotFitError(

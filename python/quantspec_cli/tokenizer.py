@@ -94,8 +94,9 @@ class Tokenizer:
         """A lower bound of a text's token count, without encoding it. Counting stops at `enough`."""
         if self._lower_bound is not None:
             return self._lower_bound.tokens(text, enough)
-        # Composing characters may shorten a text slightly before it is split into tokens, never by a factor of four.
-        return len(text.encode()) // (4 * self.longest_token_bytes)
+        # Before a text is split into tokens, white space around it may be removed, and composing characters may shorten it
+        # slightly, never by a factor of four.
+        return len(text.strip().encode()) // (4 * self.longest_token_bytes)
 
     @cached_property
     def _lower_bound(self) -> lower_bound.LowerBound | None:
