@@ -394,7 +394,7 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     report = outcome.json
     assert not out.exists()
     assert fake.engines == []
-    assert (report["documents"], report["to_do"], report["refused"], report["predicted_s"]) == (4, 3, 1, None)
+    assert (report["documents"], report["to_do"], report["refused"]) == (4, 3, 1)
     assert report["prompt_tokens"] == sum(row["prompt_tokens"] or 0 for row in report["results"])
     longest = max(row["prompt_tokens"] or 0 for row in report["results"])
     assert report["context"] == longest + 12
@@ -402,11 +402,23 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     text = quantspec(*command).stdout
     assert "fail    empty.txt: empty.txt is empty" in text
     assert "4 documents: 3 to do, 1 would fail" in text
-    quantspec(*command[:-1])
+    # Before a first run, `quantspec plan` predicts the speed, if it knows the device.
+    assert (report["predicted_from"], report["predicted_s"] > 0) == ("plan", True)
+    assert "predicted as in `quantspec plan`" in text
+    fake.capability = "1.0"
+    unknown = quantspec(*command, "--json").json
+    assert (unknown["predicted_from"], unknown["predicted_s"]) == (None, None)
+    assert "no estimate before a first run" in quantspec(*command).stdout
+
+    stats = quantspec(*command[:-1], "--json").json["stats"]
     later = quantspec(*command, "--json").json
-    assert (later["to_do"], later["skipped"]) == (0, 3)
+    assert (later["to_do"], later["skipped"], later["predicted_s"]) == (0, 3, None)
     (docs / "more.txt").write_text("One more.")
-    assert quantspec(*command, "--json").json["predicted_s"] > 0
+    later = quantspec(*command, "--json").json
+    assert later["predicted_from"] == "run"
+    expected = later["prompt_tokens"] / stats["prefill_tokens_per_s"] + 12 / stats["decode_tokens_per_s"]
+    assert later["predicted_s"] == pytest.approx(expected)
+    assert "as measured in an earlier run" in quantspec(*command).stdout
 
 
 def test_memory_bounds_the_context_and_the_number_at_once(

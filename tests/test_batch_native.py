@@ -76,6 +76,8 @@ def test_answers_that_end_early_waste_few_pages(quantspec: Run, tmp_path: Path) 
     for number, length in enumerate((4_000, 12_000, 40_000, 60_000)):
         (docs / f"{number}.txt").write_text(book[5_000 * number :][:length])
     command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "300", "--stop", "e", "-t", "2", "--json"]
+    dry = quantspec(*command, "--dry-run").json
+    assert (dry["predicted_from"], dry["predicted_s"] > 0) == ("plan", True)
     report = quantspec(*command).json
     lengths = [result["prompt_tokens"] for result in report["results"]]
     reserved = sum((length + 300) // 128 for length in lengths)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __version__, batch_view, mapreduce, output, prompts, render, sources
+from . import __version__, batch_view, mapreduce, output, plan, prompts, render, sources
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
 from .model import Written, planned
 
@@ -312,9 +312,9 @@ def room(
     """The number of concurrent sequences that memory holds on average, as they share its pages."""
     wanted = longest(reader, todo)
     plan_of = partial(planned, reader.model, engine_options, opened=opened)
-    plan = plan_of(context=wanted)
-    context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
-    most = request.parallel or PARALLEL[plan["device"].partition(":")[0]]
+    alone = plan_of(context=wanted)
+    context = wanted if alone["fits"] else min(wanted, alone["longest_context"])
+    most = request.parallel or PARALLEL[alone["device"].partition(":")[0]]
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
@@ -360,7 +360,9 @@ def dry_run(
     reader: Reader,
     rates: Mapping[str, Mapping[str, float]],
 ) -> output.Done:
-    """Prints the plan and writes nothing. The time is estimated from the rates of earlier runs into this folder."""
+    """Prints the plan and writes nothing. The time follows from the rates of earlier runs into this folder, or from
+    `quantspec plan`.
+    """
     options = reader.options
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []
@@ -381,7 +383,7 @@ def dry_run(
                 on_progress(number, len(workload.todo))
     opened = opening.take()
     context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
-    plan = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
+    held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
     if context < wanted:
         for row in rows:
             if (
@@ -406,14 +408,17 @@ def dry_run(
         "context": context,
         "parallel": parallel,
         "pool": pool,
-        **plan,
+        **held,
         "predicted_s": None,
+        "predicted_from": None,
         "results": rows,
     }
-    if measured := rates.get(plan["device"]):
+    measured = rates.get(held["device"])
+    if possible and (found := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
+        document["predicted_from"] = "run" if measured else "plan"
         document["predicted_s"] = (
-            document["prompt_tokens"] / measured["prefill_tokens_per_s"]
-            + document["new_tokens"] / measured["decode_tokens_per_s"]
+            document["prompt_tokens"] / found["prefill_tokens_per_s"]
+            + document["new_tokens"] / found["decode_tokens_per_s"]
         )
     if request.as_json:
         return output.Done(EXIT_DONE, document)
@@ -421,3 +426,28 @@ def dry_run(
     for line in batch_view.dry_run_lines(document):
         stdout.write(line + "\n")
     return output.Done(EXIT_DONE)
+
+
+def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """Rates that `quantspec plan` predicts for documents of average length; None if it cannot. A method that it does not
+    predict counts as plain decoding.
+    """
+    request = plan.Request(
+        model=str(model.directory),
+        revision=None,
+        offline=True,
+        ctx_size=max(1, (document["prompt_tokens"] + document["new_tokens"]) // document["to_do"]),
+        batch=document["parallel"],
+        acceptance=None,
+        as_json=True,
+    )
+    found = plan.examine(request, options)
+    predicted = found["predicted"]
+    if predicted is None or predicted["prefill_tokens_per_s"] is None:
+        return None
+    decode = {row["method"]: row["decode_tokens_per_s"] for row in found["methods"]}
+    decode["auto"] = predicted["decode_tokens_per_s"]
+    return {
+        "prefill_tokens_per_s": predicted["prefill_tokens_per_s"],
+        "decode_tokens_per_s": decode.get(options.method, decode["ar"]),
+    }

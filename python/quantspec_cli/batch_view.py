@@ -147,7 +147,15 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]
-    yield "no estimate before a first run" if predicted is None else f"about {duration(predicted)}"
+    if predicted is None:
+        yield "no estimate before a first run"
+    else:
+        basis = (
+            "as measured in an earlier run"
+            if document["predicted_from"] == "run"
+            else "predicted as in `quantspec plan`"
+        )
+        yield f"about {duration(predicted)}, {basis}"
 
 
 def duration(seconds: float) -> str:
