@@ -21,7 +21,7 @@ from conftest import Child, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch, batch_plan, journal, mapreduce, sources, tokenizer
+from quantspec_cli import batch, batch_plan, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
 
@@ -207,6 +207,31 @@ def test_neighbours_change_nothing(fake: Any, quantspec: Run, tmp_path: Path, pa
     for number in range(9):
         alone = quantspec("run", str(docs / f"{number}.txt"), *flags).stdout
         assert (out / f"{number}.txt.md").read_text() == alone
+
+
+def test_the_next_prompt_is_there_when_an_answer_ends(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One document decodes at a time; while its answer is written, the next one is with the engine."""
+    second = threading.Event()
+    write, start, started = journal.Journal.write, engine.Engine.start, []
+
+    def starting(*arguments: Any, **options: Any) -> Any:
+        found = start(*arguments, **options)
+        started.append(found)
+        if len(started) == 2:
+            second.set()
+        return found
+
+    def writing(*arguments: Any) -> int:
+        assert second.wait(timeout=20)
+        return write(*arguments)
+
+    monkeypatch.setattr(engine.Engine, "start", starting)
+    monkeypatch.setattr(journal.Journal, "write", writing)
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--parallel", "1", "--json")
+    assert (outcome.code, outcome.json["done"]) == (0, 3)
+    assert (fake.engines[-1]["slots"], outcome.json["stats"]["batch_peak"]) == (1, 1)
 
 
 def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -606,8 +631,10 @@ def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs:
 def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
-    for name in ("first.txt", "deleted.txt", "emptied.txt", "changed.txt", "shortened.txt", "cut.txt"):
-        (docs / name).write_text("Éventuellement, il pleut. " * (5 if name == "first.txt" else 2))
+    # The second is read while the first decodes.
+    lengths = {"first.txt": 6, "second.txt": 5}
+    for name in (*lengths, "deleted.txt", "emptied.txt", "changed.txt", "shortened.txt", "cut.txt"):
+        (docs / name).write_text("Éventuellement, il pleut. " * lengths.get(name, 2))
     child = start(
         *("batch", str(docs), "--out", str(out), "-n", "20", "--parallel", "1", "--json"), script={"round_s": 0.05}
     )
@@ -622,6 +649,7 @@ def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path
     errors = {result["document"]: result["error"] and result["error"]["message"] for result in report["results"]}
     assert errors == {
         "first.txt": None,
+        "second.txt": None,
         "deleted.txt": "deleted.txt does not exist",
         "emptied.txt": "emptied.txt is empty",
         "changed.txt": None,

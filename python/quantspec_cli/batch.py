@@ -346,7 +346,9 @@ class _Run:
     def _decode(self, engine: Engine | Cluster, parallel: int, view: batch_view.View) -> None:
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
-            for _ in range(parallel)
+            # As many documents again are prompts already when a slot becomes free, so that the engine does not wait for a
+            # tokenizer or a disk.
+            for _ in range(parallel if isinstance(engine, Cluster) else 2 * parallel)
         ]
         left = len(self._waiting)
         for worker in self._workers:

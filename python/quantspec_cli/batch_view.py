@@ -63,7 +63,8 @@ class View:
         from rich.table import Table
         from rich.text import Text
 
-        running = list(running)
+        # Prompts that wait for a slot come last.
+        running = sorted(running, key=lambda job: job.stage == "waiting")
         table = Table.grid(padding=(0, 2))
         for job in running[:_ROWS]:
             share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
