@@ -35,6 +35,7 @@ class Script:
     memory_bytes: int = 10**12  # of the machine; one token of a sequence uses 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
     room_asked: int = 0  # calls of has_room
+    device: str = "cpu"  # that plans are for
     capability: str = "9.0"  # compute capability of the GPU whose speed is predicted
 
     @classmethod
@@ -53,6 +54,7 @@ class Script:
         cls.memory_bytes = settings.get("memory_bytes", 10**12)
         cls.engines = []
         cls.room_asked = 0
+        cls.device = "cpu"
         cls.capability = "9.0"
 
 
@@ -301,7 +303,7 @@ def plan(
     needed, available = 1000 * min(capacity * slots, pool_tokens or capacity * slots), Script.memory_bytes
     parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
     return {
-        "device": "cpu",
+        "device": Script.device,
         "weights": "checkpoint",
         "draft_precision": "none",
         "fits": capacity <= config["max_positions"] and needed <= available,

@@ -537,6 +537,24 @@ def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tm
     assert again["done"] == 4
 
 
+def test_memory_decides_how_many_decode_together(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("word " * (100 + 10 * number))
+    command = ["batch", str(folder), "--out", str(tmp_path / "out"), "-n", "16", "--dry-run", "--json"]
+    assert quantspec(*command).json["parallel"] == 4
+    fake.device = "cuda:0"
+    assert quantspec(*command).json["parallel"] == 32
+    assert quantspec(*command, "--parallel", "7").json["parallel"] == 7
+    # Memory of the toy's slots is their pages alone: as many wait for pages as do not fit.
+    tokens = quantspec(*command).json["prompt_tokens"]
+    fake.memory_bytes = 1000 * 20 * (tokens // 40)
+    tight = quantspec(*command).json
+    assert 18 * (tokens // 40) < tight["pool"] <= 20 * (tokens // 40)
+    assert tight["fits"]
+
+
 def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "30"]
