@@ -234,6 +234,25 @@ def test_the_next_prompt_is_there_when_an_answer_ends(
     assert (fake.engines[-1]["slots"], outcome.json["stats"]["batch_peak"]) == (1, 1)
 
 
+def test_one_document_is_read_at_a_time(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that run Python would keep the GIL from the scheduler's thread, the more of them, the longer."""
+    read, reading, most = batch.Reader.read, threading.Semaphore(1), []
+
+    def slow(reader: Any, job: Any) -> Any:
+        alone = reading.acquire(blocking=False)
+        most.append(alone)
+        time.sleep(0.05)
+        if alone:
+            reading.release()
+        return read(reader, job)
+
+    monkeypatch.setattr(batch.Reader, "read", slow)
+    assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 0
+    assert most == [True] * 6, "three are counted and then decoded"
+
+
 def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     def found(*arguments: str) -> list[str]:
         out = tmp_path / f"out{time.monotonic_ns()}"

@@ -269,6 +269,7 @@ class _Run:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._stopping = threading.Event()
+        self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
         self._count_s = 0.0
@@ -395,9 +396,16 @@ class _Run:
 
     def _answer(self, engine: Engine | Cluster, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
         reader, name = self.reader, job.source.shown
-        job.stage = "reading"
-        document = reader.read(job)
-        if reader.may_split:
+        prompt = None
+        # One document at a time: threads that run Python, such as the reader of PDF, would take the GIL from the scheduler.
+        with self._reading:
+            if self._stopping.is_set():
+                raise KeyboardInterrupt
+            job.stage = "reading"
+            document = reader.read(job)
+            if not reader.may_split:
+                prompt = reader.prompt(name, document.text)
+        if prompt is None:
 
             def count(text: str) -> int:
                 if self._stopping.is_set():  # counting a book takes many pieces
@@ -410,7 +418,6 @@ class _Run:
             return mapreduce.answer(
                 name, document.text, budget=reader.budget, count=count, call=call
             ), document.warnings
-        prompt = reader.prompt(name, document.text)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
