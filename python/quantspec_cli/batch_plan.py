@@ -433,12 +433,13 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
     """Rates that `quantspec plan` predicts for documents of average length; None if it cannot. A method that it does not
     predict counts as plain decoding.
     """
+    size = max(1, (document["prompt_tokens"] + document["new_tokens"]) // document["to_do"])
     request = plan.Request(
         model=str(model.directory),
         revision=None,
         offline=True,
-        ctx_size=max(1, (document["prompt_tokens"] + document["new_tokens"]) // document["to_do"]),
-        batch=document["parallel"],
+        ctx_size=size,
+        batch=max(1, min(document["parallel"], document["pool"] // size)),
         acceptance=None,
         as_json=True,
     )
