@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -239,10 +240,12 @@ def test_one_document_is_read_at_a_time(
 ) -> None:
     """Readers that run Python would keep the GIL from the scheduler's thread, the more of them, the longer."""
     read, reading, most = batch.Reader.read, threading.Semaphore(1), []
+    intervals = {sys.getswitchinterval()}
 
     def slow(reader: Any, job: Any) -> Any:
         alone = reading.acquire(blocking=False)
         most.append(alone)
+        intervals.add(sys.getswitchinterval())
         time.sleep(0.05)
         if alone:
             reading.release()
@@ -251,6 +254,7 @@ def test_one_document_is_read_at_a_time(
     monkeypatch.setattr(batch.Reader, "read", slow)
     assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 0
     assert most == [True] * 6, "three are counted and then decoded"
+    assert sorted(intervals) == pytest.approx([0.0005, sys.getswitchinterval()])
 
 
 def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

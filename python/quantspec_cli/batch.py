@@ -8,9 +8,11 @@ steps that finish an answer. Every document ends as done or failed, and the next
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -61,7 +63,7 @@ from .journal import Journal
 from .model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from .engine import Generation
     from .model import Prompt
@@ -70,6 +72,10 @@ if TYPE_CHECKING:
 
 # Errors of a full or read-only disk, which every later document would meet as well.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+# Time after which a thread that runs Python, such as the reader of PDF, gives the GIL back to the scheduler, in seconds.
+# Python's default of 5 ms may take as long as a round.
+_SWITCH_S = 0.0005
 
 # Interval of redrawing the view, in seconds.
 _TICK_S = 0.1
@@ -297,7 +303,7 @@ class _Run:
             # Longest first, so that no long document decodes alone at the end.
             self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
             try:
-                with view:
+                with view, _switching():
                     self._decode(engine, parallel, view)
             except KeyboardInterrupt:
                 interrupted = True
@@ -534,6 +540,17 @@ class _Run:
                 )
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)
+
+
+@contextmanager
+def _switching() -> Iterator[None]:
+    """Threads give the GIL back after `_SWITCH_S`."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _is_cut(outcome: Outcome) -> bool:

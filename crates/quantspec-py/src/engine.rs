@@ -1,7 +1,7 @@
 //! `_native.Engine`: one engine on one device, driven by Python one round at a time.
 
 use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
-use crate::errors::{caught, detached, interruptible, to_python};
+use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
@@ -613,16 +613,7 @@ impl PyEngine {
     }
 
     fn choose_gamma(&self, py: Python<'_>, slot: usize) -> PyResult<usize> {
-        // With the GIL if no other thread has the engine: this takes microseconds, and a thread that runs Python may give the
-        // GIL back only after milliseconds, once for every sequence of a round.
-        match self.device.try_lock() {
-            Ok(mut device) => caught(|| {
-                self.free_ended(&mut device);
-                Ok(on_device!(&*device, engine => engine.choose_gamma(slot)))
-            })
-            .map_err(to_python),
-            Err(_) => self.run(py, |device| Ok(on_device!(device, engine => engine.choose_gamma(slot)))),
-        }
+        self.run(py, |device| Ok(on_device!(device, engine => engine.choose_gamma(slot))))
     }
 
     fn draft(&self, py: Python<'_>, gammas: Vec<(usize, usize)>) -> PyResult<()> {

@@ -29,16 +29,7 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// Runs `work`; a panic, which is always a defect, becomes an error.
-pub(crate) fn caught<T>(work: impl FnOnce() -> quantspec_core::Result<T>) -> quantspec_core::Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        Err(Error::internal(format!("the engine panicked: {text}")))
-    })
-}
-
-/// [`caught`] without the GIL.
+/// Runs `work` without the GIL. A panic, which is always a defect, becomes an error instead of unwinding into Python.
 pub(crate) fn detached<T: Send>(
     py: Python<'_>,
     work: impl FnOnce() -> quantspec_core::Result<T> + Send,
@@ -53,7 +44,11 @@ pub(crate) fn interruptible<T: Send>(
     raised: &Raised,
     work: impl FnOnce() -> quantspec_core::Result<T> + Send,
 ) -> PyResult<T> {
-    let done = py.detach(|| caught(work));
+    let done = py.detach(|| catch_unwind(AssertUnwindSafe(work))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(Error::internal(format!("the engine panicked: {text}")))
+    });
     let kept = raised.take();
     done.map_err(|error| match kept {
         Some(exception) if error.kind == ErrorKind::Interrupted => exception,
