@@ -11,6 +11,7 @@ __all__ = [
     "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
+    "OpenDevice",
     "SignalWatch",
     "doctor",
     "draft_files",
@@ -20,6 +21,7 @@ __all__ = [
     "kernels",
     "methods",
     "model_info",
+    "open_device",
     "plan",
     "planned",
     "prompt_files",
@@ -301,6 +303,13 @@ def planned(
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
+@final
+class OpenDevice:
+    """A device that is open: while it exists, `plan` does not open it, and an `Engine` opens it sooner."""
+
+def open_device(model: str, *, device: str) -> OpenDevice:
+    """Opens the device that an engine of the model would choose, in parallel with other threads."""
+
 def plan(
     model: str,
     *,
@@ -323,12 +332,13 @@ def plan(
     pool_tokens: int | None = None,
     draft_model: str | None = None,
     described: bool = False,
+    opened: OpenDevice | None = None,
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 
     device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
     (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
-    each part, named as in `Engine.stats`. `described` as in `model_info`.
+    each part, named as in `Engine.stats`. `described` as in `model_info`. `opened` is the device, if it is open.
     """
 
 def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
