@@ -96,6 +96,15 @@ def kind_of(name: str, columns: int, layers: int, mix: str) -> Kind:
     return Kind.Q6_K if better else Kind.Q4_K
 
 
+def named(tensor: str) -> str:
+    """A tensor's name in GGUF."""
+    stem = tensor.removesuffix(".weight")
+    if not stem.startswith("model.layers."):
+        return OTHERS[stem] + ".weight"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LAYER[part]}.weight"
+
+
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names in GGUF and float32 values of a checkpoint in BF16."""
     with (folder / "model.safetensors").open("rb") as file:
@@ -106,13 +115,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
             begin, end = entry["data_offsets"]
             file.seek(8 + length + begin)
             bits = np.frombuffer(file.read(end - begin), np.uint16).astype(np.uint32) << 16
-            stem = name.removesuffix(".weight")
-            if stem.startswith("model.layers."):
-                layer, _, part = stem.removeprefix("model.layers.").partition(".")
-                named = f"blk.{layer}.{LAYER[part]}"
-            else:
-                named = OTHERS[stem]
-            yield named + ".weight", bits.view(np.float32).reshape(entry["shape"])
+            yield named(name), bits.view(np.float32).reshape(entry["shape"])
 
 
 def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
