@@ -18,6 +18,7 @@ from pathlib import Path
 
 # The first, because it says what to install.
 from llama_cpp import KINDS, ROOT, Quantiser, kind_of, named  # isort: split
+
 import gguf
 import numpy as np
 
