@@ -135,7 +135,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
     assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "pipe", "long.txt"}
     assert "no regular file" in failed["pipe"]["message"]
-    assert "12 new ones make" in failed["long.txt"]["message"]
+    assert "+ 12); the context is" in failed["long.txt"]["message"]
     assert "the context is 600" in failed["long.txt"]["message"]
     assert failed["long.txt"]["exit_code"] == 3
     assert report["done"] == 6
@@ -207,7 +207,7 @@ def test_neighbours_change_nothing(fake: Any, quantspec: Run, tmp_path: Path, pa
         assert (out / f"{number}.txt.md").read_text() == alone
 
 
-def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     def found(*arguments: str) -> list[str]:
         out = tmp_path / f"out{time.monotonic_ns()}"
         outcome = quantspec("batch", *arguments, "--out", str(out), "-n", "3", "--json")
@@ -243,14 +243,14 @@ def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: 
         ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
     ],
 )
-def test_bad_lists(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
+def test_a_malformed_line_of_a_list_is_one_error(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
     listed = tmp_path / "list.jsonl"
     listed.write_text(line)
     quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_usage(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
     quantspec("batch", *out).assert_error(2, "no document")
     quantspec("batch", str(docs)).assert_error(2, "--out")

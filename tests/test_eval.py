@@ -152,7 +152,7 @@ def test_scores_are_the_same_for_every_thread_count(scores: dict[str, Any]) -> N
     )
 
 
-def test_the_document(quantspec: Callable[..., Any]) -> None:
+def test_json_has_the_contracts_fields(quantspec: Callable[..., Any]) -> None:
     outcome = quantspec("eval", "--tokens", "80", "--json")
     assert outcome.code == 0, outcome
     found = outcome.json
@@ -205,7 +205,7 @@ def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[...,
     assert out.read_text(encoding="utf-8") == quantspec(*command).stdout
 
 
-def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
@@ -245,7 +245,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--model", "/no/such/model"], 1, ("/no/such/model",)),
     ],
 )
-def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
+def test_bad_input_is_one_error_with_its_exit_code(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
     quantspec("eval", *arguments).assert_error(code, *words)
 
 

@@ -207,7 +207,7 @@ def test_codes_of_quantised_safetensors_are_kept(quantspec: Run, tmp_path: Path,
         assert outcome.json["drafts"]["w4"]["acceptance"] > 0.8, outcome.json["drafts"]
 
 
-def test_the_document_and_the_table(quantspec: Run) -> None:
+def test_eval_compares_weights_with_the_checkpoint(quantspec: Run) -> None:
     outcome = quantspec("eval", "--tokens", "80", "--weights", "int8", "--json", "--device", "cpu")
     assert outcome.code == 0, outcome
     score = outcome.json["weights"]["int8"]
