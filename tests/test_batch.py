@@ -154,7 +154,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
     tried = quantspec(*command, "--retry-failed")
     assert tried.code == 4
-    assert "failed  long.txt: long.txt has " in tried.stderr
+    assert "failed  long.txt: long.txt and its answer need " in tried.stderr
     assert "12 documents: 0 done, 6 failed, 6 done before" in tried.stderr
     (docs / "empty.txt").write_text("No longer empty.")
     assert quantspec(*command, "--json").json["done"] == 1
@@ -243,14 +243,18 @@ def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, doc
         ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
     ],
 )
-def test_a_malformed_line_of_a_list_is_one_error(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
+def test_a_malformed_line_of_a_list_is_one_error(
+    fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str
+) -> None:
     listed = tmp_path / "list.jsonl"
     listed.write_text(line)
     quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_arguments_are_refused_before_anything_is_written(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
     out = ["--out", str(tmp_path / "out")]
     quantspec("batch", *out).assert_error(2, "no document")
     quantspec("batch", str(docs)).assert_error(2, "--out")

@@ -221,7 +221,7 @@ def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
         assert row["bandwidth_gb_per_s"] > 0
         drafts = row["method"] in {"quantspec", "w4", "kv4"}
         if row["method"] == "ngram":
-            # Nothing is proposed where nothing agrees.
+            # Without a match in earlier text nothing is drafted.
             assert (row["gamma"], row["draft_pages"]) == (3, "all")
             assert 0 <= row["gamma_mean"] <= 3
             continue
@@ -276,7 +276,7 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
-    # One of the two was delayed: 2 GB in 11 seconds at 40 GB/s.
+    # The first run was slow: together 2 GB in 11 seconds, where 40 GB/s were possible.
     steady = [Sample(10.0, 1e9, (40.0, 40.0)), Sample(1.0, 1e9, (40.0, 40.0))]
     assert samples.bandwidth_share(steady) == pytest.approx(2 / 11 / 40)
     assert samples.bandwidth_share([]) is None
@@ -328,7 +328,9 @@ def test_different_tokens_are_an_error() -> None:
         ("md", lambda text: [(line[:2], int(line[2:])) for line in _tests(text)]),
     ],
 )
-def test_every_output_format_has_every_row(quantspec: Callable[..., Any], output_format: str, read: Callable[[str], Any]) -> None:
+def test_every_output_format_has_every_row(
+    quantspec: Callable[..., Any], output_format: str, read: Callable[[str], Any]
+) -> None:
     outcome = quantspec("bench", "-p", "0", "-n", "4,6", "-r", "1", "--methods", "ar", "-o", output_format)
     assert (outcome.code, outcome.stderr) == (0, "")
     assert read(outcome.stdout) == [("tg", 4), ("tg", 6)]
@@ -551,7 +553,9 @@ def _tests(markdown: str) -> list[str]:
         ("-m /no/such/model", 1, ("/no/such/model",)),
     ],
 )
-def test_bad_input_is_one_error_with_its_exit_code(quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]) -> None:
+def test_bad_input_is_one_error_with_its_exit_code(
+    quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]
+) -> None:
     quantspec("bench", *arguments.split()).assert_error(code, *words)
 
 
@@ -574,7 +578,7 @@ def test_a_range_that_is_refused_is_named_with_its_flag(quantspec: Callable[...,
         ("-p 600 -n 600", "lower -p to at most 511 and -n to at most 510"),
         ("-p 511 -d 0,1", "lower -d to at most 0"),
         ("-p 500 -d 0,100", "lower -d to at most 11"),
-        # The token before the first decoded one needs the place that depth 0 seems to leave.
+        # Depth 0 has one token of text, after which the first token is decoded.
         ("-p 0 -n 511 -d 3", "lower -n to at most 508"),
         ("-d 300 -p 600", "lower -p to at most 211"),
         ("-d 600 -p 600", "lower -d to 0 and -p to at most 511"),

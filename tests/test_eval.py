@@ -106,9 +106,9 @@ def test_ablations_agree_with_numpy() -> None:
         assert scores["drafts"]["kv4"]["acceptance"] == pytest.approx(acceptance, abs=2e-4), cache
         # Targets with an FP16 cache do not depend on its groups.
         assert targets["fp16"] == engine["targets"]["fp16"]
-        # Groups of the cache change what weights alone cost by its error only.
+        # The draft w4 reads the target's cache, whose groups affect its score by rounding only.
         assert scores["drafts"]["w4"]["acceptance"] == pytest.approx(engine["drafts"]["w4"]["acceptance"], abs=1e-3)
-    # The engine's own groups are an ablation that changes nothing but f16 rounding.
+    # An ablation with the engine's own groups differs by f16 rounding only.
     assert own == llama_numpy.OWN
     for name in ("int8", "int4"):
         assert ablated[0]["targets"][name]["nll"] == pytest.approx(engine["targets"][name]["nll"], abs=2e-4)
@@ -123,7 +123,7 @@ def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window", "snapkv"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
-    # Nothing was read as a prompt whose end could choose.
+    # Without a prompt there is no choice of pages.
     assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
@@ -245,7 +245,9 @@ def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[...,
         (["--model", "/no/such/model"], 1, ("/no/such/model",)),
     ],
 )
-def test_bad_input_is_one_error_with_its_exit_code(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
+def test_bad_input_is_one_error_with_its_exit_code(
+    quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]
+) -> None:
     quantspec("eval", *arguments).assert_error(code, *words)
 
 

@@ -159,7 +159,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     def plan(slots: int) -> dict[str, Any]:
         return _native.plan(path, capacity=tokens, slots=slots, device="cpu", described=True)
 
-    # At one moment: other processes allocate and free memory meanwhile.
+    # One plan has both numbers, because other processes allocate and free memory.
     now = plan(1)
     available = now["available_bytes"] - (now["planned_bytes"] - sum(parts(now).values()))
     largest = now["largest_batch"]

@@ -63,7 +63,9 @@ def test_bars_have_a_rectangle_for_every_value(grid: tuple[list[str], list[Serie
 
 
 @given(grids(), names)
-def test_stacked_bars_have_a_rectangle_for_every_positive_value(grid: tuple[list[str], list[Series]], title: str) -> None:
+def test_stacked_bars_have_a_rectangle_for_every_positive_value(
+    grid: tuple[list[str], list[Series]], title: str
+) -> None:
     categories, series = grid
     root = checked(charts.stacked(categories, series, x_title=title))
     drawn = sum(value > 0 for one in series for value in charts.usable(one.values))

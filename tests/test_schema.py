@@ -98,7 +98,7 @@ def test_a_draft_model_drafts_by_the_schema_too() -> None:
         want = engine.generate(TEXTS[0], max_new_tokens=400, json_schema=STORY)
     with Engine.load(context=500, method="draft-model", draft_model=str(DEMO), gamma=4) as engine:
         assert engine.generate(TEXTS[0], max_new_tokens=400, json_schema=STORY) == want
-        # The same model reads the same masks: it errs by its cache alone.
+        # The same model with the same masks: drafts differ from the target by rounding only.
         rate = engine.statistics()["acceptance_rate"]
         assert rate is not None
         assert rate > 0.9

@@ -371,7 +371,7 @@ def _roofline(rows: Sequence[Row]) -> list[Section]:
     bandwidth = max(row["bandwidth_gb_per_s"] for row in known) * 1e9
     fastest = max((point.y for point in points if point.series == prompt), default=None)
     table = Table(
-        ["measurement", "operations a byte", "GFLOP/s"],
+        ["measurement", "operations per byte", "GFLOP/s"],
         [[point.name, render.number(point.x), render.number(point.y / 1e9)] for point in points],
     )
     flat = "" if fastest is None else ", the flat part the fastest prompt of this run"
