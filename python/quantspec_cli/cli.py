@@ -202,7 +202,7 @@ def run(
     """
     if not flags["as_json"]:
         if ctx.get_parameter_source("logprobs") is ParameterSource.COMMANDLINE:
-            raise UsageError("--logprobs without --json", "add --json, in whose document they are")
+            raise UsageError("--logprobs without --json", "add --json: its document has them")
         flags["logprobs"] = None
     generate_options, engine_options = _options(flags, max_tokens, stop)
 

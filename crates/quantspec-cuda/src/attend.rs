@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 /// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
 const CHUNK_MIN: usize = 2;
+/// Most pages of a draft's work item if there are more items than blocks: short enough to spread over the blocks, and so long
+/// that the start of an item takes little of its time.
+const DRAFT_CHUNK: usize = 16;
 /// Work items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
@@ -142,6 +145,12 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
     let rounded = visible.next_multiple_of(step);
     let pages = rounded.div_ceil(items).max(CHUNK_MIN);
     (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
+}
+
+/// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
+/// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
+fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
+    (items / sequences).max(pages.div_ceil(DRAFT_CHUNK)).clamp(1, items)
 }
 
 /// One kernel of a view.
@@ -411,7 +420,8 @@ impl Attend {
     }
 
     /// Splits the rows of a step into passes. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
-    /// this step chooses the list, so it is ready only when the previous kernel has ended.
+    /// this step chooses the list, so it is ready only when the previous kernel has ended. `drafts`: rows of drafts, whose
+    /// division into items may depend on the number of sequences; a target's may not.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
@@ -421,6 +431,7 @@ impl Attend {
         rows: &[Row],
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
+        drafts: bool,
     ) -> Result<Vec<Pass>> {
         let split = self.split(view);
         let most_rows =
@@ -428,13 +439,16 @@ impl Attend {
         let mut passes = Vec::new();
         for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
             let mut pass = Pass { first_row: index * PASS_ROWS, ..Pass::default() };
+            // Rows of a sequence are adjacent.
+            let sequences = chunk.chunk_by(|row, next| row.slot == next.slot).count();
             let mut start = 0;
             while start < chunk.len() {
                 let first = chunk[start];
                 let list = chosen(first.slot);
-                let length = |row: &Row| match list {
-                    Some(list) => cut(list.listed, split.items),
-                    None => cut(visible_pages(row.position), split.items),
+                let length = |row: &Row| {
+                    let pages = list.map_or(visible_pages(row.position), |list| list.listed);
+                    let items = if drafts { draft_items(split.items, sequences, pages) } else { split.items };
+                    cut(pages, items)
                 };
                 let same = |(offset, row): (usize, &Row)| {
                     row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
@@ -663,6 +677,18 @@ mod tests {
                 assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
                 last = pages;
             }
+        }
+    }
+
+    #[test]
+    fn items_of_drafts_fill_the_device_with_their_batch() {
+        // 16 KV heads on 132 SMs.
+        assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
+        assert_eq!([1, 8, 32].map(|sequences| draft_items(8, sequences, 64)), [8, 4, 4]);
+        // One sequence is divided as a target is, and no row has more items than partial results have room for.
+        for (items, pages) in (1..40).flat_map(|items| (0..300).map(move |pages| (items, pages))) {
+            assert_eq!(draft_items(items, 1, pages), items);
+            assert!((1..80).all(|sequences| (1..=items).contains(&draft_items(items, sequences, pages))));
         }
     }
 

@@ -121,7 +121,7 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let passes = self.attend.passes(step.view, rows, chosen, fresh)?;
+        let passes = self.attend.passes(step.view, rows, chosen, fresh, step.weights.is_draft() || with_lists)?;
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
