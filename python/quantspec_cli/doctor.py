@@ -50,7 +50,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     report = [
         f"quantspec   {found['quantspec']}, Python {found['python']}, {found['platform']}",
         f"processor   {cpu['name']}, {cpu['threads']} threads, reads {render.number(cpu['read_gb_per_s'])} GB/s",
-        f"SIMD        {cpu['simd']}: {cpu['simd_reason']}",
+        f"SIMD        {cpu['simd_reason']}",
         f"memory      {render.size(found['memory_bytes'])}",
     ]
     if gpu["available"]:
