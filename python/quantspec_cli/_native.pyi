@@ -165,8 +165,10 @@ class Engine:
         draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_method`; policy and statistics restart. `kv_target` may be "fp16"
-        if the engine was opened with it."""
+        """Changes the method of an engine opened with `every_method`; policy and statistics restart.
+
+        `kv_target` may be "fp16" if the engine was opened with it.
+        """
 
     def restart(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import __version__, batch_view, output, prompts, render, sources
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
 from .model import planned
+from .predict import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
-
-# Tokens of a page of the cache.
-PAGE = 128
 
 # Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
@@ -270,7 +268,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 def _pages(tokens: int) -> int:
     """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
-    return max(tokens // PAGE, 1) * PAGE
+    return max(tokens // PAGE_TOKENS, 1) * PAGE_TOKENS
 
 
 def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, pool: int) -> int:
@@ -284,7 +282,7 @@ def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, 
         return 0
     # Memory grows evenly with the pages.
     per_token = (large["planned_bytes"] - small["planned_bytes"]) / (pool - least)
-    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE * PAGE
+    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def dry_run(
