@@ -53,10 +53,14 @@ METHODS = {
     "w4": Method("4-bit weights, the target's cache", draft_weights=True, draft_view="target"),
     "qspec": Method("as w4, with 4-bit activations", draft_weights=True, draft_view="target"),
     "window": Method(
-        "as w4, the first page and the newest", draft_weights=True, draft_view="target", pages=16, page_choice="window"
+        "as w4, over the first page and the newest",
+        draft_weights=True,
+        draft_view="target",
+        pages=16,
+        page_choice="window",
     ),
     "snapkv": Method(
-        "as quantspec, pages that the prompt's end attends to",
+        "as quantspec, over pages that the prompt's end attends to",
         draft_weights=True,
         draft_view="int4",
         pages=16,
