@@ -138,7 +138,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
     assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "pipe", "long.txt"}
     assert "no regular file" in failed["pipe"]["message"]
-    assert "12 new ones make" in failed["long.txt"]["message"]
+    assert "+ 12); the context is" in failed["long.txt"]["message"]
     assert "the context is 600" in failed["long.txt"]["message"]
     assert failed["long.txt"]["exit_code"] == 3
     assert report["done"] == 6
@@ -157,7 +157,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
     tried = quantspec(*command, "--retry-failed")
     assert tried.code == 4
-    assert "failed  long.txt: long.txt has " in tried.stderr
+    assert "failed  long.txt: long.txt and its answer need " in tried.stderr
     assert "12 documents: 0 done, 6 failed, 6 done before" in tried.stderr
     (docs / "empty.txt").write_text("No longer empty.")
     assert quantspec(*command, "--json").json["done"] == 1
@@ -257,7 +257,7 @@ def test_one_document_is_read_at_a_time(
     assert sorted(intervals) == pytest.approx([0.0005, sys.getswitchinterval()])
 
 
-def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     def found(*arguments: str) -> list[str]:
         out = tmp_path / f"out{time.monotonic_ns()}"
         outcome = quantspec("batch", *arguments, "--out", str(out), "-n", "3", "--json")
@@ -293,14 +293,18 @@ def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: 
         ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
     ],
 )
-def test_bad_lists(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
+def test_a_malformed_line_of_a_list_is_one_error(
+    fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str
+) -> None:
     listed = tmp_path / "list.jsonl"
     listed.write_text(line)
     quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_usage(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
     out = ["--out", str(tmp_path / "out")]
     quantspec("batch", *out).assert_error(2, "no document")
     quantspec("batch", str(docs)).assert_error(2, "--out")

@@ -310,7 +310,7 @@ def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("waits", "letter"), [(5, "w"), (35, "w"), (50, "g")])
 def test_ctrl_c_ends_work_on_a_gpu(driver: Driver, waits: int, letter: str) -> None:
-    """After this many waits, of which the model and the prompt take 80 and the tokens 400."""
+    """After this many delayed waits: "w" before the first graph launch (80 in all), "g" after it (400)."""
     report = driver.folder / "report"
     report.write_text("")
     command = [sys.executable, "-m", "quantspec_cli", *COUNTED, "-n", "400", "--json"]

@@ -65,7 +65,7 @@ def test_a_waiting_request_is_tried_when_a_sequence_ends(fake: type[fake_native.
 
 
 @pytest.mark.parametrize("method", ["quantspec", "snapkv"])
-def test_questions_about_one_document(method: str) -> None:
+def test_questions_about_one_document_have_the_answers_of_each_alone(method: str) -> None:
     prompts = [f"{DOCUMENT}\n\n{question}" for question in QUESTIONS]
     engine = Engine.load(method=method, context=1200, batch=4, device="cpu", threads=2)
     together = engine.generate_batch(prompts, max_new_tokens=30)

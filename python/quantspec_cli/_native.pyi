@@ -145,8 +145,8 @@ class Engine:
         """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Log-probabilities of the slot's tokens after the last call, each with those of the most likely tokens at its
-        position."""
+        """Log-probabilities of the tokens that the slot emitted after the previous call, each with those of the most likely
+        tokens at its position."""
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
@@ -183,8 +183,10 @@ class Engine:
         draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_method`, and with `kv_target` "fp16" if this one is; policy and
-        statistics restart."""
+        """Changes the method of an engine opened with `every_method`; policy and statistics restart.
+
+        `kv_target` may be "fp16" if the engine was opened with it.
+        """
 
     def restart(
         self,
@@ -279,11 +281,11 @@ def sensitivity(
     layers: bool = False,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrices alone, by kind.
+    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrix alone, by kind.
 
     acceptance and top1; added_bytes of a draft step, added_share of its weights, and value, the acceptance gained over that
-    share (None of "none"). With `layers`, on a CPU: layers of a kind, the acceptance if its matrix of one layer alone is read
-    in the target's precision, for each layer.
+    share (None for "none"). With `layers`, on a CPU, a kind also has layers: for each layer, the acceptance if its matrix
+    alone is read in the target's precision.
     """
 
 def planned(

@@ -537,7 +537,7 @@ class _Run:
             if cut and self.reader.options.json_schema is not None:
                 render.note(
                     f"{len(cut)} answers were cut at {self.reader.options.max_new_tokens:,} tokens (-n), so their JSON "
-                    'is not whole: stop_reason "length" in results.jsonl'
+                    'is incomplete: stop_reason "length" in results.jsonl'
                 )
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)

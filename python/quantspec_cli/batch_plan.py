@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import __version__, batch_view, mapreduce, output, plan, prompts, render, sources
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
 from .model import Written, planned
+from .predict import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
-
-# Tokens of a page of the cache.
-PAGE = 128
 
 # Characters of documents that are counted together, on all processors: encoding takes over 100 bytes of memory per character.
 GROUP_CHARACTERS = 2_000_000
@@ -335,7 +333,7 @@ def room(
 
 def _pages(tokens: int) -> int:
     """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
-    return max(tokens // PAGE, 1) * PAGE
+    return max(tokens // PAGE_TOKENS, 1) * PAGE_TOKENS
 
 
 def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int, pool: int) -> int:
@@ -351,7 +349,7 @@ def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int
         return 0
     # Memory grows evenly with the pages.
     per_token = (large["planned_bytes"] - small["planned_bytes"]) / (pool - least)
-    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE * PAGE
+    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def dry_run(

@@ -294,7 +294,7 @@ class Model:
         if context < self.context:
             hints.append(f"raise the context, up to the model's {self.context}")
         raise DoesNotFitError(
-            f"{prompt.name} has {length} tokens and {max_new_tokens} new ones make {needed}; the context is {context}",
+            f"{prompt.name} and its answer need {needed} tokens ({length} + {max_new_tokens}); the context is {context}",
             " or ".join(hints) or "choose a model with a longer context",
         )
 
