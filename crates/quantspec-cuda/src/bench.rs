@@ -185,8 +185,8 @@ impl Bench {
             let offsets = Layout::Cuda.offsets(d);
             let mut one: Vec<u8> = (0..upper as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
             for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
-                for place in one[at..at + 2 * count].chunks_exact_mut(2) {
-                    place.copy_from_slice(&f16::from_f32(0.01).to_le_bytes());
+                for param in one[at..at + 2 * count].chunks_exact_mut(2) {
+                    param.copy_from_slice(&f16::from_f32(0.01).to_le_bytes());
                 }
             }
             let many: Vec<u8> = one.iter().copied().cycle().take(64 * upper).collect();
