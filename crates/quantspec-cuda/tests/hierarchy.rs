@@ -36,11 +36,11 @@ fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) 
 }
 
 /// Source row of a row index in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
-fn source_row(place: usize, paired: usize) -> usize {
+fn source_row(stored: usize, paired: usize) -> usize {
     if paired == 0 {
-        return place;
+        return stored;
     }
-    let (head, at) = (place / paired, place % paired);
+    let (head, at) = (stored / paired, stored % paired);
     let channel = at / 16 * 8 + at % 8;
     head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
 }
