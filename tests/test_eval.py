@@ -113,9 +113,9 @@ def test_ablations_agree_with_numpy() -> None:
         assert scores["drafts"]["kv4"]["acceptance"] == pytest.approx(acceptance, abs=2e-4), cache
         # Targets with an FP16 cache do not depend on its groups.
         assert targets["fp16"] == engine["targets"]["fp16"]
-        # Groups of the cache change what weights alone cost by its error only.
+        # The draft w4 reads the target's cache, whose groups affect its score by rounding only.
         assert scores["drafts"]["w4"]["acceptance"] == pytest.approx(engine["drafts"]["w4"]["acceptance"], abs=1e-3)
-    # The engine's own groups are an ablation that changes nothing but f16 rounding.
+    # An ablation with the engine's own groups differs by f16 rounding only.
     assert own == llama_numpy.OWN
     for name in ("int8", "int4"):
         assert ablated[0]["targets"][name]["nll"] == pytest.approx(engine["targets"][name]["nll"], abs=2e-4)
@@ -130,7 +130,7 @@ def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     assert list(drafts) == NETWORKS
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
-    # Nothing was read as a prompt whose end could choose.
+    # Without a prompt there is no choice of pages.
     assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
@@ -159,7 +159,7 @@ def test_scores_are_the_same_for_every_thread_count(scores: dict[str, Any]) -> N
     )
 
 
-def test_the_document(quantspec: Callable[..., Any]) -> None:
+def test_json_has_the_contracts_fields(quantspec: Callable[..., Any]) -> None:
     outcome = quantspec("eval", "--tokens", "80", "--json")
     assert outcome.code == 0, outcome
     found = outcome.json
@@ -212,7 +212,7 @@ def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[...,
     assert out.read_text(encoding="utf-8") == quantspec(*command).stdout
 
 
-def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
@@ -252,7 +252,9 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--model", "/no/such/model"], 1, ("/no/such/model",)),
     ],
 )
-def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
+def test_bad_input_is_one_error_with_its_exit_code(
+    quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]
+) -> None:
     quantspec("eval", *arguments).assert_error(code, *words)
 
 

@@ -63,6 +63,8 @@ struct Sequence {
     token_logprobs: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
+    /// Leading pages that another sequence had when it was added.
+    shared_pages: usize,
     /// Tokens it may still emit.
     remaining: usize,
     extent: Extent,
@@ -239,6 +241,7 @@ impl<B: Backend> Engine<B> {
             token_logprobs: Vec::new(),
             sampler,
             max_new_tokens,
+            shared_pages: prefix.map_or(0, |prefix| prefix.pages),
             remaining: max_new_tokens,
             extent: Extent::default(),
             written: prompt.len(),
@@ -715,7 +718,13 @@ impl<B: Backend> Engine<B> {
 
     /// Ends a sequence and frees its slot; its tokens remain valid.
     pub fn finish(&mut self, slot: usize) {
-        if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
+        if let Some(sequence) = self.sequences.get_mut(slot).and_then(Option::take) {
+            // A prompt that was interrupted says nothing about the size of answers.
+            if sequence.running {
+                let reserved = pages(sequence.prompt_tokens + sequence.max_new_tokens);
+                let (filled, shared) = (sequence.extent.flushed_pages(), sequence.shared_pages);
+                self.stats.pool_pages(reserved - shared, filled - shared);
+            }
             self.turns.retain(|turn| turn.slot != slot);
             self.backend.close(slot);
             if let Some(drafter) = &mut self.method.drafter {

@@ -572,6 +572,8 @@ impl PyEngine {
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;
         out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
         out.set_item("reused_tokens", stats.reused_tokens())?;
+        out.set_item("reserved_pages", stats.reserved_pages())?;
+        out.set_item("pool_waste", stats.pool_waste())?;
         if !stats.by_method().is_empty() {
             out.set_item("by_method", by_method(py, stats.by_method())?)?;
         }

@@ -38,7 +38,7 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::{scores, sensitivity};
     #[pymodule_export]
-    use super::plan::{fitting, plan, rates};
+    use super::plan::{OpenDevice, fitting, open_device, plan, rates};
     #[pymodule_export]
     use super::signal_watch::PySignalWatch;
 
