@@ -108,7 +108,7 @@ pub struct Chosen {
     pub visible: usize,
 }
 
-/// Up to [`SLICE_ROWS`] rows of a step, which one launch attends: spans over rows `first_row ..`.
+/// Up to `SLICE_ROWS` rows of a step, which one launch attends: spans over rows `first_row ..`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepSlice {
     /// Spans.
