@@ -90,6 +90,18 @@ def test_a_driver_that_works_is_used(driver: Driver) -> None:
         assert report["held"] == 0
 
 
+def test_a_batch_opens_the_device_for_its_plans_and_for_its_engine(driver: Driver, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(DOCUMENT.read_text()[: 2000 * (number + 1)])
+    outcome = driver("batch", str(folder), "--out", str(tmp_path / "out"), "-n", "4", "--device", "cuda", "--json")
+    assert (outcome.code, outcome.json["done"]) == (0, 5)
+    report = driver.report()
+    assert report["cuDevicePrimaryCtxRetain"] == 2
+    assert report["held"] == 0
+
+
 @pytest.mark.parametrize(
     "more",
     [

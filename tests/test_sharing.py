@@ -48,7 +48,9 @@ def test_sequences_that_fit_only_when_shared_decode_together() -> None:
         return _native.Engine(str(hub.demo()), capacity=800, device="cpu", threads=1, **options)
 
     alone = [answers(opened(), 1, [prompt], 120)[0][0] for prompt in prompts]
-    assert answers(opened(**pages), 4, prompts, 120) == (alone, 4)
+    engine = opened(**pages)
+    assert answers(engine, 4, prompts, 120) == (alone, 4)
+    assert engine.stats()["reserved_pages"] == 8, "five and three times one"
     others = [[5 + index, *prompt[1:]] for index, prompt in enumerate(prompts)]
     assert answers(opened(**pages), 4, others, 120)[1] == 2, "no page is shared, so two fit"
 

@@ -11,6 +11,8 @@ __all__ = [
     "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
+    "OpenDevice",
+    "SignalWatch",
     "doctor",
     "draft_files",
     "evaluate",
@@ -19,6 +21,7 @@ __all__ = [
     "kernels",
     "methods",
     "model_info",
+    "open_device",
     "plan",
     "planned",
     "prompt_files",
@@ -52,6 +55,21 @@ class NativeError(Exception):
     kind: str
     message: str
     hint: str
+
+@final
+class SignalWatch:
+    """While the body of a `with` on the main thread runs, a signal ends the process at once, even if a package holds the GIL.
+
+    `answers` has the texts for standard error and standard output by the number of the signal, which needs a handler in
+    Python. The files `temporary` are removed. The exit code is 128 plus the number.
+
+    Raises:
+        OSError: no descriptor or thread is free.
+    """
+
+    def __new__(cls, answers: dict[int, tuple[str, str]], temporary: Sequence[Path]) -> SignalWatch: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 @final
 class Engine:
@@ -287,6 +305,13 @@ def planned(
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
+@final
+class OpenDevice:
+    """A device that is open: while it exists, `plan` does not open it, and an `Engine` opens it sooner."""
+
+def open_device(model: str, *, device: str) -> OpenDevice:
+    """Opens the device that an engine of the model would choose, in parallel with other threads."""
+
 def plan(
     model: str,
     *,
@@ -309,12 +334,13 @@ def plan(
     pool_tokens: int | None = None,
     draft_model: str | None = None,
     described: bool = False,
+    opened: OpenDevice | None = None,
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 
     device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
     (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
-    each part, named as in `Engine.stats`. `described` as in `model_info`.
+    each part, named as in `Engine.stats`. `described` as in `model_info`. `opened` is the device, if it is open.
     """
 
 def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:

@@ -74,6 +74,8 @@ class Statistics(_OfMethods):
     mean_acceptance_length: float | None
     acceptance_rate_per_position: list[float] | None
     reused_tokens: int
+    reserved_pages: int
+    pool_waste: float | None
     weights_bytes: int
     draft_weights_bytes: int
     cache_upper_bytes: int
@@ -86,6 +88,8 @@ class Statistics(_OfMethods):
     peak_bytes: int | None
     batch_mean: float | None
     batch_peak: int
+    engine_s: float
+    longest_chunk_s: float
 
 
 class TokenLogprob(NamedTuple):
@@ -646,4 +650,6 @@ class Engine:
         found["decode_tokens_per_s"] = kept / decode_s if found["rounds"] and decode_s > 0 else None
         found["batch_mean"] = scheduler.sequence_rounds / scheduler.rounds if scheduler.rounds else None
         found["batch_peak"] = scheduler.most_sequences
+        found["engine_s"] = scheduler.engine_s
+        found["longest_chunk_s"] = scheduler.longest_chunk_s
         return found

@@ -70,6 +70,7 @@ def _run(
             revision=request.revision,
             offline=request.offline,
             progress=render.on_terminal() and not request.quiet,
+            draft_model=engine_options.draft_model,
         )
         if not request.as_json and not request.quiet and _is_bare(request, model):
             render.note(

@@ -93,7 +93,9 @@ def selftest(
     """Runs all cases up to the first difference and prints the comparison; the caller prints `--json`'s report."""
     out = Stdout()
     render.warn_of_threads(options.threads)
-    opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
+    opened = Model.open(
+        model, revision=revision, offline=offline, progress=render.on_terminal(), draft_model=draft_model
+    )
     prompts = cut_prompts(opened)
     device, weights, references = _references(opened, options, prompts)
     options = replace(options, weights=weights)
