@@ -153,14 +153,15 @@ impl Sizes {
     }
 }
 
-/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format. With 4
-/// bits, the head and the values have both planes, as they are few and the most sensitive.
+/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format
+/// ([`Part::has_both_planes`]).
 fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
     match (weights, part) {
         (TargetWeights::Checkpoint, _) => None,
-        (TargetWeights::Int8, _) | (TargetWeights::Int4, Part::Head) => Some(0),
-        (TargetWeights::Int4, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).value / PANEL),
-        (TargetWeights::Int4, _) => Some(panels),
+        (weights, part) if part.has_both_planes(weights) => Some(0),
+        // Keys and values follow the queries.
+        (_, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).key / PANEL),
+        _ => Some(panels),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, Sensitive};
+use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, Sensitive, TargetWeights};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -179,6 +179,16 @@ impl Part {
             Part::Layer(_, Gate | Up) => gate_up,
             Part::Layer(_, Down) => down,
             _ => false,
+        }
+    }
+
+    /// True if weights in nibbles have both planes of this matrix: every matrix of int8; of int4 the head, the keys and the
+    /// values, which are few bytes and matter most.
+    pub fn has_both_planes(self, weights: TargetWeights) -> bool {
+        match weights {
+            TargetWeights::Checkpoint => false,
+            TargetWeights::Int8 => matches!(self, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)),
+            TargetWeights::Int4 => matches!(self, Part::Head | Part::Layer(_, K | V)),
         }
     }
 

@@ -370,13 +370,13 @@ fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: 
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    // Of 4 bits, values and the head have both planes, and the draft reads both.
-    let few = part == Part::Head || options.weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let both = part.has_both_planes(options.weights);
+    // Matrices of int4 that have both planes, and the head: the draft reads both.
+    let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
     let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = options.weights == TargetWeights::Int8 || few;
         let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
