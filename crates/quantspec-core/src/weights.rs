@@ -15,17 +15,17 @@
 //! of a group in view Both, which costs the target more than the draft gains.
 //!
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
-//! searched freely.
+//! searched freely ([`TARGET_SHRINK`]).
 //!
 //! Groups of 32 weights `n·d` with integers n keep their integers, if a file's codes were of 4 or 8 bits ([`grid_of`]): GGUF's
 //! Q4_0 and Q8_0, compressed-tensors, GPTQ and AWQ.
 
 use crate::error::{Error, Result};
-use crate::quantize::{self, Params};
+use crate::quantize::{self, Params, TARGET_SHRINK};
 use half::f16;
 
 /// Identifies these equations in files of a model in nibbles on disk. A change of codes needs a new name.
-pub const RECIPE: &str = "nibbles 3";
+pub const RECIPE: &str = "nibbles 4";
 
 /// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
@@ -109,7 +109,7 @@ pub fn quantize_row_upper(w: &[f32], group: usize) -> Result<Row> {
     let search = |w: &[f32], low: f32, high: f32| {
         let whole = Params::rounded((high - low) / 15.0, low).finite()?;
         let grid = if group == SMALL_GROUP { grid_of(w, low, high, false) } else { None };
-        Ok(grid.unwrap_or_else(|| quantize::search(w, low, high, whole)))
+        Ok(grid.unwrap_or_else(|| quantize::search(w, low, high, whole, &TARGET_SHRINK)))
     };
     quantize_groups(w, group, search, code)
 }
@@ -374,6 +374,25 @@ mod tests {
         }
 
         #[test]
+        fn no_candidate_range_is_better_with_four_bits(w in weights(), group in groups()) {
+            let row = quantize_row_upper(&w, group).unwrap();
+            for (w, &params) in w.chunks(group).zip(&row.params) {
+                let (low, high) = quantize::range(w).unwrap();
+                if low == high {
+                    continue;
+                }
+                let found = upper_error(w, params);
+                let float = w.len() as f64 * f64::from(low.abs().max(high.abs()) * 3e-7).powi(2);
+                for (below, above) in TARGET_SHRINK.iter().flat_map(|a| TARGET_SHRINK.map(|b| (a, b))) {
+                    let (first, last) = (low + below * (high - low), high - above * (high - low));
+                    let scale = f16::from_f32(((last - first) / 15.0).max(quantize::SCALE_MIN));
+                    let error = upper_error(w, Params { scale, zero: f16::from_f32(first) });
+                    prop_assert!(found <= error * 1.001 + 4.0 * (error * float).sqrt() + float, "{found} {error}");
+                }
+            }
+        }
+
+        #[test]
         fn no_candidate_zero_is_better_for_the_draft(w in weights(), group in groups()) {
             let row = quantize_row(&w, group).unwrap();
             for (w, &params) in w.chunks(group).zip(&row.params) {
@@ -394,29 +413,40 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_are_those_of_draft_weights_in_groups_of_64() {
-        let uniform = |i: usize| crate::sample::uniform(5, 0, i, crate::sample::Stream::Sample, 0);
-        let mut w: Vec<f32> = (0..300).map(|i| uniform(i) - 0.4).collect();
+    fn four_bits_lose_less_than_by_the_search_of_draft_weights() {
+        let mut w = normal(200 * GROUP + 20);
         w[64..128].fill(0.25);
-        let row = quantize_row_upper(&w, GROUP).unwrap();
-        for (i, group) in w.chunks(GROUP).enumerate() {
-            let want = quantize::quantize_weights_row(group).unwrap();
-            assert_eq!(row.params[i], want.params[0]);
-            let codes: Vec<u8> = row.codes[i * GROUP..][..group.len()].iter().map(|&code| upper(code)).collect();
-            assert_eq!(codes, want.codes);
+        for (group, least, most) in [(SMALL_GROUP, 0.95, 0.98), (GROUP, 0.96, 0.99)] {
+            let row = quantize_row_upper(&w, group).unwrap();
+            let (mut found, mut of_drafts) = (0.0, 0.0);
+            for (i, w) in w.chunks(group).enumerate() {
+                let (low, high) = quantize::range(w).unwrap();
+                if low == high {
+                    assert_eq!((row.params[i].scale, row.params[i].zero), (f16::ZERO, f16::from_f32(0.25)));
+                    continue;
+                }
+                found += upper_error(w, row.params[i]);
+                of_drafts += upper_error(w, quantize::quantize_weights_row(w).unwrap().params[0]);
+            }
+            assert!((least..most).contains(&(found / of_drafts)), "{group}: {}", found / of_drafts);
+            assert!(row.codes.iter().all(|&code| lower(code) == 0));
+            assert_eq!(row.both(), row.upper());
         }
-        assert!(row.codes.iter().all(|&code| lower(code) == 0));
-        assert_eq!(row.both(), row.upper());
         w[70] = f32::NAN;
         assert!(quantize_row_upper(&w, GROUP).unwrap_err().message.contains("group 1"));
         w[70] = 2e6;
         assert_eq!(quantize_row_upper(&w, GROUP).unwrap_err().kind, ErrorKind::NotFinite);
     }
 
+    /// Weights that are nearly normal.
+    fn normal(count: usize) -> Vec<f32> {
+        let uniform = |i: usize| crate::sample::uniform(3, 0, i, crate::sample::Stream::Sample, 0);
+        (0..count).map(|i| (0..12).map(|j| uniform(12 * i + j)).sum::<f32>() - 6.0).collect()
+    }
+
     #[test]
     fn the_search_pays_on_normal_weights() {
-        let uniform = |i: usize| crate::sample::uniform(3, 0, i, crate::sample::Stream::Sample, 0);
-        let w: Vec<f32> = (0..GROUP * 200).map(|i| (0..12).map(|j| uniform(12 * i + j)).sum::<f32>() - 6.0).collect();
+        let w = normal(GROUP * 200);
         let row = quantize_row(&w, GROUP).unwrap();
         let (mut plain, mut found) = (0.0, 0.0);
         for (w, params) in w.chunks(GROUP).zip(&row.params) {

@@ -20,7 +20,7 @@ use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
-use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
+use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8, TARGET_SHRINK};
 use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO, grid_of};
 use quantspec_core::{Error, Result};
 
@@ -267,7 +267,7 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
     } else {
-        group.search(low, high, plain)
+        group.search(low, high, plain, &TARGET_SHRINK)
     };
     let (scale, zero) = (f16_value(found.0), f16_value(found.1));
     let mut out = [0u8; GROUP];

@@ -156,7 +156,7 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     }
     let mut params = halves((high - low) / top, low);
     if bits == Bits::Four && f16_is_finite(params.0) && f16_is_finite(params.1) {
-        params = Group { x }.search(low, high, params);
+        params = Group { x }.search(low, high, params, &SHRINK);
     }
     let (step, zero) = (f16_value(params.0), f16_value(params.1));
     let mut out = [0u8; GROUP];
@@ -273,11 +273,11 @@ impl Group<'_> {
 
     /// Core's search, from the whole range.
     #[inline(always)]
-    pub(crate) fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
+    pub(crate) fn search(&self, low: f32, high: f32, whole: (u16, u16), shrink: &[f32]) -> (u16, u16) {
         let range = high - low;
         let mut best = (self.squared_error(whole), whole);
-        for below in SHRINK {
-            for above in SHRINK {
+        for below in shrink {
+            for above in shrink {
                 let zero = low + below * range;
                 best = self.better(best, halves(((high - above * range) - zero) / 15.0, zero));
             }
