@@ -476,6 +476,35 @@ mod tests {
     }
 
     #[test]
+    fn important_weights_lose_less() {
+        let w = normal(200 * SMALL_GROUP);
+        // One weight of each group matters as much as 64 others.
+        let importance: Vec<f32> = (0..w.len()).map(|i| if i % SMALL_GROUP == 5 { 64.0 } else { 1.0 }).collect();
+        let ones = vec![1.0; w.len()];
+        let error = |row: &Row| -> f64 {
+            let squares = row.both().into_iter().zip(&w).map(|(value, w)| f64::from(value - w).powi(2));
+            squares.zip(&importance).map(|(square, &importance)| square * f64::from(importance)).sum()
+        };
+        let plain = quantize_row_upper(&w, &[], SMALL_GROUP).unwrap();
+        assert_eq!(plain, quantize_row_upper(&w, &ones, SMALL_GROUP).unwrap());
+        let gain = error(&quantize_row_upper(&w, &importance, SMALL_GROUP).unwrap()) / error(&plain);
+        assert!(gain < 0.6, "{gain}");
+    }
+
+    #[test]
+    fn importance_is_the_product_of_mean_squares() {
+        // Rows of 20: the last lanes are not full.
+        let row: Vec<f32> = (0..20).map(|i| i as f32 - 9.5).collect();
+        let norm: Vec<f32> = (0..20).map(|i| if i < 10 { 2.0 } else { 0.5 }).collect();
+        assert_eq!(mean_square(&row, None), 665.0);
+        assert_eq!(mean_square(&row, Some(&norm)), 332.5 * 4.25);
+        assert_eq!(importance_of_down(&[1.0, 2.0, 3.0], &[3.0, 1.5, 1.0]), [1.0; 3]);
+        assert_eq!(importance_of_down(&[4.0, 0.0], &[1.0, 9.0]), [2.0, 1e-6]);
+        assert_eq!(importance_of_down(&[0.0; 2], &[0.0; 2]), [1.0; 2]);
+        assert!(importance_of_down(&[], &[]).is_empty());
+    }
+
+    #[test]
     fn the_search_pays_on_normal_weights() {
         let w = normal(GROUP * 200);
         let row = quantize_row(&w, GROUP).unwrap();

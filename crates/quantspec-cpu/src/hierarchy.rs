@@ -841,6 +841,29 @@ mod tests {
     }
 
     #[test]
+    fn codes_of_weights_that_differ_in_importance_are_those_of_core() {
+        let mut noise = Noise::new(37);
+        for k in [7, 172, 640] {
+            let w = weights(&mut noise, 40, k);
+            let importance: Vec<f32> = (0..k).map(|_| 2f32.powf(8.0 * noise.unit() - 4.0)).collect();
+            let rows: Vec<Row> = w.chunks_exact(k).map(|w| quantize_row_upper(w, &importance, GROUP).unwrap()).collect();
+            assert!(rows.iter().zip(w.chunks_exact(k)).any(|(row, w)| *row != quantized(w, false)), "of no effect");
+            for simd in paths() {
+                let mut planes = Planes::zeros(w.len().div_ceil(PANEL * k), k, w.len().div_ceil(PANEL * k)).unwrap();
+                let upper = Planes::panel_bytes(k).0;
+                for (rows, upper) in w.chunks(PANEL * k).zip(planes.upper.chunks_exact_mut(upper)) {
+                    encode(simd, rows, &importance, k, upper, &mut []).unwrap();
+                }
+                for (n, row) in rows.iter().enumerate() {
+                    let mut back = vec![f32::NAN; k];
+                    planes.row(n, &mut back);
+                    assert_eq!(bits(&back), bits(&row.both()), "row {n} of {k}, {simd:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn codes_are_those_of_core_and_come_back_as_core_s_values() {
         let mut noise = Noise::new(31);
         for (k, both) in [7, 64, 172, 1376].into_iter().flat_map(|k| [(k, true), (k, false)]) {
