@@ -103,11 +103,11 @@ class Model:
         rows, eps = len(self.ids), self.config["rms_norm_eps"]
 
         def norm(x: Array, name: str) -> Array:
-            return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * tensors[name]
+            return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * tensors[name])
 
         def turned(x: Array) -> Array:
             first, second = np.split(x, 2, -1)
-            return x * self.cos + np.concatenate([-second, first], -1) * self.sin
+            return np.asarray(x * self.cos + np.concatenate([-second, first], -1) * self.sin)
 
         x = tensors[EMBEDDING][self.ids]
         hidden_from = np.triu(np.full((rows, rows), -np.inf, np.float32), 1)

@@ -119,8 +119,8 @@ pub fn quantize_row_upper(w: &[f32], importance: &[f32], group: usize) -> Result
 /// Importance of the inputs of the down projection, from the model alone: an estimate of their mean squares. `gate` and `up`
 /// are [`mean_square`] of the rows that make each input.
 ///
-/// A few inputs are much larger than the others, in few layers. Errors of their weights cause a quarter of the divergence of
-/// SmolLM2-135M; its other matrices gain a twentieth from such estimates.
+/// In some models a few inputs of few layers are much larger than the others. Errors of their weights cause a quarter of the
+/// divergence of SmolLM2-135M. Such estimates for its other matrices gain within the noise.
 pub fn importance_of_down(gate: &[f32], up: &[f32]) -> Vec<f32> {
     let squares: Vec<f32> = gate.iter().zip(up).map(|(gate, up)| gate * up).collect();
     let mean = squares.iter().map(|&square| f64::from(square)).sum::<f64>() / squares.len().max(1) as f64;
