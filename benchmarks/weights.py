@@ -2,11 +2,12 @@
 """Divergence of quantised weights from a Llama model in 16 bits, next to ggml's: the table in docs/design/quantised_files.md.
 
     pip install xllamacpp==2026.10.11549 gguf==0.19.0
-    python benchmarks/weights.py FOLDER TEXT [--permutations 3]
+    python benchmarks/weights.py [FOLDER] [TEXT] [--permutations 3]    default: the demo model, the shipped sample
 
-FOLDER has model.safetensors (BF16 or F16), config.json and tokenizer.json; the first tokens of TEXT are scored. All weights
-pass the same quantisers, forward pass and measure, in NumPy and f32, so that no row depends on an engine's rounding of
-activations. `quantspec eval --weights int4` prints the engine's own number. ggml's quantiser is ggml.
+FOLDER has model.safetensors (BF16 or F16), config.json and tokenizer.json; the first tokens of TEXT are scored. A number is
+the mean of KL(checkpoint || quantised) of the next token. Weights are quantised by ggml, or in NumPy as docs/design/weights.md
+describes it, and all pass the same forward pass in f32, which rounds no activations. `quantspec eval` gives the engine's
+own numbers.
 
 A permutation renames the model's channels, which changes no output but the groups. Its mean is less noisy, and a checkpoint
 that was dequantised from groups has no advantage in them.
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+# The first, because it says what to install.
+from llama_cpp import ROOT, Quantiser, kind_of  # isort: split
+
 import gguf
 import numpy as np
-from llama_cpp import Quantiser, kind_of
 from tokenizers import Tokenizer
+
+from quantspec_cli.eval import SAMPLE
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
@@ -219,11 +225,19 @@ def of_ggml(model: Model, tensors: Tensors, mix: str, quantise: Quantiser) -> tu
     return out, stored / count
 
 
+def engine(weights: str, options: argparse.Namespace) -> float:
+    """The divergence that `quantspec eval` finds on a CPU."""
+    command = ["eval", "-m", str(options.folder), "--prompt", str(options.text), "--tokens", str(options.tokens)]
+    command += ["--weights", weights, "--device", "cpu", "--json"]
+    out = subprocess.run([sys.executable, "-m", "quantspec_cli", *command], check=True, stdout=subprocess.PIPE)
+    return float(json.loads(out.stdout)["weights"][weights]["kld"])
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description="Divergence of quantised weights from a model in 16 bits.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "python/quantspec_cli/demo")
+    parser.add_argument("text", type=Path, nargs="?", default=SAMPLE)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument(
         "--permutations", type=int, default=0, help="orders of channels to average over; 0: the file's own"
@@ -250,6 +264,9 @@ def main() -> None:
             found.append(float((np.exp(expected) * (expected - scores)).sum(-1).mean()))
         sys.stdout.write(f"| {name} | {size:.2f} | {np.mean(found):.2e} |\n")
         sys.stdout.flush()
+    if not options.permutations:
+        for weights in ("int8", "int4"):
+            sys.stdout.write(f"| `quantspec eval --weights {weights}` | | {engine(weights, options):.2e} |\n")
 
 
 if __name__ == "__main__":
