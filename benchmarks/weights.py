@@ -5,8 +5,8 @@
     python benchmarks/weights.py [FOLDER] [TEXT] [--permutations 3]    default: the demo model, the shipped sample
 
 FOLDER has model.safetensors (BF16 or F16), config.json and tokenizer.json; the first tokens of TEXT are scored. A number is
-the mean of KL(checkpoint || quantised) of the next token. Weights are quantised by ggml, or in NumPy as docs/design/weights.md
-describes it, and all pass the same forward pass in f32, which rounds no activations. `quantspec eval` gives the engine's
+the mean of KL(checkpoint || quantised) of the next token. Weights are quantised by ggml, or as docs/design/weights.md
+describes it in NumPy, and all pass one forward pass in f32, which rounds no activations. `quantspec eval` gives the engine's
 own numbers.
 
 A permutation renames the model's channels, which changes no output but the groups. Its mean is less noisy, and a checkpoint

@@ -846,7 +846,8 @@ mod tests {
         for k in [7, 172, 640] {
             let w = weights(&mut noise, 40, k);
             let importance: Vec<f32> = (0..k).map(|_| 2f32.powf(8.0 * noise.unit() - 4.0)).collect();
-            let rows: Vec<Row> = w.chunks_exact(k).map(|w| quantize_row_upper(w, &importance, GROUP).unwrap()).collect();
+            let rows: Vec<Row> =
+                w.chunks_exact(k).map(|w| quantize_row_upper(w, &importance, GROUP).unwrap()).collect();
             assert!(rows.iter().zip(w.chunks_exact(k)).any(|(row, w)| *row != quantized(w, false)), "of no effect");
             for simd in paths() {
                 let mut planes = Planes::zeros(w.len().div_ceil(PANEL * k), k, w.len().div_ceil(PANEL * k)).unwrap();
