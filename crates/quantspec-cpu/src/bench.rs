@@ -235,7 +235,7 @@ impl Gemm {
                 let both_from = if stored == Stored::Both { 0 } else { panels };
                 let (upper, lower) = hierarchy::Planes::panel_bytes(k);
                 let (mut high, mut low) = (vec![0; upper], vec![0; if both_from == 0 { lower } else { 0 }]);
-                hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
+                hierarchy::encode(simd, &weights, &[], k, &mut high, &mut low)?;
                 for _ in 0..layers(spread, hierarchy::Planes::bytes_of(panels, k, both_from)) {
                     let mut planes = hierarchy::Planes::zeros(panels, k, both_from)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));

@@ -30,7 +30,7 @@ use quantspec_core::quantize::{
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, importance_of_down, mean_square, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -124,7 +124,7 @@ impl ReferenceBackend {
                 TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, options, &mut values, columns)?
+                    hierarchy_values(checkpoint, part, options, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -365,23 +365,51 @@ fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -
 }
 
 /// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
-fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
+fn hierarchy_values(
+    checkpoint: &Checkpoint,
+    part: Part,
+    options: &Options,
+    values: &mut [f32],
+    columns: usize,
+) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    // Of 4 bits, values and the head have both planes, and the draft reads both.
-    let few = part == Part::Head || options.weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let both = part.has_both_planes(options.weights);
+    // Matrices of int4 that have both planes, and the head: the draft reads both.
+    let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
     let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
+    let importance = match part {
+        Part::Layer(layer, Down) if !both => importance(checkpoint, layer)?,
+        _ => Vec::new(),
+    };
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = options.weights == TargetWeights::Int8 || few;
-        let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
+        let codes =
+            if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, &importance, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
     Ok(kept.then_some(draft))
+}
+
+/// Importance of the inputs of a layer's down projection.
+fn importance(checkpoint: &Checkpoint, layer: usize) -> Result<Vec<f32>> {
+    let mut norm = Vec::new();
+    if LayerPart::MlpNorm.exists(checkpoint.config()) {
+        norm.resize(checkpoint.config().hidden, 0.0);
+        checkpoint.read_f32(Part::Layer(layer, LayerPart::MlpNorm), 0..1, &mut norm)?;
+    }
+    let norm = (!norm.is_empty()).then_some(&norm[..]);
+    let squares = |part: LayerPart| -> Result<Vec<f32>> {
+        let (rows, columns) = checkpoint.shape(Part::Layer(layer, part));
+        let mut values = vec![0.0; rows * columns];
+        checkpoint.read_stored(Part::Layer(layer, part), 0..rows, &mut values)?;
+        Ok(values.chunks_exact(columns).map(|row| mean_square(row, norm)).collect())
+    };
+    Ok(importance_of_down(&squares(LayerPart::Gate)?, &squares(LayerPart::Up)?))
 }
 
 /// Activations rounded to codes of at most `most`, row by row, in groups of `group`.

@@ -65,18 +65,15 @@ pub(crate) fn traffic<'py>(
     let out = PyDict::new(py);
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
-    // Matrices of which target and draft always read both planes: on a CPU also the values of 4-bit weights.
-    let always = |part: Part| match part {
-        Part::Layer(_, LayerPart::V) => cpu && weights == TargetWeights::Int4,
-        part => part == Part::Head,
-    };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int4 if !always(part) => nibbles(part).1,
-        TargetWeights::Int8 | TargetWeights::Int4 => nibbles(part).0,
+        weights if part.has_both_planes(weights) => nibbles(part).0,
+        _ => nibbles(part).1,
     };
+    // On a CPU drafts also read both planes of int4's keys and values.
+    let few = |part: Part| cpu && weights == TargetWeights::Int4 && part.has_both_planes(weights);
     let draft =
-        |part: Part| if always(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
+        |part: Part| if few(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
