@@ -241,6 +241,7 @@ pub struct Checkpoint {
 enum Weights {
     SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, TensorLocation>, quantised: Quantised },
     Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
+    StandIn,
 }
 
 /// Largest JSON file read. A config.json has some kilobytes; the index of a 405B model has 0.1 MB, that of the deepest model
@@ -286,6 +287,12 @@ impl Checkpoint {
         let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
         let weights = Weights::SafeTensors { shards: Vec::new(), places, quantised: Quantised::new(config.dtype) };
         Ok(Checkpoint { config, weights, draft_cache: None })
+    }
+
+    /// Made-up weights for a model of this shape, in its number format: for timing its kernels, which take the same time for all
+    /// weights.
+    pub fn stand_in(config: ModelConfig) -> Checkpoint {
+        Checkpoint { config, weights: Weights::StandIn, draft_cache: None }
     }
 
     /// A checkpoint from memory: config.json and one safetensors file.
@@ -356,6 +363,7 @@ impl Checkpoint {
                 places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name(&self.config)))
             }
             Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
+            Weights::StandIn => None,
         };
         own.unwrap_or(self.config.dtype)
     }
@@ -386,6 +394,10 @@ impl Checkpoint {
                 places.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
             }
             Weights::Gguf { places, .. } => places.contains_key(&part),
+            Weights::StandIn => match part {
+                Part::Layer(layer, part) => layer < self.config.layers && part.exists(&self.config),
+                Part::Embedding | Part::FinalNorm | Part::Head => true,
+            },
         }
     }
 
@@ -393,7 +405,7 @@ impl Checkpoint {
     pub fn tensor_name(&self, part: Part) -> String {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
-            Weights::SafeTensors { .. } => part.name(&self.config),
+            Weights::SafeTensors { .. } | Weights::StandIn => part.name(&self.config),
             Weights::Gguf { .. } => gguf_config::tensor_name(&self.config.family, part),
         }
     }
@@ -425,6 +437,10 @@ impl Checkpoint {
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
+            Weights::StandIn => {
+                made_up(dtype, rows.start * width, width, out);
+                Ok(())
+            }
         }
     }
 
@@ -555,6 +571,23 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     let scheme = quantised::scheme(&config)?;
     let wrapped = config::is_wrapped(&config)?;
     Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
+}
+
+/// Writes numbers between −s and s for s = 1/√width, of elements from `first` on. Rows of a matrix differ.
+fn made_up(dtype: Dtype, first: usize, width: usize, out: &mut [u8]) {
+    let scale = 2.0 / (width as f32).sqrt();
+    let value = |element: usize| {
+        let hash = (element as u32).wrapping_mul(0x9E37_79B1);
+        (((hash ^ hash >> 15).wrapping_mul(0x85EB_CA77) >> 8) as f32 / 16_777_216.0 - 0.5) * scale
+    };
+    let mut values = [0.0; 256];
+    let bytes = dtype.bytes();
+    for (chunk, out) in out.chunks_mut(values.len() * bytes).enumerate() {
+        let values = &mut values[..out.len() / bytes];
+        let first = first + chunk * 256;
+        values.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
+        round(dtype, values, out);
+    }
 }
 
 /// Reads rows of a GGUF matrix in its read format.
