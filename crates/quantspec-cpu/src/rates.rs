@@ -21,7 +21,7 @@ pub const ROWS: [usize; 5] = [1, 2, 4, 8, 16];
 /// Most rows of a pass.
 const MOST: usize = ROWS[ROWS.len() - 1];
 
-/// Steps of a timed draft. The first follows another pass and chooses pages, as in a round.
+/// Steps of a timed draft. The first chooses pages.
 const DRAFTED: usize = 4;
 
 /// Fewest rounds of all passes, and the time after which no further round starts.
@@ -68,9 +68,9 @@ pub struct Cost {
 pub struct Rates {
     /// The target's, by rows of [`ROWS`].
     pub target: Vec<Cost>,
-    /// A step of each draft with one row.
-    pub drafts: Vec<Cost>,
-    /// Seconds of its matrices with as many rows as the last of [`ROWS`].
+    /// The first step of each draft, and a later one, with one row.
+    pub drafts: Vec<[Cost; 2]>,
+    /// Seconds of a later one's matrices with as many rows as the last of [`ROWS`].
     pub many_s: Vec<f64>,
     /// Seconds to choose a token.
     pub token_s: f64,
@@ -88,32 +88,27 @@ pub struct Rates {
 pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Rates> {
     let mut stand_in = StandIn::new(work)?;
     let mut target = vec![Vec::new(); ROWS.len()];
-    let (mut drafts, mut many) = (vec![Vec::new(); work.drafts.len()], vec![Vec::new(); work.drafts.len()]);
+    let mut drafts = vec![[Vec::new(), Vec::new()]; work.drafts.len()];
+    let mut many = vec![Vec::new(); work.drafts.len()];
     let (began, mut rounds) = (Instant::now(), 0);
     while rounds < ROUNDS || began.elapsed() < MEASURING_TIME {
-        // Plain decoding: the pass before read the same weights.
-        for i in 0..DRAFTED {
+        // As in rounds, drafts and verifications alternate: each may have replaced the other's weights in a cache.
+        for (i, (config, [first, later])) in work.drafts.iter().zip(&mut drafts).enumerate() {
             poll()?;
-            let time = stand_in.target(1)?;
-            if i > 0 {
-                target[0].push(time);
+            first.push(stand_in.draft(config, 1, true)?);
+            for _ in 1..DRAFTED {
+                later.push(stand_in.draft(config, 1, false)?);
             }
+            let rows = 1 + (i + rounds) % (ROWS.len() - 1);
+            target[rows].push(stand_in.target(ROWS[rows])?);
         }
-        // A verification follows draft steps, which may have replaced its weights in a cache.
-        for (rows, times) in ROWS.into_iter().zip(&mut target).skip(1) {
-            if let Some(config) = work.drafts.first() {
-                (0..2).try_for_each(|i| stand_in.draft(config, 1, i == 0).map(|_| ()))?;
-            }
-            poll()?;
-            times.push(stand_in.target(rows)?);
+        poll()?;
+        // In plain decoding the pass before read the same weights.
+        stand_in.target(1)?;
+        for _ in 1..DRAFTED {
+            target[0].push(stand_in.target(1)?);
         }
-        for ((config, times), many) in work.drafts.iter().zip(&mut drafts).zip(&mut many) {
-            poll()?;
-            let mut sum = Times::default();
-            for i in 0..DRAFTED {
-                sum.add(&stand_in.draft(config, 1, i == 0)?, 1.0 / DRAFTED as f64);
-            }
-            times.push(sum);
+        for (config, many) in work.drafts.iter().zip(&mut many) {
             many.push(stand_in.draft(config, MOST, true)?);
         }
         rounds += 1;
@@ -125,11 +120,12 @@ pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Ra
         found[i].matrices_s = found[i].matrices_s.max(found[i - 1].matrices_s);
         found[i].attention_s = found[i].attention_s.max(found[i - 1].attention_s);
     }
-    let drafted = |times: &[Vec<Times>]| -> Vec<Cost> {
-        times.iter().zip(work.drafts).map(|(times, config)| cost(times, config.pages)).collect()
-    };
-    let (drafts, many) = (drafted(&drafts), drafted(&many));
-    let many_s = many.iter().zip(&drafts).map(|(many, one)| many.matrices_s.max(one.matrices_s)).collect();
+    let drafts: Vec<[Cost; 2]> = (drafts.iter().zip(work.drafts))
+        .map(|(times, config)| [cost(&times[0], config.pages), cost(&times[1], config.pages)])
+        .collect();
+    let many_s = (many.iter().zip(&drafts))
+        .map(|(times, [_, later])| cost(times, Pages::All).matrices_s.max(later.matrices_s))
+        .collect();
     let (token_s, [prompt_matrix, prompt_attention]) = (token_s(work.config.vocab, poll)?, prompt(work, poll)?);
     Ok(Rates { target: found, drafts, many_s, token_s, prompt_matrix, prompt_attention })
 }
@@ -420,7 +416,7 @@ mod tests {
             for context in [0, 1000] {
                 let found = rates(&workload(config, weights, context), &mut || Ok(())).unwrap();
                 assert_eq!((found.target.len(), found.drafts.len(), found.many_s.len()), (ROWS.len(), 2, 2));
-                let costs = found.target.iter().chain(&found.drafts);
+                let costs = found.target.iter().chain(found.drafts.iter().flatten());
                 let seconds = costs.flat_map(|cost| [cost.matrices_s, cost.attention_s]).chain(found.many_s.clone());
                 for seconds in seconds.chain([found.token_s]) {
                     assert!((1e-7..1.0).contains(&seconds), "{found:?}");

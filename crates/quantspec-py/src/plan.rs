@@ -208,9 +208,11 @@ pub(crate) fn rates<'py>(
         let pair = |cost: &Cost| (cost.matrices_s, cost.attention_s);
         out.set_item("rows", ROWS)?;
         out.set_item("target", rates.target.iter().map(pair).collect::<Vec<_>>())?;
-        let drafts = rates.drafts.iter().zip(rates.many_s);
-        let drafts = drafts.map(|(cost, many_s)| (cost.matrices_s, many_s, cost.attention_s));
-        out.set_item("drafts", drafts.collect::<Vec<_>>())?;
+        out.set_item(
+            "drafts",
+            rates.drafts.iter().map(|[first, later]| (pair(first), pair(later))).collect::<Vec<_>>(),
+        )?;
+        out.set_item("many_s", rates.many_s)?;
         out.set_item("token_s", rates.token_s)?;
         out.set_item("prompt_matrix", rates.prompt_matrix)?;
         out.set_item("prompt_attention", rates.prompt_attention)?;
