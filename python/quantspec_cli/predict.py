@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # Share of drafted tokens that verification accepts, by method; docs/design/plan.md names the model and text.
-ACCEPTANCE = {"quantspec": 0.92, "kv4": 0.99, "w4": 0.92, "qspec": 0.6, "window": 0.8, "snapkv": 0.8}
+ACCEPTANCE = {"quantspec": 0.92, "kv4": 0.99, "w4": 0.92, "qspec": 0.87, "window": 0.91, "snapkv": 0.87}
 # The same of a draft that reads selected pages.
 ACCEPTANCE_OF_PAGES = 0.87
 

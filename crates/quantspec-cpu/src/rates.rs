@@ -140,16 +140,6 @@ struct Times {
     attention: [f64; 2],
 }
 
-impl Times {
-    fn add(&mut self, other: &Times, weight: f64) {
-        self.layers += weight * other.layers;
-        self.head += weight * other.head;
-        for (sum, other) in self.attention.iter_mut().zip(other.attention) {
-            *sum += weight * other;
-        }
-    }
-}
-
 /// A model of the same widths with as many bytes as no cache holds, and its numbers: some layers, a part of a large vocabulary, the
 /// first pages of a long context.
 #[derive(Debug)]
