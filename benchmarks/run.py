@@ -216,7 +216,8 @@ def label(row: Row) -> str:
     if row["method"] == "ar":
         return f"plain, {row['kv_target'].upper()} cache"
     pages = {"all": "", "auto": ", pages auto"}.get(row["draft_pages"], f", best {row['draft_pages']} pages")
-    return f"{row['method']}{pages}"
+    rule = ", rejection" if row["accept"] == "rejection" else ""
+    return f"{row['method']}{pages}{rule}"
 
 
 def cpu() -> str:

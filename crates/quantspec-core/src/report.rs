@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Counters of one of several methods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct MethodCounters {
     /// Verification steps, counted per sequence.
     pub rounds: usize,
     /// Drafted or copied tokens.
@@ -32,7 +32,7 @@ pub struct Stats {
     /// Tokens of earlier text that a draft network checked, and those that it chose as well.
     guessed: (usize, usize),
     accepted_tokens: usize,
-    by_method: BTreeMap<&'static str, Share>,
+    by_method: BTreeMap<&'static str, MethodCounters>,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
     accepted_at: Vec<usize>,
 }
@@ -55,7 +55,7 @@ impl Stats {
         self.verify_s += seconds;
     }
 
-    /// Adds one sequence's part of a round: `gamma` tokens drafted (0 for a plain step), the first `accepted` of them
+    /// Adds one sequence's round: `gamma` tokens drafted (0 for a plain step), the first `accepted` of them
     /// accepted.
     pub fn round(&mut self, gamma: usize, accepted: usize) {
         self.rounds += 1;
@@ -68,7 +68,7 @@ impl Stats {
     }
 
     /// Records the method of a sequence's round, one of several.
-    pub fn method(&mut self, name: &'static str, round: Share) {
+    pub fn method(&mut self, name: &'static str, round: MethodCounters) {
         let sum = self.by_method.entry(name).or_default();
         sum.rounds += round.rounds;
         sum.drafted_tokens += round.drafted_tokens;
@@ -173,7 +173,7 @@ impl Stats {
     }
 
     /// Counters of each of several methods; empty with a single one.
-    pub fn by_method(&self) -> &BTreeMap<&'static str, Share> {
+    pub fn by_method(&self) -> &BTreeMap<&'static str, MethodCounters> {
         &self.by_method
     }
 
@@ -250,11 +250,11 @@ mod tests {
     fn methods_are_counted_apart() {
         let mut stats = Stats::default();
         assert!(stats.by_method().is_empty());
-        let round = Share { rounds: 1, drafted_tokens: 4, accepted_tokens: 3, drafted_pages: 40 };
+        let round = MethodCounters { rounds: 1, drafted_tokens: 4, accepted_tokens: 3, drafted_pages: 40 };
         for name in ["kv4", "ar", "kv4"] {
             stats.method(name, round);
         }
-        let twice = Share { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
+        let twice = MethodCounters { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
         assert_eq!(stats.by_method().iter().collect::<Vec<_>>(), [(&"ar", &round), (&"kv4", &twice)]);
     }
 

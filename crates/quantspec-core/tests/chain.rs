@@ -10,7 +10,7 @@ const VOCAB: usize = 4;
 /// Tokens of a text after its first one, which is 0.
 const LENGTH: usize = 4;
 
-/// Texts there are.
+/// Number of different texts.
 const TEXTS: usize = VOCAB.pow(LENGTH as u32);
 
 /// Logits after a token.

@@ -19,7 +19,7 @@ pub enum Simd {
 
 /// The path in use, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct ChosenPath {
     /// The path.
     pub simd: Simd,
     /// One line for `doctor`.
@@ -87,7 +87,7 @@ impl Simd {
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] if the variable names no path, or one this machine lacks.
-pub fn choose() -> Result<Choice> {
+pub fn choose() -> Result<ChosenPath> {
     let forced = std::env::var_os("QUANTSPEC_SIMD");
     match forced.as_ref().map(|value| value.to_string_lossy()) {
         Some(name) if !name.is_empty() => force(&name),
@@ -95,7 +95,7 @@ pub fn choose() -> Result<Choice> {
     }
 }
 
-fn best() -> Choice {
+fn best() -> ChosenPath {
     let (mut reason, mut chosen) = (Vec::new(), Simd::Scalar);
     // Paths of other architectures are not listed.
     for simd in Simd::ALL.into_iter().filter(|simd| match simd {
@@ -111,10 +111,10 @@ fn best() -> Choice {
         reason.push(format!("no {}: this machine lacks {}", simd.name(), missing.join(", ")));
     }
     reason.insert(0, format!("{} is the best this machine has", chosen.name()));
-    Choice { simd: chosen, reason: reason.join("; ") }
+    ChosenPath { simd: chosen, reason: reason.join("; ") }
 }
 
-fn force(name: &str) -> Result<Choice> {
+fn force(name: &str) -> Result<ChosenPath> {
     let Some(simd) = Simd::ALL.into_iter().find(|simd| simd.name() == name) else {
         return Err(Error::usage(
             format!("QUANTSPEC_SIMD is {name:?}"),
@@ -128,7 +128,7 @@ fn force(name: &str) -> Result<Choice> {
             format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
-    Ok(Choice { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
+    Ok(ChosenPath { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
 }
 
 /// Prefetch distance into L1 on Intel server cores, in bytes. On Sapphire Rapids, weights for one row arrive 1.5 times as

@@ -239,7 +239,7 @@ pub(crate) fn run(
         _ => false,
     };
     if !fits {
-        return Err(Error::internal("a linear layer was given activations of another shape"));
+        return Err(Error::internal(format!("activations of another shape than {m} rows of a linear layer")));
     }
     let units = WorkQueues::new(units, threads);
     pool.run(&|thread| {

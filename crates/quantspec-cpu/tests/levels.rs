@@ -19,7 +19,7 @@ const GAMMA: usize = 9;
 /// Drafts of the second sequence are shorter. The first crosses a page border, where a fourth page becomes visible.
 const PROMPTS: [(usize, usize); 2] = [(5 * G - 4, GAMMA), (2 * G + 9, 6)];
 
-/// Guesses what was drafted before, but every `wrong`-th token of a sequence is another one.
+/// Guesses the tokens of an earlier draft, with every `wrong`-th token of a sequence replaced.
 struct Script<'a> {
     drafted: &'a [Vec<u32>],
     wrong: usize,

@@ -12,7 +12,7 @@ mod prompt;
 mod prompt_rows;
 mod sampler;
 mod workspace;
-use crate::attend::{Attend, PASS_ROWS, check_head};
+use crate::attend::{Attend, SLICE_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::DraftGemms;
@@ -44,6 +44,8 @@ struct Kernels {
     embed: Kernel,
     /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
+    /// [`Kernels::norm`]'s first for the rows of a prompt.
+    norm_prompt: Kernel,
     norm_i8: Kernel,
     /// Normalises f32 rows: a branch, or queries and keys.
     norm_rows: Kernel,
@@ -127,7 +129,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let config = checkpoint.config();
     let (sms, architecture) = (device.sms, device.architecture);
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
-    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, PASS_ROWS));
+    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, SLICE_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let path = Path::of(architecture, config.dtype);
     Memory {
@@ -226,6 +228,7 @@ impl CudaBackend {
                 device.kernel(&format!("norm_{}", name(dtype)), 0)?,
                 device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
+            norm_prompt: device.kernel(&format!("norm_prompt_{}", name(dtype)), 0)?,
             norm_i8: device.kernel("norm_i8", 0)?,
             norm_rows: device.kernel("norm_rows", 0)?,
             convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
@@ -244,7 +247,7 @@ impl CudaBackend {
             store: device.kernel(&format!("store_{d}"), page_shared)?,
             keep_recent: device.kernel("keep_recent", 0)?,
         };
-        let partial = attend.partial_rows(options.step_rows.clamp(1, PASS_ROWS));
+        let partial = attend.partial_rows(options.step_rows.clamp(1, SLICE_ROWS));
         let sizes = Sizes::new(&config, options, partial);
         let step = StepSpace {
             hidden: device.allocate(sizes.rows * config.hidden * 4)?,

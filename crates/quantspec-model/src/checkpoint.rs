@@ -110,7 +110,7 @@ impl LayerPart {
     /// The matrices, in the order of computation; all other parts are vectors.
     pub const MATRICES: [LayerPart; 7] = [Q, K, V, Output, Gate, Up, Down];
 
-    /// Whether a model of this configuration has the part.
+    /// Returns true if a model of this configuration has the part.
     pub fn exists(self, config: &ModelConfig) -> bool {
         match self {
             QBias | KBias | VBias => config.qkv_bias,
@@ -940,11 +940,11 @@ fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation
     Ok(true)
 }
 
-/// Fills `out` from a place.
-fn read_at(shards: &[SafeTensors], place: TensorLocation, out: &mut [u8]) -> Result<()> {
-    match shards.get(place.shard) {
-        Some(shard) => shard.read(place.offset, out),
-        None => Err(Error::internal(format!("shard {} is not open", place.shard))),
+/// Fills `out` with the bytes at a location.
+fn read_at(shards: &[SafeTensors], at: TensorLocation, out: &mut [u8]) -> Result<()> {
+    match shards.get(at.shard) {
+        Some(shard) => shard.read(at.offset, out),
+        None => Err(Error::internal(format!("shard {} is not open", at.shard))),
     }
 }
 

@@ -18,7 +18,7 @@ use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
-use quantspec_core::report::{Share, Stats};
+use quantspec_core::report::{MethodCounters, Stats};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -142,9 +142,14 @@ impl<B: Backend> Engine<B> {
 
     /// True if a prompt can be added now: a slot is free, and so are the pages that it does not share.
     pub fn has_room(&self, prompt: &[u32], max_new_tokens: usize) -> bool {
-        let tokens = prompt.len().saturating_add(max_new_tokens);
-        let needed = || PagePool::needed(tokens, self.shared_prefix(prompt));
-        self.sequences.iter().any(Option::is_none) && needed() <= self.page_pool().free()
+        self.room(prompt, prompt.len().saturating_add(max_new_tokens)).is_ok()
+    }
+
+    /// A free slot for a sequence of `tokens` tokens, and the pages that its prompt can share.
+    fn room(&self, prompt: &[u32], tokens: usize) -> Result<(usize, Option<Prefix>)> {
+        let (slot, prefix) = (self.free_slot()?, self.shared_prefix(prompt));
+        self.check_room(tokens, prefix)?;
+        Ok((slot, prefix))
     }
 
     /// Pages, each of every layer and KV head, that the sequences share.
@@ -181,7 +186,7 @@ impl<B: Backend> Engine<B> {
         self.prompts = Some(cache);
     }
 
-    /// The prompts that are kept.
+    /// The prompt cache; `None` if prompts are not kept.
     pub fn prompt_cache(&mut self) -> Option<&mut PromptCache> {
         self.prompts.as_mut()
     }
@@ -222,9 +227,7 @@ impl<B: Backend> Engine<B> {
                 },
             ));
         }
-        let slot = self.free_slot()?;
-        let prefix = self.shared_prefix(prompt);
-        self.check_room(wanted, prefix)?;
+        let (slot, prefix) = self.room(prompt, wanted)?;
         self.backend.open_sharing(slot, wanted, prefix)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
@@ -485,7 +488,7 @@ impl<B: Backend> Engine<B> {
         drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &break_even))
     }
 
-    /// Whether one sequence is being decoded.
+    /// Returns true if one sequence is being decoded.
     fn is_alone(&self) -> bool {
         self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
     }
@@ -661,7 +664,10 @@ impl<B: Backend> Engine<B> {
             if let Some(name) = of_candidate {
                 let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
                 let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
-                self.stats.method(name, Share { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages });
+                self.stats.method(
+                    name,
+                    MethodCounters { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages },
+                );
             }
             if turn.gamma > 0 {
                 if !turn.margins.is_empty() {
@@ -739,7 +745,7 @@ impl<B: Backend> Engine<B> {
         self.backend.memory().and(drafter.unwrap_or_default())
     }
 
-    /// The device under the engine.
+    /// The engine's backend.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend
     }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::Planes;
 use quantspec_core::penalty::Penalties;
-use quantspec_core::report::Share;
+use quantspec_core::report::MethodCounters;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
@@ -694,16 +694,16 @@ impl PyEngine {
 }
 
 /// Counters of each of several methods.
-fn by_method<'py>(py: Python<'py>, shares: &BTreeMap<&'static str, Share>) -> PyResult<Bound<'py, PyDict>> {
+fn by_method<'py>(py: Python<'py>, counters: &BTreeMap<&'static str, MethodCounters>) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
-    for (name, share) in shares {
+    for (name, own) in counters {
         let of_method = PyDict::new(py);
-        let mean = |sum: usize| (share.drafted_tokens > 0).then(|| sum as f64 / share.drafted_tokens as f64);
-        of_method.set_item("rounds", share.rounds)?;
-        of_method.set_item("drafted_tokens", share.drafted_tokens)?;
-        of_method.set_item("accepted_tokens", share.accepted_tokens)?;
-        of_method.set_item("acceptance_rate", mean(share.accepted_tokens))?;
-        of_method.set_item("draft_pages_mean", mean(share.drafted_pages))?;
+        let mean = |sum: usize| (own.drafted_tokens > 0).then(|| sum as f64 / own.drafted_tokens as f64);
+        of_method.set_item("rounds", own.rounds)?;
+        of_method.set_item("drafted_tokens", own.drafted_tokens)?;
+        of_method.set_item("accepted_tokens", own.accepted_tokens)?;
+        of_method.set_item("acceptance_rate", mean(own.accepted_tokens))?;
+        of_method.set_item("draft_pages_mean", mean(own.drafted_pages))?;
         out.set_item(name, of_method)?;
     }
     Ok(out)

@@ -35,7 +35,7 @@ impl Item {
     }
 }
 
-/// What attention items read.
+/// Pages and planes that the items of a step read.
 struct Reads<'a> {
     simd: Simd,
     step: &'a Step<'a>,
@@ -151,7 +151,7 @@ impl CpuBackend {
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All | Pages::Tokens(_) => return Ok(()),
-            // A local layer reads all of it.
+            // A local layer reads all pages of its reach.
             _ if self.config.reach(index).is_some() => return Ok(()),
             Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => n,
         };
@@ -170,7 +170,7 @@ impl CpuBackend {
                 let ((list, visible), snap) =
                     unsafe { (&mut chosen.slice(head, 1)[0], &mut snap_scores.slice(head, 1)[0]) };
                 let now = visible_pages(row.position);
-                // Of new pages every row reads those that it sees.
+                // Every row reads the new pages that it sees.
                 let end = visible_pages(step.rows[first + count - 1].position);
                 if !(step.choose_pages || list.is_empty() && now > 0) {
                     // Keeps the last choice, plus pages that became visible after it; rows of wrong guesses may have seen more.

@@ -1,7 +1,7 @@
 //! Description of a step for the device: rows, angles, spans and choices, written by one copy.
 
 use super::CudaBackend;
-use crate::attend::{Pass as AttendPass, PassAddresses};
+use crate::attend::{SliceAddresses, StepSlice};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View};
@@ -30,8 +30,8 @@ unsafe impl Plain for DeviceRow {}
 /// Layout of the current step's description.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
-    pub(super) passes: Vec<AttendPass>,
-    pub(super) places: Vec<PassAddresses>,
+    pub(super) slices: Vec<StepSlice>,
+    pub(super) places: Vec<SliceAddresses>,
     pub(super) rows: u64,
     pub(super) cos_sin: u64,
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
@@ -121,7 +121,7 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let passes = self.attend.passes(step.view, rows, chosen, fresh)?;
+        let slices = self.attend.slices(step.view, rows, chosen, fresh, step.weights.is_draft() || with_lists)?;
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
@@ -150,11 +150,11 @@ impl CudaBackend {
         // scored.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
-        for pass in &passes {
-            layout.places.push(PassAddresses {
-                spans: base + writer.put(&pass.spans)? as u64,
-                tiles: base + writer.put(&pass.tiles)? as u64,
-                merged: base + writer.put(&pass.merged)? as u64,
+        for slice in &slices {
+            layout.places.push(SliceAddresses {
+                spans: base + writer.put(&slice.spans)? as u64,
+                tiles: base + writer.put(&slice.tiles)? as u64,
+                merged: base + writer.put(&slice.merged)? as u64,
                 tables: self.cache.tables.at(0),
                 table_pitch: self.cache.pitch,
                 list_pitch: self.lists.pitch,
@@ -163,7 +163,7 @@ impl CudaBackend {
             });
         }
         *at = writer.at;
-        layout.passes = passes;
+        layout.slices = slices;
         Ok(layout)
     }
 
@@ -189,8 +189,8 @@ impl CudaBackend {
             layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
-        for (pass, places) in layout.passes.iter().zip(&layout.places) {
-            key.extend(pass.launches());
+        for (slice, places) in layout.slices.iter().zip(&layout.places) {
+            key.extend(slice.key());
             key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
         }
     }

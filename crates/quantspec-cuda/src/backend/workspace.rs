@@ -1,7 +1,7 @@
 //! Device memory for activations, and its size.
 
 use super::describe::DeviceRow;
-use crate::attend::{Choice, Merged, PASS_ROWS, QueryTile, Span};
+use crate::attend::{Merged, PageChoice, QueryTile, SLICE_ROWS, Span};
 use crate::device::{Buffer, Device, Pinned};
 use crate::linear::GROUP;
 use crate::prefill::{padded, readable};
@@ -104,16 +104,16 @@ impl Sizes {
             + size_of::<Merged>()
             + size_of::<Span>()
             + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>()
-            + size_of::<Choice>();
+            + size_of::<PageChoice>();
         Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
             // As many rows are drafted as verified. Every piece is aligned to 16; a step has three pieces, plus three per
-            // pass.
+            // slice.
             description: 2 * rows * per_row
                 + options.slots * TURN_BYTES
-                + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(PASS_ROWS)),
+                + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(SLICE_ROWS)),
             partial_rows,
         }
     }
