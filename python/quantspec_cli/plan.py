@@ -29,8 +29,7 @@ class Request:
     Attributes:
         ctx_size: tokens of each sequence, prompt and answer together; 0 is the model's context.
         batch: sequences that decode together.
-        acceptance: share of drafted tokens that verification accepts; None for the measured values of
-            `predict.ACCEPTANCE`.
+        acceptance: probability that a drafted token is accepted; None for those of `predict.ACCEPTANCE`.
     """
 
     model: str | None

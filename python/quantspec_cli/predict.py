@@ -16,7 +16,7 @@ from .options import METHODS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Share of drafted tokens that verification accepts, by method; docs/design/plan.md names the model and text.
+# Probability that a drafted token is accepted after accepted ones, by method; docs/design/plan.md has the sources.
 ACCEPTANCE = {"quantspec": 0.92, "kv4": 0.99, "w4": 0.92, "qspec": 0.87, "window": 0.91, "snapkv": 0.87}
 # The same of a draft that reads selected pages.
 ACCEPTANCE_OF_PAGES = 0.87
@@ -81,7 +81,7 @@ class Draft(NamedTuple):
 
     @property
     def acceptance(self) -> float:
-        """Assumed share of accepted tokens."""
+        """Assumed probability that a drafted token is accepted."""
         return ACCEPTANCE[self.method] if self.pages is None else min(ACCEPTANCE_OF_PAGES, ACCEPTANCE[self.method])
 
 
