@@ -80,13 +80,13 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every pass. Takes some seconds and holds about four times [`SPREAD`] bytes, or as much as the model if that is less. `poll` is
-/// called between passes; its error ends the measurement.
+/// Times every pass. Takes some seconds and holds about four times [`SPREAD`] bytes, or as much as the model if that is less. `hooks`
+/// are called while the weights are made and between passes.
 ///
 /// # Errors
-/// Those of `poll` and [`CpuBackend::load`].
-pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Rates> {
-    let mut stand_in = StandIn::new(work)?;
+/// Those of [`CpuBackend::load`] and of the hooks.
+pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
+    let mut stand_in = StandIn::new(work, hooks)?;
     let mut target = vec![Vec::new(); ROWS.len()];
     let mut drafts = vec![[Vec::new(), Vec::new()]; work.drafts.len()];
     let mut many = vec![Vec::new(); work.drafts.len()];
@@ -94,7 +94,7 @@ pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Ra
     while rounds < ROUNDS || began.elapsed() < MEASURING_TIME {
         // As in rounds, drafts and verifications alternate: each may have replaced the other's weights in a cache.
         for (i, (config, [first, later])) in work.drafts.iter().zip(&mut drafts).enumerate() {
-            poll()?;
+            stand_in.backend.poll()?;
             first.push(stand_in.draft(config, 1, true)?);
             for _ in 1..DRAFTED {
                 later.push(stand_in.draft(config, 1, false)?);
@@ -102,7 +102,7 @@ pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Ra
             let rows = 1 + (i + rounds) % (ROWS.len() - 1);
             target[rows].push(stand_in.target(ROWS[rows])?);
         }
-        poll()?;
+        stand_in.backend.poll()?;
         // In plain decoding the pass before read the same weights.
         stand_in.target(1)?;
         for _ in 1..DRAFTED {
@@ -126,7 +126,9 @@ pub fn rates(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<Ra
     let many_s = (many.iter().zip(&drafts))
         .map(|(times, [_, later])| cost(times, Pages::All).matrices_s.max(later.matrices_s))
         .collect();
-    let (token_s, [prompt_matrix, prompt_attention]) = (token_s(work.config.vocab, poll)?, prompt(work, poll)?);
+    let mut poll = || stand_in.backend.poll();
+    let (token_s, [prompt_matrix, prompt_attention]) =
+        (token_s(work.config.vocab, &mut poll)?, prompt(work, &mut poll)?);
     Ok(Rates { target: found, drafts, many_s, token_s, prompt_matrix, prompt_attention })
 }
 
@@ -199,10 +201,10 @@ struct StandIn {
 }
 
 impl StandIn {
-    fn new(work: &Workload) -> Result<StandIn> {
+    fn new(work: &Workload, hooks: Hooks) -> Result<StandIn> {
         let small = Small::new(work.config, work.context);
         let (position, visible) = (small.position, small.visible);
-        let backend = load(work, small.config.clone(), position)?;
+        let backend = load(work, small.config.clone(), position, hooks)?;
         let mut stand_in = StandIn { backend, view: work.view, small, recent_s: 0.0 };
         stand_in.fill(visible)?;
         if stand_in.small.pages > 1.0 {
@@ -281,7 +283,7 @@ impl StandIn {
 }
 
 /// A backend of made-up weights with room for a sequence of this many tokens and a round.
-fn load(work: &Workload, config: ModelConfig, tokens: usize) -> Result<CpuBackend> {
+fn load(work: &Workload, config: ModelConfig, tokens: usize, hooks: Hooks) -> Result<CpuBackend> {
     let capacity = (tokens.max(BUFFER_TOKENS) + MOST).next_multiple_of(G) + G;
     let options = Options {
         prompt_capacity: G,
@@ -295,8 +297,7 @@ fn load(work: &Workload, config: ModelConfig, tokens: usize) -> Result<CpuBacken
         ..Options::new(1, capacity)
     };
     let vocab = config.vocab as u32;
-    let mut backend =
-        CpuBackend::load_on(&Checkpoint::stand_in(config), &options, Hooks::default(), dispatch::choose()?)?;
+    let mut backend = CpuBackend::load_on(&Checkpoint::stand_in(config), &options, hooks, dispatch::choose()?)?;
     backend.open(0, capacity)?;
     let window: Vec<u32> = (0..MOST as u32).map(|token| token % vocab).collect();
     backend.set_window(0, &window)?;
@@ -351,6 +352,9 @@ mod tests {
     use super::*;
     use quantspec_core::Error;
     use quantspec_core::config::{Activation, Dtype, LayerNorms, Local, QkNorm, Rope, RopeScaling, Scales};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::Relaxed;
 
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
@@ -404,7 +408,7 @@ mod tests {
             (&gemma, TargetWeights::Checkpoint),
         ] {
             for context in [0, 1000] {
-                let found = rates(&workload(config, weights, context), &mut || Ok(())).unwrap();
+                let found = rates(&workload(config, weights, context), Hooks::default()).unwrap();
                 assert_eq!((found.target.len(), found.drafts.len(), found.many_s.len()), (ROWS.len(), 2, 2));
                 let costs = found.target.iter().chain(found.drafts.iter().flatten());
                 let seconds = costs.flat_map(|cost| [cost.matrices_s, cost.attention_s]).chain(found.many_s.clone());
@@ -452,11 +456,15 @@ mod tests {
 
     #[test]
     fn an_interrupt_ends_the_measurement() {
-        let mut calls = 0;
-        let error = rates(&workload(&small(), TargetWeights::Checkpoint, 0), &mut || {
-            calls += 1;
-            if calls == 3 { Err(Error::interrupted()) } else { Ok(()) }
-        });
-        assert_eq!((error.err().map(|error| error.kind), calls), (Some(quantspec_core::ErrorKind::Interrupted), 3));
+        // While weights are made, and between passes.
+        for last in [1, 100] {
+            let calls = Arc::new(AtomicUsize::new(0));
+            let seen = calls.clone();
+            let poll = move || if seen.fetch_add(1, Relaxed) + 1 == last { Err(Error::interrupted()) } else { Ok(()) };
+            let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
+            let error = rates(&workload(&small(), TargetWeights::Checkpoint, 0), hooks).err();
+            let expected = Some(quantspec_core::ErrorKind::Interrupted);
+            assert_eq!((error.map(|error| error.kind), calls.load(Relaxed)), (expected, last));
+        }
     }
 }

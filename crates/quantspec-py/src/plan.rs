@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 use quantspec_core::config::Pages;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::rates::{Cost, ROWS, Workload};
-use quantspec_model::backend::DraftConfig;
+use quantspec_model::backend::{DraftConfig, Hooks};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::Entry;
 use std::path::Path;
@@ -181,7 +181,6 @@ pub(crate) fn rates<'py>(
     };
     let drafts: Vec<DraftConfig> = drafts.iter().map(config).collect::<Result<_>>().map_err(to_python)?;
     let raised = Raised::default();
-    let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
         let place = ChosenDevice::choose(device, &checkpoint)?;
@@ -193,7 +192,10 @@ pub(crate) fn rates<'py>(
             None => {
                 let config = checkpoint.config();
                 let work = Workload { config, weights, sensitive, view, drafts: &drafts, context, threads };
-                let (read, rates) = steady(threads, &mut || quantspec_cpu::rates::rates(&work, &mut interrupted))?;
+                let (read, rates) = steady(threads, &mut || {
+                    let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+                    quantspec_cpu::rates::rates(&work, hooks)
+                })?;
                 (place, read, Some(rates))
             }
         })
