@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -414,6 +415,19 @@ def test_curves_pass_through_their_points_and_never_fall_below_0(costs: list[flo
     assert curve.at(rows) >= 0
     assert Curve([(1, 1.0), (5, 3.0)]).at(3) == 2.0
     assert Curve([(1, 1.0), (5, 3.0)]).at(9) == 5.0
+
+
+def test_a_benchmark_is_compared_with_its_mean_round() -> None:
+    run = runpy.run_path(str(ROOT / "benchmarks/run.py"))
+    times = {"method": "quantspec", "draft_pages": "all", "round_ms": [10.0, 14.0, 20.0]}
+    plan = {"methods": [{"method": "ar", "draft_pages": "all", "round_ms": [10.0]}, times]}
+    row = {"method": "quantspec", "draft_pages": "all", "gamma_mean": 1.5, "mean_acceptance_length": 2.0, "batch": 3}
+    # Halfway between 14 and 20 ms, two tokens of each of three sequences.
+    assert run["predicted"](plan, row) == pytest.approx(6 / 0.017)
+    plain = row | {"method": "ar", "gamma_mean": 0.0, "mean_acceptance_length": None, "batch": 1}
+    assert run["predicted"](plan, plain) == pytest.approx(100)
+    assert run["predicted"](plan, row | {"draft_pages": 64}) is None
+    assert run["predicted"](plan, row | {"method": "draft-model"}) is None
 
 
 # Models that are not here --------------------------------------------------------------------------------------------

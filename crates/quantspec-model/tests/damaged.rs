@@ -124,7 +124,8 @@ fn a_stand_in_has_every_part_and_made_up_rows() {
             assert_eq!((made_up.has(part), made_up.dtype(part), made_up.shape(part)), (true, dtype, (rows, width)));
             let mut all = vec![0.0; rows * width];
             made_up.read_f32(part, 0..rows, &mut all).expect("rows");
-            assert!(all.iter().all(|x| x.abs() <= 1.0 / (width as f32).sqrt()), "{part:?}");
+            // Of BF16 numbers, 0.4 % more by rounding.
+            assert!(all.iter().all(|x| x.abs() < 1.004 / (width as f32).sqrt()), "{part:?}");
             // Each row is its own, however it is read.
             let mut last = vec![0.0; width];
             made_up.read_f32(part, rows - 1..rows, &mut last).expect("a row");
