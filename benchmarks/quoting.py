@@ -3,9 +3,9 @@
 
     python benchmarks/quoting.py MODEL [--device cuda] [--json FILE]
 
-MODEL is an instruct checkpoint. Both tasks are asked about the same documents, parts of the book that `quantspec bench` reads,
-greedily and without penalties. The methods decode an answer in turn, `REPETITIONS` times; a time is the least of them, without the
-prompt. Their tokens are equal, which is checked.
+MODEL is an instruct checkpoint. Both tasks are asked about the same documents, parts of the book that `quantspec bench`
+reads, greedily and without penalties. The methods decode an answer in turn, `REPETITIONS` times; a time is the least of
+them, without the prompt. Their tokens are equal, which is checked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +78,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     engines = {
-        method: Engine.load(arguments.model, method=method, device=arguments.device, context=8_192) for method in METHODS
+        method: Engine.load(arguments.model, method=method, device=arguments.device, context=8_192)
+        for method in METHODS
     }
     rows = [measure(engines, task, text) for task in TASKS for text in documents()]
-    print("| task | quantspec, ms/token | with ngram | gain | least and most | copied per token |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    lines = [
+        "| task | quantspec, ms/token | with ngram | gain | least and most | copied per token |",
+        "| --- " * 6 + "|",
+    ]
     for task in TASKS:
         of_task = [row for row in rows if row["task"] == task]
         gains = [row["gain"] for row in of_task]
         mean = [statistics.fmean(row["ms_per_token"][method] for row in of_task) for method in METHODS]
         copied = statistics.fmean(row["copied_per_token"] for row in of_task)
-        print(
+        lines.append(
             f"| {task} | {mean[0]:.2f} | {mean[1]:.2f} | {statistics.geometric_mean(gains):.2f}× "
             f"| {min(gains):.2f}× – {max(gains):.2f}× | {copied:.2f} |"
         )
+    sys.stdout.write("\n".join(lines) + "\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 

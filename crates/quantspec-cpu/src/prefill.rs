@@ -15,8 +15,9 @@ use crate::elementwise::{LANES, PANEL_TOKENS};
 #[cfg(target_arch = "x86_64")]
 use crate::hierarchy::Planes;
 use crate::lanes::{bf16_bits, madd, widen};
-use crate::linear::{Matrix, PANEL, Store, pairs_of};
+use crate::linear::{Matrix, Store, pairs_of};
 use crate::memory::DisjointSlice;
+use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use quantspec_core::{Error, Result};
 

@@ -4,7 +4,7 @@
 use crate::CpuBackend;
 use crate::bench::{PromptAttention, PromptMatrix, SPREAD, logits, machine};
 use crate::dispatch;
-use crate::linear::PANEL;
+use crate::panel::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Sensitive, TargetWeights, View, Weights};

@@ -90,7 +90,7 @@ fn guesses_change_no_bit_of_a_draft() {
         for sampler in &samplers {
             let turn = |(slot, (length, gamma)): (usize, (usize, usize))| {
                 let text = random::tokens(shape.vocab, length, 5 + slot as u64);
-                let history = penalty::history(&text, sampler, 0).map(Arc::new);
+                let history = penalty::history(&text, sampler.penalties, 0).map(Arc::new);
                 Turn { history, ..Turn::new(slot, length, gamma, sampler.clone()) }
             };
             let turns: Vec<Turn> = PROMPTS.into_iter().enumerate().map(turn).collect();

@@ -3,6 +3,7 @@
 use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
+use crate::images;
 use crate::linear::{GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
 use quantspec_core::cache::{G, visible_pages, visible_quantised};
@@ -201,7 +202,7 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
 
 /// What [`Attend::partial_rows`] returns at most for this model and device, before the device is open.
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
-    let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
+    let blocks = if images::has_tma(architecture) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
 }
 
@@ -212,11 +213,6 @@ pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
-}
-
-/// Returns true if kernels use TMA: those compiled for compute capability 9.0.
-pub(crate) fn has_tma(architecture: u32) -> bool {
-    architecture == 90
 }
 
 const fn view_name(view: View) -> &'static str {

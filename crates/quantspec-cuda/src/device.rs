@@ -331,7 +331,7 @@ impl Device {
 
     /// True if kernels use TMA.
     pub(crate) fn has_tma(&self) -> bool {
-        crate::attend::has_tma(self.info.architecture)
+        images::has_tma(self.info.architecture)
     }
 
     /// Sets the kernel's preferred shared-memory carve-out to `percent` of an SM's memory.

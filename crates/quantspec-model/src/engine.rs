@@ -63,6 +63,8 @@ struct Sequence {
     token_logprobs: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
+    /// Leading pages that another sequence had when it was added.
+    shared_pages: usize,
     /// Tokens it may still emit.
     remaining: usize,
     extent: Extent,
@@ -205,7 +207,7 @@ impl<B: Backend> Engine<B> {
                 "give at least one token, for example the model's BOS",
             ));
         }
-        check_ids(prompt, vocab)?;
+        forward::check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
             return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
         }
@@ -232,13 +234,14 @@ impl<B: Backend> Engine<B> {
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
-            history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            history: penalty::history(prompt, sampler.penalties, 0).map(Arc::new),
             constraint: None,
             answers: 0,
             logprobs: None,
             token_logprobs: Vec::new(),
             sampler,
             max_new_tokens,
+            shared_pages: prefix.map_or(0, |prefix| prefix.pages),
             remaining: max_new_tokens,
             extent: Extent::default(),
             written: prompt.len(),
@@ -439,7 +442,7 @@ impl<B: Backend> Engine<B> {
     /// [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.working(slot)?;
-        check_ids(&[token], backend.config().vocab)?;
+        forward::check_ids(&[token], backend.config().vocab)?;
         let prompt = sequence.prompt_tokens;
         if !sequence.running {
             return Err(Error::usage(format!("slot {slot} is not prefilled"), "call prefill before restart"));
@@ -453,7 +456,7 @@ impl<B: Backend> Engine<B> {
             drafter.prefill(slot, &sequence.text, token)?;
         }
         sequence.answers += 1;
-        sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
+        sequence.history = penalty::history(&sequence.text, sampler.penalties, sequence.answers).map(Arc::new);
         (sequence.constraint, sequence.logprobs, sequence.token_logprobs) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
@@ -715,7 +718,13 @@ impl<B: Backend> Engine<B> {
 
     /// Ends a sequence and frees its slot; its tokens remain valid.
     pub fn finish(&mut self, slot: usize) {
-        if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
+        if let Some(sequence) = self.sequences.get_mut(slot).and_then(Option::take) {
+            // A prompt that was interrupted says nothing about the size of answers.
+            if sequence.running {
+                let reserved = pages(sequence.prompt_tokens + sequence.max_new_tokens);
+                let (filled, shared) = (sequence.extent.flushed_pages(), sequence.shared_pages);
+                self.stats.pool_pages(reserved - shared, filled - shared);
+            }
             self.turns.retain(|turn| turn.slot != slot);
             self.backend.close(slot);
             if let Some(drafter) = &mut self.method.drafter {
@@ -761,15 +770,4 @@ fn found(sequences: &mut [Option<Sequence>], slot: usize) -> Result<&mut Sequenc
         .get_mut(slot)
         .and_then(Option::as_mut)
         .ok_or_else(|| Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned"))
-}
-
-/// Refuses token ids outside the vocabulary.
-pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
-    match tokens.iter().find(|&&id| id as usize >= vocab) {
-        None => Ok(()),
-        Some(id) => Err(Error::model(
-            format!("token id {id} is outside the model's vocabulary of {vocab}"),
-            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
-        )),
-    }
 }

@@ -6,8 +6,7 @@
 
 use crate::backend::{Backend, DraftConfig, Row, Step};
 use crate::draft::METHODS;
-use crate::engine::check_ids;
-use crate::forward;
+use crate::forward::{self, check_ids};
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
 use quantspec_core::config::{
     DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,

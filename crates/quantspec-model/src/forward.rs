@@ -5,11 +5,12 @@
 
 use crate::kv_cache::KvCache;
 use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
-use crate::prompt_cache::{PromptRows, Reuse};
+use crate::prompt_cache::Reuse;
+use crate::prompt_rows::PromptRows;
 use crate::sampler::{TokenSampler, Turn};
-use quantspec_core::Result;
 use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
+use quantspec_core::{Error, Result};
 use std::ops::Range;
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
@@ -278,23 +279,27 @@ pub trait Executor: Network + TokenSampler {
 /// Runs the steps of a round one after another.
 ///
 /// # Errors
-/// Those of [`step`], [`TokenSampler::propose`] and [`TokenSampler::judge`].
+/// Those of [`steps`] and [`TokenSampler::judge`].
 pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> Result<Vec<Verdict>> {
-    for next in round.drafts() {
-        draft_step(backend, &next, round.turns)?;
-    }
-    let Some(window) = round.verification() else { return Ok(Vec::new()) };
-    step(backend, &window)?;
-    backend.judge(&window, round.turns)
+    steps(backend, round, |_| Ok(()))?;
+    round.verification().map_or(Ok(Vec::new()), |window| backend.judge(&window, round.turns))
 }
 
-/// Runs a draft step and chooses its tokens.
+/// Runs the draft steps of a round, then `drafted`, then its verification up to the logits.
 ///
 /// # Errors
-/// Those of [`step`] and [`TokenSampler::propose`].
-pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns: &[Turn]) -> Result<()> {
-    step(backend, next)?;
-    backend.propose(next, turns)
+/// Those of [`step`], [`TokenSampler::propose`] and `drafted`.
+pub fn steps<B: Network + TokenSampler>(
+    backend: &mut B,
+    round: &Round,
+    drafted: impl FnOnce(&mut B) -> Result<()>,
+) -> Result<()> {
+    for next in round.drafts() {
+        step(backend, &next)?;
+        backend.propose(&next, round.turns)?;
+    }
+    drafted(backend)?;
+    round.verification().map_or(Ok(()), |window| step(backend, &window))
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
@@ -395,6 +400,17 @@ pub fn draft_now<B: Executor + KvCache>(
 pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
     backend.poll()?;
     backend.run(&Round::of_verification(view, turns))
+}
+
+/// Refuses token ids outside the vocabulary.
+pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
+    match tokens.iter().find(|&&id| id as usize >= vocab) {
+        None => Ok(()),
+        Some(id) => Err(Error::model(
+            format!("token id {id} is outside the model's vocabulary of {vocab}"),
+            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
+        )),
+    }
 }
 
 #[cfg(test)]

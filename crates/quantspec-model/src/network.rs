@@ -96,7 +96,7 @@ pub trait Network: Send {
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
     ///
     /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first
-    /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
+    /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_rows::PromptRows::import_rows`]).
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if the backend has no such rows, slots, tokens or planes, or a thread

@@ -9,7 +9,7 @@ use crate::backend::{
     Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
-use crate::prompt_cache::PromptRows;
+use crate::prompt_rows::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;

@@ -4,8 +4,9 @@ use super::CpuBackend;
 use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
 use crate::cache::Cache;
 use crate::dispatch::Simd;
-use crate::linear::{self, row_stride};
+use crate::linear::row_stride;
 use crate::memory::DisjointSlice;
+use crate::panel::groups;
 use crate::pool::{WorkQueues, share, share_by_cost};
 use quantspec_core::cache::{G, first_visible, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
@@ -242,7 +243,7 @@ impl CpuBackend {
                 parts = parts.max(pages.div_ceil(CHUNK) + 1);
                 let first_chunk = first_chunk(step.rows[first].position);
                 for chunk in (0..pages.div_ceil(CHUNK) + 1).filter(|chunk| *chunk == 0 || *chunk > first_chunk) {
-                    for (from, rows) in linear::groups(count, ITEM_ROWS) {
+                    for (from, rows) in groups(count, ITEM_ROWS) {
                         items.push(Item { first: first + from, rows, kv_head, chunk: chunk.checked_sub(1), pages });
                     }
                 }

@@ -245,7 +245,7 @@ pub enum Source {
 pub struct Entry {
     /// Name in flags, reports and docs.
     pub name: &'static str,
-    /// A short description of the drafter, for people.
+    /// What a draft reads, for `--help`.
     pub about: &'static str,
     /// The source of its drafts.
     pub source: Source,
@@ -267,16 +267,21 @@ const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
 pub const METHODS: [Entry; 17] = [
-    Entry { name: "auto", about: "whichever is fastest", source: Source::Several, copies: true },
-    Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
-    Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
-    Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
-    Entry { name: "qspec", about: "4-bit weights and activations", source: QSPEC, copies: false },
-    Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
-    Entry { name: "snapkv", about: "pages that the prompt's end attends to", source: SNAPKV, copies: false },
+    Entry { name: "auto", about: "the fastest of several, as measured", source: Source::Several, copies: true },
+    Entry { name: "quantspec", about: "4-bit weights, 4-bit cache", source: QUANTSPEC, copies: false },
+    Entry { name: "kv4", about: "full weights, 4-bit cache", source: KV4, copies: false },
+    Entry { name: "w4", about: "4-bit weights, the target's cache", source: W4, copies: false },
+    Entry { name: "qspec", about: "as w4, with 4-bit activations", source: QSPEC, copies: false },
+    Entry { name: "window", about: "as w4, over the first page and the newest", source: WINDOW, copies: false },
+    Entry {
+        name: "snapkv",
+        about: "as quantspec, over pages that the prompt's end attends to",
+        source: SNAPKV,
+        copies: false,
+    },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
-    Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
-    Entry { name: "ar", about: "nothing", source: Source::Nothing, copies: false },
+    Entry { name: "ngram", about: "no network, copies earlier text", source: NGRAM, copies: false },
+    Entry { name: "ar", about: "no drafts", source: Source::Nothing, copies: false },
     Entry { name: "quantspec+ngram", about: "quantspec or earlier text", source: QUANTSPEC, copies: true },
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
