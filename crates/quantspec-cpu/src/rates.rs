@@ -3,7 +3,6 @@
 
 use crate::CpuBackend;
 use crate::bench::{PromptAttention, PromptMatrix, SPREAD, logits, machine};
-use crate::dispatch;
 use crate::panel::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
@@ -297,7 +296,7 @@ fn load(work: &Workload, config: ModelConfig, tokens: usize, hooks: Hooks) -> Re
         ..Options::new(1, capacity)
     };
     let vocab = config.vocab as u32;
-    let mut backend = CpuBackend::load_on(&Checkpoint::stand_in(config), &options, hooks, dispatch::choose()?)?;
+    let mut backend = CpuBackend::load(&Checkpoint::stand_in(config), &options, hooks)?;
     backend.open(0, capacity)?;
     let window: Vec<u32> = (0..MOST as u32).map(|token| token % vocab).collect();
     backend.set_window(0, &window)?;
