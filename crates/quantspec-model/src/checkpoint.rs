@@ -45,6 +45,7 @@ pub struct Checkpoint {
 enum Weights {
     SafeTensors { shards: Vec<SafeTensors>, locations: HashMap<Part, TensorLocation>, quantised: Quantised },
     Gguf { gguf: Gguf, locations: HashMap<Part, Packed> },
+    StandIn,
 }
 
 /// Largest JSON file read. A config.json has some kilobytes; the index of a 405B model has 0.1 MB, that of the deepest model
@@ -90,6 +91,12 @@ impl Checkpoint {
         let locations = Part::all(&config).into_iter().chain(tied).map(|part| (part, location)).collect();
         let weights = Weights::SafeTensors { shards: Vec::new(), locations, quantised: Quantised::new(config.dtype) };
         Ok(Checkpoint { config, weights, draft_cache: None })
+    }
+
+    /// Made-up weights for a model of this shape, in its number format: for timing its kernels, which take the same time for all
+    /// weights.
+    pub fn stand_in(config: ModelConfig) -> Checkpoint {
+        Checkpoint { config, weights: Weights::StandIn, draft_cache: None }
     }
 
     /// A checkpoint from memory: config.json and one safetensors file.
@@ -161,6 +168,7 @@ impl Checkpoint {
                 .map(|location| location.dtype)
                 .or_else(|| quantised.dtype(&part.name(&self.config))),
             Weights::Gguf { locations, .. } => locations.get(&part).map(|location| location.dtype),
+            Weights::StandIn => None,
         };
         own.unwrap_or(self.config.dtype)
     }
@@ -193,6 +201,10 @@ impl Checkpoint {
                 locations.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
             }
             Weights::Gguf { locations, .. } => locations.contains_key(&part),
+            Weights::StandIn => match part {
+                Part::Layer(layer, part) => layer < self.config.layers && part.exists(&self.config),
+                Part::Embedding | Part::FinalNorm | Part::Head => true,
+            },
         }
     }
 
@@ -200,7 +212,7 @@ impl Checkpoint {
     pub fn tensor_name(&self, part: Part) -> String {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
-            Weights::SafeTensors { .. } => part.name(&self.config),
+            Weights::SafeTensors { .. } | Weights::StandIn => part.name(&self.config),
             Weights::Gguf { .. } => gguf_config::tensor_name(&self.config.family, part),
         }
     }
@@ -233,6 +245,10 @@ impl Checkpoint {
             Weights::Gguf { gguf, locations } if part.is_vector() => read_vector(gguf, &locations[&part], width, out),
             Weights::Gguf { gguf, locations } => {
                 read_rows(gguf, &Packed { dtype, ..locations[&part] }, rows, width, out)
+            }
+            Weights::StandIn => {
+                made_up(dtype, rows.start * width, width, out);
+                Ok(())
             }
         }
     }
@@ -364,6 +380,23 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     let scheme = quantised::scheme(&config)?;
     let wrapped = config::is_wrapped(&config)?;
     Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
+}
+
+/// Writes numbers between −s and s for s = 1/√width, of elements from `first` on. Rows of a matrix differ.
+fn made_up(dtype: Dtype, first: usize, width: usize, out: &mut [u8]) {
+    let scale = 2.0 / (width as f32).sqrt();
+    let value = |element: usize| {
+        let hash = (element as u32).wrapping_mul(0x9E37_79B1);
+        (((hash ^ hash >> 15).wrapping_mul(0x85EB_CA77) >> 8) as f32 / 16_777_216.0 - 0.5) * scale
+    };
+    let mut values = [0.0; 256];
+    let bytes = dtype.bytes();
+    for (chunk, out) in out.chunks_mut(values.len() * bytes).enumerate() {
+        let values = &mut values[..out.len() / bytes];
+        let first = first + chunk * 256;
+        values.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
+        round(dtype, values, out);
+    }
 }
 
 /// Reads rows of a GGUF matrix in its read format.

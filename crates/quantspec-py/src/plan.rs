@@ -4,12 +4,16 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, target_weights, weights_name};
+use crate::options::{DraftPages, Request, sensitive, target_view, target_weights, weights_name};
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use quantspec_core::Result;
+use quantspec_core::config::Pages;
+use quantspec_core::{Error, Result};
+use quantspec_cpu::rates::{Cost, ROWS, Workload};
+use quantspec_model::backend::{DraftConfig, Hooks};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::Entry;
 use std::path::Path;
 
 /// A device that is open. While it exists, a plan does not open the device, and an engine opens it sooner: the driver keeps its
@@ -168,10 +172,11 @@ fn steady<T>(threads: usize, measure: &mut dyn FnMut() -> Result<T>) -> Result<(
     }
 }
 
-/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
-/// model that config.json describes, for sequences of `context` tokens and weights kept so.
+/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, seconds of passes of a model that config.json describes, after
+/// `context` tokens. `drafts`: a method that drafts for itself, and a number of pages in place of its own choice.
 #[pyfunction]
-#[pyo3(signature = (model, *, device, threads, context, weights))]
+#[pyo3(signature = (model, *, device, threads, context, weights, kv_target, draft_precision, drafts))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn rates<'py>(
     py: Python<'py>,
     model: &str,
@@ -179,11 +184,21 @@ pub(crate) fn rates<'py>(
     threads: Option<usize>,
     context: usize,
     weights: &str,
+    kv_target: &str,
+    draft_precision: &str,
+    drafts: Vec<(String, Option<usize>)>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
-    let kept = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let sensitive = sensitive(draft_precision).map_err(to_python)?.unwrap_or_default();
+    let view = target_view(kv_target).map_err(to_python)?;
+    let config = |(name, pages): &(String, Option<usize>)| {
+        let config = Entry::named(name).and_then(|method| method.draft_config(view));
+        let config = config.ok_or_else(|| Error::internal(format!("method {name} does not draft for itself")))?;
+        Ok(DraftConfig { pages: pages.map_or(config.pages, Pages::Best), ..config })
+    };
+    let drafts: Vec<DraftConfig> = drafts.iter().map(config).collect::<Result<_>>().map_err(to_python)?;
     let raised = Raised::default();
-    let mut interrupted = poll(raised.clone());
     let (chosen, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
@@ -193,8 +208,11 @@ pub(crate) fn rates<'py>(
                 (chosen, read, None)
             }
             None => {
+                let config = checkpoint.config();
+                let work = Workload { config, weights, sensitive, view, drafts: &drafts, context, threads };
                 let (read, rates) = steady(threads, &mut || {
-                    quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)
+                    let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+                    quantspec_cpu::rates::rates(&work, hooks)
                 })?;
                 (chosen, read, Some(rates))
             }
@@ -207,15 +225,15 @@ pub(crate) fn rates<'py>(
     out.set_item("read_gb_per_s", read / 1e9)?;
     out.set_item("threads", threads)?;
     if let Some(rates) = rates {
-        out.set_item("rows", quantspec_cpu::rates::ROWS)?;
-        out.set_item("window", quantspec_cpu::rates::WINDOW)?;
-        out.set_item("weights", rates.weights)?;
-        out.set_item("draft_weights", rates.draft_weights)?;
-        out.set_item("fp16", rates.fp16)?;
-        out.set_item("int8", rates.int8)?;
-        out.set_item("int4", rates.int4)?;
-        out.set_item("draft_int4", rates.draft_int4)?;
-        out.set_item("dispatch_s", rates.dispatch_s)?;
+        let pair = |cost: &Cost| (cost.matrices_s, cost.attention_s);
+        out.set_item("rows", ROWS)?;
+        out.set_item("target", rates.target.iter().map(pair).collect::<Vec<_>>())?;
+        out.set_item(
+            "drafts",
+            rates.drafts.iter().map(|[first, later]| (pair(first), pair(later))).collect::<Vec<_>>(),
+        )?;
+        out.set_item("many_s", rates.many_s)?;
+        out.set_item("token_s", rates.token_s)?;
         out.set_item("prompt_matrix", rates.prompt_matrix)?;
         out.set_item("prompt_attention", rates.prompt_attention)?;
     }
