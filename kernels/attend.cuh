@@ -58,7 +58,8 @@ struct AttendArgs {
   int stages;
   float centre;                          // Upper view: codes stand for U s + z - centre s
   const uint8_t* behind;                 // weights that the next GEMM reads first: prefetched into L2 after the pages
-  int behind_bytes, unused;              // behind_bytes: a multiple of 16
+  int behind_bytes;                      // a multiple of 16
+  int reach;                             // LOCAL: tokens that a row sees, including its own
 };
 
 // Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
@@ -66,13 +67,14 @@ DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
 // One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one column instead of two and
 // computes half the probabilities. STAGES: pipeline stages of a ring; 0: set at launch, without TMA (not Hopper). BESIDE: a block has half an SM.
-// ENGINE: producer warps fill the stages, by TMA.
-template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = false>
+// ENGINE: producer warps fill the stages, by TMA. LOCAL: rows see their last `reach` tokens (core::cache::first_visible), and the rows of a span see the
+// same first page.
+template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = false, bool LOCAL_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, RINGS = RINGS_, STAGES = STAGES_;
   static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
   static_assert(ROWS == 4 || ROWS == NT * 8);
-  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_;
+  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_, LOCAL = LOCAL_;
   // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
   static constexpr int CONSUMERS = RINGS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : ENGINE ? RINGS * 32 : 0);
@@ -122,6 +124,7 @@ DEV Work work_at(const AttendArgs& p, int index, int ring) {
   const Span& span = w.span;
   const int local = index - w.tile.first, last = span.position + span.queries - 1;
   w.head = local / span.chunks, w.chunk = local - w.head * span.chunks, w.first_page = w.chunk * span.chunk_pages;
+  if (C::LOCAL) w.first_page += first_visible(span.position, p.reach) / PAGE;
   const int all = span.listed >= 0 ? span.listed : min(quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - ring + C::RINGS - 1) / C::RINGS;
@@ -139,18 +142,18 @@ DEV Work work_at(const AttendArgs& p, int index, int ring) {
 #include "attend_state.cuh"
 #include "attend_page.cuh"
 
-// Step n of a ring over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: number of page
-// tokens that every row sees.
+// Step n of a ring over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token. Every row sees the page
+// tokens from `hidden` up to `seen`.
 template <class C, bool PLAIN>
-DEV void attend_step(Ring<C>& ring, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int seen) {
+DEV void attend_step(Ring<C>& ring, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int hidden, int seen) {
   constexpr int NT = C::NT, E = C::E, TILES = PLAIN ? 1 : 2;      // token tiles of a warp
   constexpr float SCALE = PLAIN ? 1.f : Ring<C>::SCORE_SCALE;
   const bool owner = !PLAIN || ring.warp < C::STEP / 16;          // this warp has tokens
   ring.ready(ring.stage, ring.parity);
   float S[TILES][NT][4];
   uint32_t loaded;
-  if constexpr (PLAIN) loaded = score_halves(ring, n >= w.pages, owner, token, seen, S);
-  else loaded = score_codes(ring, token, seen, S);
+  if constexpr (PLAIN) loaded = score_halves(ring, n >= w.pages, owner, token, hidden, seen, S);
+  else loaded = score_codes(ring, token, hidden, seen, S);
   if (PLAIN || !C::WGMMA) ring.leave(loaded);
   // ---- if a score exceeds its row's reference maximum by more than REACH, the reference becomes the step's maximum ----
   float over = MASKED;
@@ -212,6 +215,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     ring.load_query(w);
     // A list was made for this row or an earlier one, so every listed page is visible.
     const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.tile.row / p.group), w.span.cap);
+    const int hidden = C::LOCAL ? first_visible(w.span.position + (w.tile.row + w.tile.rows - 1) / p.group, p.reach) : 0;
     ring.block_sync();
 
     State<C> state;
@@ -240,13 +244,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll 1
     for (; n < w.pages; n++) {
       fetch(n);
-      if constexpr (C::FULL_VIEW) attend_step<C, true>(ring, state, copies, w, n, w.first_page * PAGE + (ring.ring + n * RINGS) * C::STEP, seen);
-      else attend_step<C, false>(ring, state, copies, w, n, (w.first_page + ring.ring + n * RINGS) * PAGE, seen);
+      if constexpr (C::FULL_VIEW) attend_step<C, true>(ring, state, copies, w, n, w.first_page * PAGE + (ring.ring + n * RINGS) * C::STEP, hidden, seen);
+      else attend_step<C, false>(ring, state, copies, w, n, (w.first_page + ring.ring + n * RINGS) * PAGE, hidden, seen);
     }
 #pragma unroll 1
     for (; n < w.pages + w.recents; n++) {
       fetch(n);
-      attend_step<C, true>(ring, state, copies, w, n, (w.recent + (n - w.pages) * w.span.chunks * RINGS) * C::STEP, seen);
+      attend_step<C, true>(ring, state, copies, w, n, (w.recent + (n - w.pages) * w.span.chunks * RINGS) * C::STEP, hidden, seen);
     }
     if (!C::ENGINE) copy_wait<0>();
     state.merge(ring);
@@ -254,3 +258,19 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     ring.block_sync();                                            // the next item overwrites q, limits and the rings' results
   }
 }
+
+// Defines an instance, of the attend arguments after SHARED. BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage.
+// build.rs copies the tables' rows for the launcher.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
+#else
+#define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
+#endif
+#define ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, ...)                       \
+  struct name##_of : Attend<__VA_ARGS__> {};                                               \
+  static_assert(name##_of::THREADS == BLOCK && name##_of::RINGS * name##_of::STAGE == STAGE_BYTES);       \
+  static_assert(name##_of::RINGS * name##_of::REST + name##_of::TAIL == SHARED);           \
+  KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {      \
+    extern __shared__ __align__(128) uint8_t shared[];                                     \
+    attend<name##_of>(args, shared);                                                       \
+  }

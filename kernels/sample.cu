@@ -156,7 +156,7 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: independent of order, and fewer than 2^18 tokens fit
+    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units that let a vocabulary fit (`parts_unit`): independent of order
     double mass[BINS];     // sums of exp(z)
   };
   float list[LIST];  // the tokens of the bin at the edge
@@ -170,8 +170,12 @@ struct Histogram {
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
   static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }
 
+  // One over the unit: 2^14 for fewer than 2^18 tokens, 2^13 for fewer than 2^19.
+  static DEV float parts_unit(int vocab) { return vocab < 1 << 18 ? 16384.f : 8192.f; }
+
   // Counts where `counts`, masses where `masses`.
   DEV void fill(const Tokens& t, bool counts, bool masses) {
+    const float unit = parts_unit(t.vocab);
     for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = parts[i] = 0;
     __syncthreads();
     each_token(t.row, t.vocab, [&](int, float x) {
@@ -179,14 +183,14 @@ struct Histogram {
       const float z = t.depth(x);
       const int b = bin(z);
       if (counts) atomicAdd(&count[b], 1);
-      if (masses) atomicAdd(&parts[b], __float2uint_rn(inside(z, b) * 16384.f));
+      if (masses) atomicAdd(&parts[b], __float2uint_rn(inside(z, b) * unit));
     });
     __syncthreads();
     double m[BINS / 1024];
 #pragma unroll
     for (int i = 0; i < BINS / 1024; i++) {
       const int b = threadIdx.x + i * 1024;
-      m[i] = (double)parts[b] * (1 / 16384.) * exp(-b / (double)BINS_PER_NAT);
+      m[i] = (double)parts[b] * (1. / unit) * exp(-b / (double)BINS_PER_NAT);
     }
     __syncthreads();
 #pragma unroll
@@ -245,7 +249,7 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^18 tokens. logits f32 [row][vocab] -> cuts [row]; their `total` only
+// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^19 tokens. logits f32 [row][vocab] -> cuts [row]; their `total` only
 // for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;

@@ -204,12 +204,18 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// Tables shared by kernels and launchers: the file, the macro that expands each row, the type of a row in src/shapes.rs, and
 /// the macro's parameters that are its fields.
-const TABLES: [(&str, &str, &str, &[&str]); 6] = [
+const TABLES: [(&str, &str, &str, &[&str]); 7] = [
     ("linear.cu", "RING", "Ring", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
     ("linear.cu", "DRAFT_RING", "DraftRing", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
     ("linear.cu", "WIDE", "Wide", &["BITS", "N", "SHARED"]),
     ("hierarchy.cu", "PLANE_RING", "PlaneRing", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
     ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "BESIDE", "BLOCK", "STAGE_BYTES", "SHARED"]),
+    (
+        "attend_local.cu",
+        "ATTEND_LOCAL",
+        "Attend",
+        &["D", "VIEW", "ROWS", "STAGES", "BESIDE", "BLOCK", "STAGE_BYTES", "SHARED"],
+    ),
     ("prefill_gemm.cu", "TILE", "Tile", &["COLUMNS", "CONSUMERS", "CLUSTER", "STAGES", "SHARED"]),
 ];
 

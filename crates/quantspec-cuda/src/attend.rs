@@ -5,7 +5,7 @@ use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::linear::{GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
-use quantspec_core::cache::{G, visible_pages, visible_quantised};
+use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
@@ -115,6 +115,8 @@ pub struct Pass {
     pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
+    /// Tokens that a row sees, for a local layer.
+    reach: Option<usize>,
     /// Pages of the longest work item.
     longest: usize,
     items: usize,
@@ -144,6 +146,11 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
     (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
 }
 
+/// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
+fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
+    (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
+}
+
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
@@ -161,6 +168,8 @@ struct Variant {
 struct Split {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
+    /// Those of local layers; none if the model has no such layers.
+    local: Vec<Variant>,
     /// Items per KV head that fill the GPU.
     items: usize,
 }
@@ -174,10 +183,16 @@ const fn view_number(view: View) -> usize {
     }
 }
 
-/// A view's kernels, ascending by rows: with or without TMA, for whole or half SMs.
-fn instances(view: View, d: usize, tma: bool, half_sm: bool) -> impl Iterator<Item = &'static shapes::Attend> {
+/// A view's kernels of a table, ascending by rows: with or without TMA, for whole or half SMs.
+fn instances(
+    table: &'static [shapes::Attend],
+    view: View,
+    d: usize,
+    tma: bool,
+    half_sm: bool,
+) -> impl Iterator<Item = &'static shapes::Attend> {
     let is = (d, view_number(view), half_sm, tma);
-    shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
+    table.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
 }
 
 /// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
@@ -288,7 +303,7 @@ struct AttendArgs {
     centre: f32,
     prefetch: u64,
     prefetch_bytes: i32,
-    unused: i32,
+    reach: i32,
 }
 
 /// `MergeArgs` in kernels/attend.cu.
@@ -356,19 +371,24 @@ impl Attend {
             })
         };
         let split = |view: View, registers: usize| -> Result<Split> {
-            let variants = instances(view, d, engine, false).filter_map(|of| {
-                // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
-                let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
-                let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
-                Some(variant(format!("attend_{}_{d}_{}", view_name(view), of.rows), of, stages))
-            });
-            let smallest = instances(view, d, false, false).find(|of| of.rows == 8);
+            let variants = |table, stem: &str| -> Result<Vec<Variant>> {
+                let fitting = instances(table, view, d, engine, false).filter_map(|of| {
+                    // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
+                    let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
+                    let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
+                    Some(variant(format!("{stem}_{}_{d}_{}", view_name(view), of.rows), of, stages))
+                });
+                fitting.collect()
+            };
+            let local =
+                if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
+            let smallest = instances(shapes::ATTEND, view, d, false, false).find(|of| of.rows == 8);
             let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
             let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.sms * blocks, config.kv_heads);
-            Ok(Split { variants: variants.collect::<Result<_>>()?, items })
+            Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
-        let half_sm = instances(View::Upper, d, engine, true).map(|of| {
+        let half_sm = instances(shapes::ATTEND, View::Upper, d, engine, true).map(|of| {
             let variant = variant(format!("attend_beside_{d}_{}", of.rows), of, of.stages)?;
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
@@ -422,19 +442,40 @@ impl Attend {
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
     ) -> Result<Vec<Pass>> {
+        self.divide(view, rows, None, chosen, fresh)
+    }
+
+    /// As [`Attend::passes`], for local layers whose queries see `reach` tokens: of every page of these.
+    ///
+    /// # Errors
+    /// As [`Attend::passes`].
+    pub fn local_passes(&self, view: View, rows: &[Row], reach: usize) -> Result<Vec<Pass>> {
+        self.divide(view, rows, Some(reach), |_| None, |_| false)
+    }
+
+    fn divide(
+        &self,
+        view: View,
+        rows: &[Row],
+        reach: Option<usize>,
+        chosen: impl Fn(usize) -> Option<Chosen>,
+        fresh: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Pass>> {
         let split = self.split(view);
-        let most_rows =
-            split.variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
+        let variants = if reach.is_some() { &split.local } else { &split.variants };
+        let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
         let mut passes = Vec::new();
         for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
-            let mut pass = Pass { first_row: index * PASS_ROWS, ..Pass::default() };
+            let mut pass = Pass { first_row: index * PASS_ROWS, reach, ..Pass::default() };
             let mut start = 0;
             while start < chunk.len() {
                 let first = chunk[start];
                 let list = chosen(first.slot);
-                let length = |row: &Row| match list {
-                    Some(list) => cut(list.listed, split.items),
-                    None => cut(visible_pages(row.position), split.items),
+                // The first page, and how the pages from there on are cut.
+                let length = |row: &Row| match (reach, list) {
+                    (Some(reach), _) => cut_local(row.position, reach, split.items),
+                    (None, Some(list)) => (0, cut(list.listed, split.items)),
+                    (None, None) => (0, cut(visible_pages(row.position), split.items)),
                 };
                 let same = |(offset, row): (usize, &Row)| {
                     row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
@@ -442,7 +483,7 @@ impl Attend {
                 let queries =
                     chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
                 let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
-                let (chunk_pages, chunks) = length(&first);
+                let (_, (chunk_pages, chunks)) = length(&first);
                 let number = pass.spans.len() as i32;
                 let span = Span {
                     slot: first.slot as i32,
@@ -500,8 +541,10 @@ impl Attend {
         places: &PassAddresses,
         neighbours: Neighbours,
     ) -> Result<()> {
-        let half_sm = self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && pass.short());
-        let mut variants = half_sm.chain(&self.split(view).variants);
+        let (split, local) = (self.split(view), pass.reach.is_some());
+        let half_sm =
+            self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && pass.short() && !local);
+        let mut variants = half_sm.chain(if local { &split.local } else { &split.variants });
         let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
@@ -527,7 +570,7 @@ impl Attend {
             centre: self.centre,
             prefetch: neighbours.prefetch.0,
             prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
-            unused: 0,
+            reach: pass.reach.unwrap_or(0) as i32,
         };
         let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
@@ -667,8 +710,24 @@ mod tests {
     }
 
     #[test]
+    fn items_of_local_layers_have_every_page() {
+        for (reach, items) in
+            [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
+        {
+            for position in 0..3 * reach {
+                let (first, (pages, chunks)) = cut_local(position, reach, items);
+                let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
+                assert!(chunks <= items && first + pages * chunks >= last, "{position} {reach} {items}");
+                assert!(
+                    first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
+                );
+            }
+        }
+    }
+
+    #[test]
     fn shared_memory_fits_a_block() {
-        for of in shapes::ATTEND {
+        for of in shapes::ATTEND.iter().chain(shapes::ATTEND_LOCAL) {
             // Shared memory of a block on Hopper, and of each of two blocks that share an SM's 228 KiB; the driver reserves 1
             // KiB per block.
             let most = if of.beside { 113 * 1024 } else { 227 * 1024 };

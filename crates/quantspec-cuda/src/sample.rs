@@ -18,8 +18,8 @@ use std::sync::Arc;
 const fn race_bytes(vocab: usize) -> usize {
     16 * vocab.div_ceil(SAMPLE_CHUNK)
 }
-/// Most tokens that `sample_cut` supports: their masses, at most 2^14 each, fit in the 32 bits of a bin.
-const VOCAB_MAX: usize = (1 << 18) - 1;
+/// Most tokens that `sample_cut` supports: their masses, at most 2^13 each, fit in the 32 bits of a bin.
+const VOCAB_MAX: usize = (1 << 19) - 1;
 /// Byte offsets in [`Sampling::shared`], which begins with the target's error flag: the logit margin of a proposed token, the
 /// error flag of drafts, the verdicts.
 const MARGIN_AT: usize = 4;

@@ -195,9 +195,9 @@ const HEADS_OF_256: [Model; 5] = [
     Model::new("mistral", "BF16", (2, 2, 256)).untied().sized((104, 152, 309)),
 ];
 
-/// Layers without position embedding, constant factors, heads of which three quarters are rotated, norms after the branches, and
-/// queries that grow.
-const FAMILIES: [Model; 11] = [
+/// Layers without position embedding, constant factors, heads of which three quarters are rotated, norms after the branches,
+/// queries that grow, and local layers of 256 tokens.
+const FAMILIES: [Model; 15] = [
     Model::new("smollm3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
     Model::new("granite", "BF16", (6, 2, 64)).sized((200, 264, 2051)).second_prompt(129),
     Model::new("phi3", "F32", (4, 2, 64)).sized((120, 136, 259)),
@@ -209,6 +209,10 @@ const FAMILIES: [Model; 11] = [
     Model::new("olmo2", "F32", (4, 2, 64)).sized((120, 136, 259)),
     Model::new("ministral3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
     Model::new("ministral3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
+    Model::new("gemma3_text", "BF16", (4, 1, 256)).sized((144, 328, 2049)).second_prompt(520),
+    Model::new("gemma3_text", "BF16", (6, 3, 128)).untied().sized((200, 264, 2051)).second_prompt(300),
+    Model::new("gemma3_text", "F16", (2, 1, 64)).sized((136, 184, 303)).second_prompt(255),
+    Model::new("gemma3_text", "F32", (4, 2, 64)).sized((120, 136, 259)),
 ];
 
 type Plan = (Weights, View, Pages);
@@ -459,6 +463,7 @@ fn weights_in_nibbles() {
         FAMILIES[3],
         FAMILIES[5],
         FAMILIES[6],
+        FAMILIES[11],
     ];
     let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();

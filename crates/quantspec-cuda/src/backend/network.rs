@@ -300,7 +300,9 @@ impl CudaBackend {
         let draft = half_sm || weights.draft.output.is_some() && step.weights.is_draft();
         let cache = self.cache_layer(layer);
         let space = &self.step;
-        if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
+        let local = self.config.reach(layer).is_some();
+        // A local layer reads all pages of its reach.
+        if let (Some((_, places)), false, true) = (self.layout.passes.first(), local, self.layout.choosing > 0) {
             let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
                 Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
@@ -322,9 +324,10 @@ impl CudaBackend {
                 )?;
             }
         }
-        for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
+        let passes = if local { &self.layout.local_passes } else { &self.layout.passes };
+        for (index, (pass, places)) in passes.iter().enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another pass does.
-            let none = draft || index + 1 < self.layout.passes.len();
+            let none = draft || index + 1 < passes.len();
             let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
@@ -367,10 +370,10 @@ impl CudaBackend {
             let y = crate::device::Arg::from(&space.y);
             let panels = self.linear.panels(rows);
             let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
-            self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
+            self.launch(self.kernels.activate_i8, grid, 256, 0, &arguments)
         } else {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
-            self.launch(self.kernels.silu, grid, 256, 0, &arguments)
+            self.launch(self.kernels.activate, grid, 256, 0, &arguments)
         }
     }
 }
@@ -436,6 +439,7 @@ impl Network for CudaBackend {
                         prompt.attended.at(0),
                         block.start,
                         block.rows,
+                        self.config.reach(layer),
                     )
                 }
             }
