@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
+use gpu::{Random, arranged, device, distance, download, gelu, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{Dtype, QueryScale};
