@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from .text import Text
 
@@ -44,7 +44,7 @@ def step(
 
 def decode(
     engine: Decoder, texts: Mapping[int, Text], *, choose_gamma: Callable[[int], int] | None = None
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Decodes the sequences in `texts` (slot to answer) together until all have ended; yields pieces, frees slots.
 
     For callers with an engine of their own; with `scheduler.Scheduler` sequences join and leave at any time.

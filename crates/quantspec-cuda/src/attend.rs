@@ -13,6 +13,9 @@ use std::sync::Arc;
 
 /// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
 const CHUNK_MIN: usize = 2;
+/// Most pages of a draft's work item if there are more items than blocks: short enough to spread over the blocks, and so long
+/// that the start of an item takes little of its time.
+const DRAFT_CHUNK: usize = 16;
 /// Work items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
@@ -149,6 +152,12 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
 /// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
 fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
     (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
+}
+
+/// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
+/// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
+fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
+    (items / sequences).max(pages.div_ceil(DRAFT_CHUNK)).clamp(1, items)
 }
 
 /// One kernel of a view.
@@ -431,7 +440,8 @@ impl Attend {
     }
 
     /// Splits the rows of a step into passes. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
-    /// this step chooses the list, so it is ready only when the previous kernel has ended.
+    /// this step chooses the list, so it is ready only when the previous kernel has ended. `drafts`: rows of drafts, whose
+    /// division into items may depend on the number of sequences; a target's may not.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
@@ -441,16 +451,17 @@ impl Attend {
         rows: &[Row],
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
+        drafts: bool,
     ) -> Result<Vec<Pass>> {
-        self.divide(view, rows, None, chosen, fresh)
+        self.divide(view, rows, None, chosen, fresh, drafts)
     }
 
     /// As [`Attend::passes`], for local layers whose queries see `reach` tokens: of every page of these.
     ///
     /// # Errors
     /// As [`Attend::passes`].
-    pub fn local_passes(&self, view: View, rows: &[Row], reach: usize) -> Result<Vec<Pass>> {
-        self.divide(view, rows, Some(reach), |_| None, |_| false)
+    pub fn local_passes(&self, view: View, rows: &[Row], reach: usize, drafts: bool) -> Result<Vec<Pass>> {
+        self.divide(view, rows, Some(reach), |_| None, |_| false, drafts)
     }
 
     fn divide(
@@ -460,6 +471,7 @@ impl Attend {
         reach: Option<usize>,
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
+        drafts: bool,
     ) -> Result<Vec<Pass>> {
         let split = self.split(view);
         let variants = if reach.is_some() { &split.local } else { &split.variants };
@@ -467,15 +479,20 @@ impl Attend {
         let mut passes = Vec::new();
         for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
             let mut pass = Pass { first_row: index * PASS_ROWS, reach, ..Pass::default() };
+            // Rows of a sequence are adjacent.
+            let sequences = chunk.chunk_by(|row, next| row.slot == next.slot).count();
+            let items = |pages: usize| if drafts { draft_items(split.items, sequences, pages) } else { split.items };
             let mut start = 0;
             while start < chunk.len() {
                 let first = chunk[start];
                 let list = chosen(first.slot);
                 // The first page, and how the pages from there on are cut.
-                let length = |row: &Row| match (reach, list) {
-                    (Some(reach), _) => cut_local(row.position, reach, split.items),
-                    (None, Some(list)) => (0, cut(list.listed, split.items)),
-                    (None, None) => (0, cut(visible_pages(row.position), split.items)),
+                let length = |row: &Row| match reach {
+                    Some(reach) => cut_local(row.position, reach, items(reach.div_ceil(G))),
+                    None => {
+                        let pages = list.map_or(visible_pages(row.position), |list| list.listed);
+                        (0, cut(pages, items(pages)))
+                    }
                 };
                 let same = |(offset, row): (usize, &Row)| {
                     row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
@@ -722,6 +739,18 @@ mod tests {
                     first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
                 );
             }
+        }
+    }
+
+    #[test]
+    fn items_of_drafts_fill_the_device_with_their_batch() {
+        // 16 KV heads on 132 SMs.
+        assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
+        assert_eq!([1, 8, 32].map(|sequences| draft_items(8, sequences, 64)), [8, 4, 4]);
+        // One sequence is divided as a target is, and no row has more items than partial results have room for.
+        for (items, pages) in (1..40).flat_map(|items| (0..300).map(move |pages| (items, pages))) {
+            assert_eq!(draft_items(items, 1, pages), items);
+            assert!((1..80).all(|sequences| (1..=items).contains(&draft_items(items, sequences, pages))));
         }
     }
 

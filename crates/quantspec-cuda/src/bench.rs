@@ -205,7 +205,7 @@ impl Bench {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
             let mut launches: Vec<(Pass, PassAddresses, [Buffer; 3])> = Vec::new();
-            for pass in attend.passes(view, &steps, |_| None, |_| false)? {
+            for pass in attend.passes(view, &steps, |_| None, |_| false, false)? {
                 let described =
                     [device.copied(&pass.spans)?, device.copied(&pass.tiles)?, device.copied(&pass.merged)?];
                 let places = PassAddresses {

@@ -209,7 +209,7 @@ impl World {
         let neighbours = Neighbours { half_sm: true, prefetch: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
-        let pass = self.attend.passes(View::Upper, rows, list, |_| false).unwrap().remove(0);
+        let pass = self.attend.passes(View::Upper, rows, list, |_| false, false).unwrap().remove(0);
         let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
@@ -244,14 +244,26 @@ impl World {
     }
 
     fn run_rows(&self, view: View, rows: &[Row], q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
-        let list = |_| chosen.map(|(chosen, ..)| chosen);
-        let passes = match &self.config.local {
-            Some(local) => self.attend.local_passes(view, rows, local.reach),
-            None => self.attend.passes(view, rows, list, |_| true),
-        };
+        self.run_divided(view, rows, q, chosen, false)
+    }
+
+    /// `drafts` as in [`Attend::passes`].
+    fn run_divided(
+        &self,
+        view: View,
+        rows: &[Row],
+        q: &[f16],
+        chosen: Option<(Chosen, u64, usize)>,
+        drafts: bool,
+    ) -> Vec<f32> {
         let width = self.config.heads * self.config.head_dim;
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
+        let list = |_| chosen.map(|(chosen, ..)| chosen);
+        let passes = match &self.config.local {
+            Some(local) => self.attend.local_passes(view, rows, local.reach, drafts),
+            None => self.attend.passes(view, rows, list, |_| true, drafts),
+        };
         for pass in passes.unwrap() {
             let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
@@ -542,6 +554,40 @@ fn rows_do_not_depend_on_the_batch() {
                     let alone = world.run(view, row.position, &q[range.clone()], None);
                     let same = together[range].iter().zip(&alone).all(|(a, b)| a.to_bits() == b.to_bits());
                     assert!(same, "{heads}/{kv_heads} heads of {d}, row {index} ({row:?}), {view:?}");
+                }
+            }
+        }
+    }
+}
+
+/// A draft's rows have longer work items in a larger batch: bits may differ, results may not.
+#[test]
+fn drafts_of_a_batch_equal_core() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(2, 2, 128), (8, 2, 128), (4, 2, 64), (4, 1, 256)] {
+        for (position, reach) in [(200, None), (700, None), (5000, None), (21_000, None), (5000, Some(1024))] {
+            let config = match reach {
+                Some(reach) => local_config(heads, kv_heads, d, reach),
+                None => config(heads, kv_heads, d),
+            };
+            let world = World::new(&device, config, Rounding::Balanced, position + 1, 4);
+            let all: Vec<usize> = (0..visible_pages(position)).collect();
+            // The slots alternate, so every row counts as a sequence.
+            for sequences in [2, 9, 33] {
+                let rows: Vec<Row> = (0..sequences)
+                    .map(|i| if i % 2 == 0 { (SLOT, position) } else { (1 - SLOT, 7) })
+                    .map(|(slot, position)| Row { slot, offset: 0, position })
+                    .collect();
+                let q = queries(&mut Random(5), sequences, &world.config);
+                let got = world.run_divided(View::Upper, &rows, &q, None, true);
+                let of_row = |index: usize| index * heads * d..(index + 1) * heads * d;
+                for index in (0..sequences).step_by(2) {
+                    let want = world.want(View::Upper, position, &q[of_row(index)], &all);
+                    let error = distance(&got[of_row(index)], &want);
+                    assert!(
+                        error < 4e-3,
+                        "{heads}/{kv_heads} heads of {d}, row {index} of {sequences} at {position}: {error}"
+                    );
                 }
             }
         }

@@ -412,19 +412,21 @@ fn check_gated(cases: Vec<(Shape, usize)>) {
 
 #[test]
 fn causal_attention() {
-    let of = |case: &(usize, usize, usize, usize)| (*case, None);
+    let of = |case: &Causal| (*case, None);
     check_attention(&CAUSAL.iter().map(of).collect::<Vec<_>>());
 }
 
 /// Local layers: no, one and several tiles of keys are skipped; the reach begins and ends within a tile and at its border.
 #[test]
 fn attention_to_the_last_tokens() {
-    let with = |case: &(usize, usize, usize, usize)| [256, 320, 512].map(|reach| (*case, Some(reach)));
+    let with = |case: &Causal| [256, 320, 512].map(|reach| (*case, Some(reach)));
     check_attention(&CAUSAL.iter().flat_map(with).collect::<Vec<_>>());
 }
 
 /// Query heads, KV heads, head width and rows.
-const CAUSAL: [(usize, usize, usize, usize); 7] = [
+type Causal = (usize, usize, usize, usize);
+
+const CAUSAL: [Causal; 7] = [
     (4, 2, 128, 300),
     (4, 1, 64, 300),
     (2, 2, 128, 1),
@@ -434,7 +436,7 @@ const CAUSAL: [(usize, usize, usize, usize); 7] = [
     (4, 2, 256, 333),
 ];
 
-fn check_attention(cases: &[((usize, usize, usize, usize), Option<usize>)]) {
+fn check_attention(cases: &[(Causal, Option<usize>)]) {
     let Some(device) = device() else { return };
     for dtype in DTYPES {
         for &((heads, kv_heads, d, rows), reach) in cases {

@@ -236,7 +236,7 @@ fn one_bin_has_room_for_a_large_vocabulary() {
     let Some(device) = device() else { return };
     const VOCAB: usize = 262_208;
     let s = sampler(1.0, 0, 0.6, 0.0, Accept::Replay);
-    let stage = Stage::new(&device, &[s.clone()], VOCAB);
+    let stage = Stage::new(&device, std::slice::from_ref(&s), VOCAB);
     let row: Vec<f32> = (0..VOCAB).map(|id| if id % 4096 == 7 { -1.0 } else { 0.0 }).collect();
     for position in 0..12 {
         let (choices, ..) = stage.choose(&[[0, 0, position, 0]], &row, TARGET);

@@ -94,15 +94,15 @@ class Bench:
                 slot = self._add(depth + tokens, 1)
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
-                samples.append(Sample(seconds, read, (before, self._bandwidth())))
+                samples.append(Sample(seconds, read, (before, self._bandwidth()), processed=tokens))
         matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
-        row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        row = self._row(samples, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
         row["flops_per_token"] = matrix + attention
         # Prefill is in full precision, so it does not depend on the decoding method.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
     def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
-        """Decodes sequences together; each follows its own part of the text and emits the same number of tokens."""
+        """Decodes sequences together until the first has emitted `tokens`; each follows its own part of the text."""
         repetitions, grid = self._request.repetitions, self._grid
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
@@ -125,10 +125,10 @@ class Bench:
                     check_equal({method: runs[-1] for method, runs in samples.items()})
         answers.close()
         for method, runs in samples.items():
-            row = self._row(runs, batch * tokens, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
+            row = self._row(runs, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages} | speculation(runs) | speedup(runs, samples.get(BASELINE))
-            row["flops_per_token"] = self._decode_flops(method, seen, runs) / (batch * tokens)
+            row["flops_per_token"] = self._decode_flops(method, seen, runs)
             yield row
 
     def _configure(self, method: Method) -> None:
@@ -146,7 +146,14 @@ class Bench:
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # The bandwidth after a run is the bandwidth before the next.
         after = self._bandwidth_now = self._bandwidth()
-        return Sample(seconds, self._decode_bytes(method, seen, stats), (before, after), stats, tokens)
+        return Sample(
+            seconds,
+            self._decode_bytes(method, seen, stats),
+            (before, after),
+            processed=sum(map(len, tokens)),
+            stats=stats,
+            tokens=tokens,
+        )
 
     def _add(self, prompt_tokens: int, new_tokens: int) -> int:
         return self._engine.add(
@@ -208,14 +215,16 @@ class Bench:
         return read
 
     def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Mean floating-point operations of a run: of all verified rows, and of rows with which the model itself drafted."""
+        """Floating-point operations per emitted token: of verified rows, and of rows with which the model itself drafted."""
         visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
         matrix, attention = predict.row_flops(self._model.info, visible)
         drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
-        drafted = statistics.fmean(run.stats["drafted_tokens"] for run in runs)
-        rounds = statistics.fmean(run.stats["rounds"] for run in runs)
+        emitted = sum(run.processed for run in runs)
+        drafted = sum(run.stats["drafted_tokens"] for run in runs) / emitted
+        rounds = sum(run.stats["rounds"] for run in runs) / emitted
         drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
-        return (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+        operations: float = (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+        return operations
 
     @staticmethod
     def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
@@ -226,10 +235,10 @@ class Bench:
         share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
         return share
 
-    def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
+    def _row(self, samples: Sequence[Sample], **test: Any) -> dict[str, Any]:
         """Fields of every test."""
-        times = [sample.seconds / tokens * 1e3 for sample in samples]
-        bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
+        times = [sample.ms_per_token for sample in samples]
+        bytes_per_token = statistics.fmean(sample.read_bytes / sample.processed for sample in samples)
         bandwidths = [sample.bandwidth for sample in samples]
         steady = [sample for sample in samples if sample.steady]
         milliseconds = statistics.fmean(times)
@@ -300,8 +309,10 @@ class Answers:
             self._texts[self._prefilled(text)] = text
 
     def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
-        """Decodes with the loop of `quantspec run`; returns seconds and emitted tokens. The text's own next token comes
-        first."""
+        """Decodes with the loop of `quantspec run`, from the text's own next token on, until an answer has all its tokens.
+
+        Every round thus has all sequences. Returns seconds and the tokens that each sequence emitted.
+        """
         self._seed = seed
         self.passes = self.draft_steps = 0
         # The given token counts as an answer's first.
@@ -311,9 +322,12 @@ class Answers:
         for _ in self._texts:
             next(pieces)
         started = time.perf_counter()
-        for _ in pieces:
-            pass
-        return time.perf_counter() - started, [answer.tokens for answer in answers.values()]
+        while all(answer.stop_reason is None for answer in answers.values()):
+            for _ in self._texts:  # one piece of each sequence a round
+                next(pieces)
+        seconds = time.perf_counter() - started
+        pieces.close()
+        return seconds, [answer.tokens[1:] for answer in answers.values()]
 
     def close(self) -> None:
         """Frees the slots."""

@@ -123,9 +123,10 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let passes = self.attend.passes(step.view, rows, chosen, fresh)?;
+        let drafts = step.weights.is_draft() || with_lists;
+        let passes = self.attend.passes(step.view, rows, chosen, fresh, drafts)?;
         let local_passes = match &self.config.local {
-            Some(local) => self.attend.local_passes(step.view, rows, local.reach)?,
+            Some(local) => self.attend.local_passes(step.view, rows, local.reach, drafts)?,
             None => Vec::new(),
         };
 
