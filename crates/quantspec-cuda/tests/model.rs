@@ -155,9 +155,7 @@ fn speculation_over_local_layers_changes_no_token() {
                 let requests = model.requests(&[1130, 120, 515], &samplers, 300);
                 law(&mut model, &requests, &cases(View::Both));
             }
-            // Random models draft for themselves with the same cache, so most of their drafts stand.
-            let accepted = model.engine.stats().acceptance_rate().unwrap();
-            eprintln!("acceptance over all drafts {accepted}");
+            eprintln!("acceptance over all drafts {:?}", model.engine.stats().acceptance_rate());
         }
         memory(&device, &checkpoint);
     }
