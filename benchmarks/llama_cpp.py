@@ -34,7 +34,7 @@ try:
 
     from quantspec_cli import _native
 
-    # It has no types.
+    # Without type annotations, so mypy does not follow it.
     xllamacpp = importlib.import_module("xllamacpp")
     library = importlib.import_module("xllamacpp.xllamacpp")
 except ImportError as error:
@@ -44,11 +44,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/llama_cpp.json"
 KINDS = ("Q8_0", "Q4_1", "Q4_K_M")
 METHODS = "ar-int8,quantspec"
-# Most rounds of both engines, and samples of each at one memory bandwidth that suffice.
+# Rounds of both engines at most, and the number of samples of each at one memory bandwidth that ends them.
 ROUNDS = 4
 ENOUGH = 2
 
-# Names in GGUF of a layer's tensors, of the others.
+# Names in GGUF: of a layer's tensors, then of the others.
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -64,7 +64,7 @@ OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 class Quantiser:
-    """ggml's own, which the package's library exports: the `gguf` package makes no k-quants."""
+    """ggml's quantiser, exported by xllamacpp's library: the `gguf` package makes no k-quants."""
 
     def __init__(self) -> None:
         self._chunk = ctypes.CDLL(library.__file__).ggml_quantize_chunk
@@ -96,6 +96,15 @@ def kind_of(name: str, columns: int, layers: int, mix: str) -> Kind:
     return Kind.Q6_K if better else Kind.Q4_K
 
 
+def named(tensor: str) -> str:
+    """A tensor's name in GGUF."""
+    stem = tensor.removesuffix(".weight")
+    if not stem.startswith("model.layers."):
+        return OTHERS[stem] + ".weight"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LAYER[part]}.weight"
+
+
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names in GGUF and float32 values of a checkpoint in BF16."""
     with (folder / "model.safetensors").open("rb") as file:
@@ -106,13 +115,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
             begin, end = entry["data_offsets"]
             file.seek(8 + length + begin)
             bits = np.frombuffer(file.read(end - begin), np.uint16).astype(np.uint32) << 16
-            stem = name.removesuffix(".weight")
-            if stem.startswith("model.layers."):
-                layer, _, part = stem.removeprefix("model.layers.").partition(".")
-                named = f"blk.{layer}.{LAYER[part]}"
-            else:
-                named = OTHERS[stem]
-            yield named + ".weight", bits.view(np.float32).reshape(entry["shape"])
+            yield named(name), bits.view(np.float32).reshape(entry["shape"])
 
 
 def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
@@ -149,7 +152,7 @@ def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
             writer.add_tensor(name, values.copy())
             continue
         if "attn_q" in name or "attn_k" in name:
-            # Channels that RoPE turns together are side by side in files of this architecture.
+            # In files of this architecture, channels that RoPE rotates together are adjacent.
             heads = values.shape[0] // config["head_dim"]
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         kind = kind_of(name, values.shape[1], layers, mix)
@@ -186,7 +189,7 @@ class LlamaCpp:
 
 
 def serve(path: str, context: int, threads: int) -> None:
-    """The process of [`LlamaCpp`]: a depth and a number of tokens a line of stdin, tokens a second a line of stdout."""
+    """The process of `LlamaCpp`: reads lines "depth tokens" from stdin, and writes tokens per second to stdout."""
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, context, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
@@ -237,8 +240,8 @@ def common(samples: dict[str, Samples]) -> tuple[float, dict[str, list[float]]]:
 
 
 def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One file. Memory of a shared machine has changing speeds: the engines alternate until each has `ENOUGH` samples at one
-    of them, for at most `ROUNDS` rounds, and the rows are medians of these.
+    """Measures one file. The memory bandwidth of a shared machine changes, so the engines alternate until each has `ENOUGH`
+    samples at one bandwidth, for at most `ROUNDS` rounds. The rows are medians of these samples.
     """
     sys.stderr.write(f"measuring {path.name} in {weights}\n")
     peer = LlamaCpp(path, max(options.depths) + options.tokens + 64, options.threads)

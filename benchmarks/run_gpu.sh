@@ -5,19 +5,25 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 work=${1:-$(mktemp -d)}
 test -f "$work/wide7/model.safetensors" || python tools/widen.py python/quantspec_cli/demo "$work/wide7" --times 16 --layers 32
-quantspec bench -m "$work/wide7" -p 0 -n 192 -r 3 -d 4096,32768,130048 --draft-pages all,64 \
-    --methods ar-fp16,ar-int8,quantspec --device cuda --json >"$work/bench.json"
+wide=(quantspec bench -m "$work/wide7" -p 0 -n 192 --device cuda --json)
+"${wide[@]}" -r 3 -d 4096,32768,130048 --draft-pages all,64 --methods ar-fp16,ar-int8,quantspec >"$work/bench.json"
 python benchmarks/run.py --plan "$work/wide7" "$work/bench.json"
+"${wide[@]}" -r 3 -d 130048 --draft-pages 64 --methods quantspec --accept rejection >"$work/rejection.json"
 python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 --vocab 8192 >"$work/torch.jsonl"
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
 test -f "$work/wide-16-heads/model.safetensors" ||
     python tools/widen.py python/quantspec_cli/demo "$work/wide-16-heads" --times 8 --layers 32
-batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --methods ar-int8,quantspec --draft-pages auto,16,64 --device cuda -o jsonl)
-"${batch[@]}" -d 4096,16384,31000 --batch 8 >"$work/batch.jsonl"
-"${batch[@]}" -d 4096,16384 --batch 32 >>"$work/batch.jsonl"
+batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --device cuda -o jsonl)
+for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
+    # shellcheck disable=SC2086
+    "${batch[@]}" $sizes --methods ar-int8,quantspec --draft-pages auto,16,64
+    # shellcheck disable=SC2086
+    "${batch[@]}" $sizes --methods quantspec --draft-pages auto,16 --accept rejection
+done >"$work/batch.jsonl"
 # Nothing is replaced before everything is measured: the files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
-sed "s#$work/wide7#wide7#g" "$work/bench.json" >benchmarks/results/h200-wide7.json
+python -c 'import json, sys; print(json.dumps([row for file in sys.argv[1:] for row in json.load(open(file))], indent=1))' \
+    "$work/bench.json" "$work/rejection.json" | sed "s#$work/wide7#wide7#g" >benchmarks/results/h200-wide7.json
 cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl

@@ -3,19 +3,20 @@
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
-// and shared memory are in the table below (`ATTEND_KERNEL`). The number of rings affects the order of a row's sums, so it is fixed per view and head width.
-#define ATTEND(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, BESIDE, BLOCK, STAGE_BYTES, SHARED) \
-  ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, RINGS, STAGES, BESIDE)
+// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_half_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
+// and shared memory are in the table below (`ATTEND_KERNEL`). The number of warpgroups affects the order of a row's sums, so it is fixed per view and
+// head width.
+#define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
+  ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// grid min(items, SMs); 128 threads and one producer warp per ring; if registers are handed over, one group of 128 producer threads
+// grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one group of 128 producer threads
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1, false, 640, 18432, 38016)
-ATTEND(attend_beside_64_4, 64, UPPER, 4, 2, 8, 1, true, 384, 9216, 7776)
-ATTEND(attend_beside_64_8, 64, UPPER, 8, 2, 8, 1, true, 384, 9216, 8128)
-ATTEND(attend_beside_128_4, 128, UPPER, 4, 2, 5, 1, true, 384, 17408, 10848)
-ATTEND(attend_beside_128_8, 128, UPPER, 8, 2, 5, 1, true, 384, 17408, 11200)
+ATTEND(attend_half_64_4, 64, UPPER, 4, 2, 8, 1, true, 384, 9216, 7776)
+ATTEND(attend_half_64_8, 64, UPPER, 8, 2, 8, 1, true, 384, 9216, 8128)
+ATTEND(attend_half_128_4, 128, UPPER, 4, 2, 5, 1, true, 384, 17408, 10848)
+ATTEND(attend_half_128_8, 128, UPPER, 8, 2, 5, 1, true, 384, 17408, 11200)
 ATTEND(attend_both_64_8, 64, BOTH, 8, 3, 4, 1, false, 480, 26112, 11648)
 ATTEND(attend_both_64_16, 64, BOTH, 16, 3, 4, 1, false, 480, 26112, 29056)
 ATTEND(attend_both_64_24, 64, BOTH, 24, 3, 4, 1, false, 512, 26112, 34176)
@@ -79,25 +80,26 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 
 // ---- merging the items of a row ----
 //
-// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
+// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads. Writes the input of the output
 // projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in xs (panel.cuh). Warp w adds items w, w + 4, ..., then the
 // four warps are added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
 // nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
-constexpr int MERGE_WARPS = 4;
+constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;        // MERGE_SHARED: bytes of static shared memory
 struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items per KV head, query rows of its span
 struct MergeArgs {
-  const Merged* rows;                    // of the pass
+  const Merged* rows;                    // of the slice: the rows of one launch
   const float* partial;
   const float2* extremes;
   void* x;                               // x and xs: of the step's row 0
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which this pass begins
+  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which the slice begins
 };
 
 template <class Out, int B>              // B: items in flight
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
   __shared__ float2 heads[MERGE_WARPS][32];
+  static_assert(sizeof(sums) + sizeof(heads) == MERGE_SHARED);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = p.first_row + blockIdx.y;
   grid_trigger();
   const int4 m = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);       // complete before the step
@@ -108,7 +110,7 @@ DEV void merge(const MergeArgs& p) {
   grid_wait();
   // Each warp has its own running maximum; they are combined at the end, so no warp waits for the row's maximum.
   float4 sum = make_float4(0, 0, 0, 0);
-  float top = -1e30f, l = 0;
+  float top = LOG_ZERO, l = 0;
 #pragma unroll 1
   for (int i0 = warp; i0 < items; i0 += B * MERGE_WARPS) {
     float4 v[B];
@@ -116,7 +118,7 @@ DEV void merge(const MergeArgs& p) {
 #pragma unroll
     for (int i = 0; i < B; i++) {
       const int item = (i0 + i * MERGE_WARPS) * total;
-      v[i] = make_float4(0, 0, 0, 0), m[i] = make_float2(-1e30f, 0);
+      v[i] = make_float4(0, 0, 0, 0), m[i] = make_float2(LOG_ZERO, 0);
       if (i0 + i * MERGE_WARPS < items) m[i] = __ldcg(e + item), v[i] = __ldcg(reinterpret_cast<const float4*>(o + (size_t)item * p.head_dim));
     }
 #pragma unroll
@@ -142,17 +144,17 @@ DEV void merge(const MergeArgs& p) {
     l = __fmaf_rn(a, m.y, l);
     sum.x = __fmaf_rn(a, v.x, sum.x), sum.y = __fmaf_rn(a, v.y, sum.y), sum.z = __fmaf_rn(a, v.z, sum.z), sum.w = __fmaf_rn(a, v.w, sum.w);
   }
-  const bool there = channel < all * p.head_dim;
-  const float over = there ? __frcp_rn(l) : 0.f;
+  const bool inside = channel < all * p.head_dim;
+  const float over = inside ? __frcp_rn(l) : 0.f;
   const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
     const Int8Group of = int8_group(out);
-    const size_t place = input_place(row, blockIdx.x, p.pitch / 128, p.panels);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + place * 128 + input_code(row, lane, p.panels)) = of.codes;
-    if (lane == 0) p.xs[place] = make_float2(of.scale, of.sum);
+    const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) = of.codes;
+    if (lane == 0) p.xs[index] = make_float2(of.scale, of.sum);
   } else if constexpr (Out::BYTES == 4) {
-    if (there) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
-  } else if (there) {
+    if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
+  } else if (inside) {
     uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
     to[0] = Out::Element::pack(out.x, out.y), to[1] = Out::Element::pack(out.z, out.w);
   }
@@ -174,8 +176,7 @@ MERGE(i8, int8_t, 1)
 //
 // bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16
 // [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads
-// of a group
-// (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
+// of a group (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
 // A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per block. grid (blocks, kv
@@ -184,9 +185,9 @@ MERGE(i8, int8_t, 1)
 // Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. Unrolled to 25 KB of code, `select`
 // takes 14 us, because it waits for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of the
-// list's scores.
-struct Choice { int row, slot, pages, scored, scores; };
+// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of
+// the list's scores.
+struct PageChoice { int row, slot, pages, scored, scores; };
 // The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
@@ -219,9 +220,9 @@ DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float
   }
 }
 template <int HEADS, int U>
-DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
+DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
-  const Choice choice = choices[blockIdx.z];
+  const PageChoice choice = choices[blockIdx.z];
   const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = CHOICE_THREADS / lanes, head = blockIdx.y;
   const int first = blockIdx.x * U * across + threadIdx.x / lanes;
   int id[U];
@@ -255,7 +256,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
   }
 }
 #define BOUNDS(HEADS, U) \
-  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
+  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
 BOUNDS(1, 4)
 BOUNDS(4, 2)
 BOUNDS(4, 4)
@@ -264,13 +265,13 @@ BOUNDS(4, 4)
 // it lists the first, the newest and the n - 2 best others (ties to the lower number); it also lists all later pages. Without scores the newest pages
 // are the best. grid (kv heads, lists), 256 threads.
 //
-// The range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated.
+// The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the kept pages are separated.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
-KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
-  __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, parts[3][32], words[2][2][32];
+KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const PageChoice* choices, int* lists, int list_pitch, int kv_heads, int n) {
+  __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, buckets[3][32], words[2][2][32];
   grid_trigger();
-  const Choice choice = choices[blockIdx.y];
+  const PageChoice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)choice.scores * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
@@ -285,7 +286,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
     const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
     __syncthreads();
-    if (threadIdx.x < 32) parts[0][lane] = 0;
+    if (threadIdx.x < 32) buckets[0][lane] = 0;
     if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
     __syncthreads();
     if (!dry) grid_wait();
@@ -313,28 +314,28 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     const int wanted = of_scored - 2;                     // in addition to the first, the newest and those listed unconditionally
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
-      int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones
+      int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 buckets, each of which is 32 of the next ones
 #pragma unroll 1
       for (int turn = 0;; turn = turn == 2 ? 0 : turn + 1, shift -= 5) {
 #pragma unroll 1
         for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
-          const uint32_t k = key(page), part = (k - least) >> shift;
-          if (k >= least && k != ~0u && part < 32) atomicAdd(&parts[turn][part], 1);
+          const uint32_t k = key(page), bucket = (k - least) >> shift;
+          if (k >= least && k != ~0u && bucket < 32) atomicAdd(&buckets[turn][bucket], 1);
         }
-        if (threadIdx.x < 32) parts[turn == 2 ? 0 : turn + 1][lane] = 0;       // not read before the next barrier
+        if (threadIdx.x < 32) buckets[turn == 2 ? 0 : turn + 1][lane] = 0;       // not read before the next barrier
         __syncthreads();
-        // Pages in this lane's part and above, and the highest part that has enough pages.
-        const int mine = parts[turn][lane];
+        // Pages in this lane's bucket and above, and the highest bucket that has enough pages.
+        const int mine = buckets[turn][lane];
         int sum = mine;
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) {
           const int more = __shfl_down_sync(~0u, sum, step);
           if (lane + step < 32) sum += more;
         }
-        const int part = 31 - __clz(__ballot_sync(~0u, above + sum >= wanted));
-        least += (uint32_t)part << shift;
-        const int together = above + __shfl_sync(~0u, sum, part);
-        above = together - __shfl_sync(~0u, mine, part);
+        const int bucket = 31 - __clz(__ballot_sync(~0u, above + sum >= wanted));
+        least += (uint32_t)bucket << shift;
+        const int together = above + __shfl_sync(~0u, sum, bucket);
+        above = together - __shfl_sync(~0u, mine, bucket);
         if (shift == 0 || together == wanted) break;
       }
     }

@@ -1,16 +1,16 @@
 // Load: keys and values of a step into pipeline stages. Included by attend.cuh.
 #pragma once
 
-// Copies the keys (or values) of step n of a ring's work into a stage, by one warp with TMA or by the four warps of the ring. Page numbers are read
-// one step ahead: keys before values, steps in order.
+// Copies the keys (or values) of step n of a warpgroup into a stage, by one warp with TMA or by the warpgroup itself. Page numbers are read one step
+// ahead: keys before values, steps in order.
 template <class C>
 struct Copier {
   const AttendArgs& p;
-  int ring, id, next;                    // physical pages of the step whose keys were copied last, and of the following step
+  int warpgroup, id, next;               // id, next: physical pages of the step whose keys were copied last, and of the following step
   uint64_t once;                         // pages are read once, so they are evicted from L2 first
 
   DEV int page(const Work& w, int n) const {
-    const int logical = w.first_page + (ring + n * C::RINGS) / (C::FULL_VIEW ? C::SUB : 1);
+    const int logical = w.first_page + (warpgroup + n * C::WARPGROUPS) / (C::FULL_VIEW ? C::SUB : 1);
     const int* list = p.lists + ((size_t)w.span.list * p.kv_heads + w.head) * p.list_pitch;
     return p.tables[(size_t)w.span.slot * p.table_pitch + (w.span.listed >= 0 ? list[logical] : logical)];
   }
@@ -18,7 +18,7 @@ struct Copier {
     if (w.pages > 0) next = page(w, 0);
   }
   DEV void rows(const __half* from, uint32_t to) const {
-    constexpr int COPIERS = C::ENGINE ? 32 : 128;
+    constexpr int COPIERS = C::TMA ? 32 : 128;
     // the 16-byte piece j of token t is stored at piece j ^ (t & 7), so ldmatrix has no bank conflicts
 #pragma unroll 4
     for (int i = threadIdx.x % COPIERS; i < C::STEP * C::D / 8; i += COPIERS) {
@@ -35,21 +35,21 @@ struct Copier {
     }
     if (recent || C::FULL_VIEW) {
       if (recent) {
-        const int token = (w.recent + (n - w.pages) * w.span.chunks * C::RINGS) * C::STEP;
+        const int token = (w.recent + (n - w.pages) * w.span.chunks * C::WARPGROUPS) * C::STEP;
         rows((value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D, to);
       } else {
         const uint8_t* block = p.full + ((size_t)id * p.kv_heads + w.head) * full_bytes(C::D);
-        rows(reinterpret_cast<const __half*>(block) + (value * PAGE + (ring + n * C::RINGS) % C::SUB * C::STEP) * C::D, to);
+        rows(reinterpret_cast<const __half*>(block) + (value * PAGE + (warpgroup + n * C::WARPGROUPS) % C::SUB * C::STEP) * C::D, to);
       }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-      if (C::ENGINE) copy_arrive(full);
+      if (C::TMA) copy_arrive(full);
 #endif
     } else {
       const size_t at = (size_t)id * p.kv_heads + w.head;
       const uint8_t* up = p.upper + at * upper_bytes(C::D) + (value ? v_params_at(C::D) : 0);
       const uint8_t* low = p.lower + at * lower_bytes(C::D) + (value ? lower_v_at(C::D) : 0);
       const int bytes = (value ? C::V_PARAMS : C::K_PARAMS) + C::CODES;
-      if constexpr (C::ENGINE) {
+      if constexpr (C::TMA) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         if (threadIdx.x % 32 == 0) {
           mbar_expect(full, bytes + (C::TWO ? C::CODES : 0));
@@ -70,25 +70,25 @@ struct Copier {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Barriers of the rings' stages. A stage is full when the producer's 32 lanes have arrived and their copies have completed. It is free when the
-// ring's 128 threads have arrived.
+// Barriers of the warpgroups' stages. A stage is full when the producer's 32 lanes have arrived and their copies have completed. It is free when the
+// warpgroup's 128 threads have arrived.
 template <class C>
 DEV void begin_stages(uint32_t base) {
-  constexpr int RING_BYTES = C::STAGES * C::STAGE + C::REST;
-  if (threadIdx.x < C::RINGS) {
-    const uint32_t bars = base + threadIdx.x * RING_BYTES + C::STAGES * C::STAGE + C::BARS;
+  constexpr int WARPGROUP_BYTES = C::STAGES * C::STAGE + C::REST;
+  if (threadIdx.x < C::WARPGROUPS) {
+    const uint32_t bars = base + threadIdx.x * WARPGROUP_BYTES + C::STAGES * C::STAGE + C::BARS;
     for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 128);
     mbar_init_done();
   }
   __syncthreads();
 }
 
-// The producer warp of a ring: runs as many steps ahead as there are stages, across work items.
+// The producer warp of a warpgroup: runs as many steps ahead as there are stages, across work items.
 template <class C>
-DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
-  constexpr int RINGS = C::RINGS, RING_BYTES = C::STAGES * C::STAGE + C::REST;
-  const uint32_t stages_at = base + ring * RING_BYTES, bars = stages_at + C::STAGES * C::STAGE + C::BARS;
-  Copier<C> copier{p, ring, 0, 0, evict_first()};
+DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
+  constexpr int WARPGROUPS = C::WARPGROUPS, WARPGROUP_BYTES = C::STAGES * C::STAGE + C::REST;
+  const uint32_t stages_at = base + warpgroup * WARPGROUP_BYTES, bars = stages_at + C::STAGES * C::STAGE + C::BARS;
+  Copier<C> copier{p, warpgroup, 0, 0, evict_first()};
   int stage = 0, parity = 1, early = p.stages;
   bool waited = false;
   auto wait = [&]() {
@@ -96,7 +96,7 @@ DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
   };
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
-    const Work w = work_at<C>(p, i, ring);
+    const Work w = work_at<C>(p, i, warpgroup);
     if (w.span.fresh) wait();
     copier.begin(w);
 #pragma unroll 1
@@ -115,11 +115,11 @@ DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
   constexpr int PIECE = 16384;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
-    for (int at = (blockIdx.x * RINGS + ring) * PIECE; at < p.behind_bytes; at += gridDim.x * RINGS * PIECE) bulk_prefetch(p.behind + at, min(PIECE, p.behind_bytes - at));
+    for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes; at += gridDim.x * WARPGROUPS * PIECE) bulk_prefetch(p.prefetch + at, min(PIECE, p.prefetch_bytes - at));
 }
 #endif
 
-// Copies by the ring's own threads, without TMA: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With TMA every
+// Copies by the warpgroup's own threads, without TMA: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With TMA every
 // operation is empty.
 template <class C>
 struct OwnCopies {
@@ -128,14 +128,14 @@ struct OwnCopies {
   uint32_t stages_at;
   int stages;
   bool early;                            // the first keys are loaded before the previous kernel has ended
-  DEV OwnCopies(const AttendArgs& p, const Work& w, int ring, uint32_t stages_at, int stages)
-      : copier{p, ring, 0, 0, evict_first()}, w(w), stages_at(stages_at), stages(stages),
+  DEV OwnCopies(const AttendArgs& p, const Work& w, int warpgroup, uint32_t stages_at, int stages)
+      : copier{p, warpgroup, 0, 0, evict_first()}, w(w), stages_at(stages_at), stages(stages),
         // Every list is waited for, fresh or not: the distinction needs registers that heads of 256 channels lack.
-        early(!C::ENGINE && stages == 4 && w.span.listed < 0 && w.pages > 1) {}
+        early(!C::TMA && stages == 4 && w.span.listed < 0 && w.pages > 1) {}
   DEV void load(int n, int value) {
-    if (!C::ENGINE && n < w.pages + w.recents) copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
+    if (!C::TMA && n < w.pages + w.recents) copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
   }
-  DEV bool ahead() const { return !C::ENGINE && stages == 4; }
+  DEV bool ahead() const { return !C::TMA && stages == 4; }
   DEV void two() { load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit(); }
   DEV void begin() {
     copier.begin(w);

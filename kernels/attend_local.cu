@@ -2,8 +2,8 @@
 #include "attend.cuh"
 
 // attend_local_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs): as attend_* in attend.cu. More rows take several tiles, because a local layer has few pages.
-#define ATTEND_LOCAL(name, D, VIEW, ROWS, RINGS, STAGES, PER_SM, BESIDE, BLOCK, STAGE_BYTES, SHARED) \
-  ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, RINGS, STAGES, BESIDE, true)
+#define ATTEND_LOCAL(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
+  ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM, true)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 ATTEND_LOCAL(attend_local_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
 ATTEND_LOCAL(attend_local_both_64_8, 64, BOTH, 8, 3, 4, 1, false, 480, 26112, 11648)

@@ -7,29 +7,29 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   return r;
 }
 // For a packed page with keys at `k`: stores q * s as B fragments, and the initial scores q . z. View Both subtracts 1032 sum(q * s), because codes
-// are unpacked with an offset of 1024 + 8 (`unpack`). Parts of 32 channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..),
+// are unpacked with an offset of 1024 + 8 (`unpack`). Slices of 32 channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..),
 // whether by one warp or by four.
 template <class C>
-DEV void prepare(const Ring<C>& ring, uint32_t k) {
+DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
   if constexpr (!C::FULL_VIEW) {
     constexpr int NT = C::NT, E = C::E, KP = C::KP;
     constexpr bool TWO = C::TWO;
-    const int g = ring.g, c = ring.c, lane = ring.lane, w4 = ring.warp;
-    const uint32_t rest = ring.rest;
+    const int g = warpgroup.g, c = warpgroup.c, lane = warpgroup.lane, w4 = warpgroup.warp;
+    const uint32_t rest = warpgroup.rest;
     const uint32_t less1032[4] = {0xe408e408, 0xe408e408, 0xe408e408, 0xe408e408};
     uint4 s, zz;
     auto params = [&](int kp) {
       s = lds128(k + (kp * 4 + c) * 32), zz = lds128(k + (kp * 4 + c) * 32 + 16);
       if (!TWO) {
-        const uint32_t shift = pack_half2(-ring.p.centre, -ring.p.centre);
+        const uint32_t shift = pack_half2(-warpgroup.p.centre, -warpgroup.p.centre);
         zz = make_uint4(hfma2(s.x, shift, zz.x), hfma2(s.y, shift, zz.y), hfma2(s.z, shift, zz.z), hfma2(s.w, shift, zz.w));
       }
     };
-    auto part = [&](int kp, int t, float (&sum)[2]) {
+    auto add_channels = [&](int kp, int t, float (&sum)[2]) {
       // Rows g of this operand hold one half of the channels, rows g + 8 the other; each mma below uses one half of its rows. The assignment of
       // halves saves register moves, for zz loaded from memory and for x computed in registers.
       const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
-      const uint4 x = lds128(ring.tail + ((kp * NT + t) * 32 + lane) * 16);
+      const uint4 x = lds128(warpgroup.tail + ((kp * NT + t) * 32 + lane) * 16);
       const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
       if (C::WGMMA) {                                      // cores [channel / 8][row tile], K-major
         const uint32_t words[4] = {y.x, y.y, y.z, y.w};
@@ -42,7 +42,7 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
       mma_f16(cz, za, x.x, TWO ? x.z : x.y), mma_f16(cy, za, TWO ? x.y : x.z, x.w);
       if (TWO) mma_f16(co, less1032, y.x, y.y), mma_f16(co, less1032, y.z, y.w);
 #pragma unroll
-      for (int e = 0; e < E; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / Ring<C>::SCORE_SCALE, co[e]));
+      for (int e = 0; e < E; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / Warpgroup<C>::SCORE_SCALE, co[e]));
     };
     if constexpr (C::BY_ROWS) {
       if (w4 >= NT) return;
@@ -50,11 +50,11 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = 0;
 #pragma unroll
-      for (int kp = 0; kp < KP; kp++) params(kp), part(kp, w4, sum[kp & 3]);
+      for (int kp = 0; kp < KP; kp++) params(kp), add_channels(kp, w4, sum[kp & 3]);
       if (g == 0)
 #pragma unroll
         for (int e = 0; e < E; e++)
-          sts32(rest + C::C0 + ring.row_of(w4, e) * 4, __float_as_uint(__fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]))));
+          sts32(rest + C::C0 + warpgroup.row_of(w4, e) * 4, __float_as_uint(__fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]))));
     } else {
       float sum[NT][2];
 #pragma unroll
@@ -63,33 +63,33 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
       for (int kp = w4; kp < KP; kp += 4) {
         params(kp);
 #pragma unroll
-        for (int t = 0; t < NT; t++) part(kp, t, sum[t]);
+        for (int t = 0; t < NT; t++) add_channels(kp, t, sum[t]);
       }
       if (g == 0)
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
-          for (int e = 0; e < E; e++) sts32(rest + C::C0 + ring.row_of(t, e) * 16 + w4 * 4, __float_as_uint(sum[t][e]));
+          for (int e = 0; e < E; e++) sts32(rest + C::C0 + warpgroup.row_of(t, e) * 16 + w4 * 4, __float_as_uint(sum[t][e]));
     }
   }
 }
 
-// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Ring::leave`; with wgmma it releases the stage
-// itself.
+// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it releases the
+// stage itself.
 template <class C>
-DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
+DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
   constexpr bool TWO = C::TWO;
-  const int lane = ring.lane, w4 = ring.warp;
-  const uint32_t rest = ring.rest, k = ring.stages_at + ring.stage * C::STAGE;
+  const int lane = warpgroup.lane, w4 = warpgroup.warp;
+  const uint32_t rest = warpgroup.rest, k = warpgroup.stages_at + warpgroup.stage * C::STAGE;
   uint32_t loaded = 0;
   float start[NT][2];
 #pragma unroll
   for (int t = 0; t < NT; t++) {
-    const uint2 whole = C::BY_ROWS ? lds64(rest + C::C0 + (t * 8 + 2 * ring.c) * 4) : make_uint2(0, 0);
+    const uint2 whole = C::BY_ROWS ? lds64(rest + C::C0 + (t * 8 + 2 * warpgroup.c) * 4) : make_uint2(0, 0);
 #pragma unroll
     for (int e = 0; e < E; e++) {
-      start[t][e] = C::BY_ROWS ? __uint_as_float(e ? whole.y : whole.x) : sum4(lds128(rest + C::C0 + ring.row_of(t, e) * 16));
+      start[t][e] = C::BY_ROWS ? __uint_as_float(e ? whole.y : whole.x) : sum4(lds128(rest + C::C0 + warpgroup.row_of(t, e) * 16));
 #pragma unroll
       for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
     }
@@ -116,16 +116,16 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
           const uint32_t u[4] = {up[i].x, up[i].y, up[i].z, up[i].w}, l[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
-          unpack<true>(ring.magic, u[j], l[j], a[j & 1][i]);
+          unpack<true>(warpgroup.magic, u[j], l[j], a[j & 1][i]);
         }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILES; i++)
-          wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i], ring.q_cores + (h * 4 + j) * NT * 256);
+          wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i], warpgroup.q_cores + (h * 4 + j) * NT * 256);
         wgmma_commit();
       }
     }
-    ring.leave(0);
+    warpgroup.release(0);
     wgmma_wait<0>();
   } else
 #endif
@@ -143,10 +143,10 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (
 #pragma unroll
       for (int i = 0; i < TILES; i++) {
         uint32_t a[4];
-        unpack<TWO>(ring.magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
+        unpack<TWO>(warpgroup.magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
 #pragma unroll
         for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
-        unpack<TWO>(ring.magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
+        unpack<TWO>(warpgroup.magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
 #pragma unroll
         for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
       }
@@ -164,7 +164,7 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < E; e++)
-        if (token + PAGE > (int)lds32(ring.tail + C::LIMITS + ring.row_of(t, e) * 8))
+        if (token + PAGE > (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8))
 #pragma unroll
           for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = MASKED;
   if (C::LOCAL && token < hidden)                          // a page whose first tokens only some rows see
@@ -172,7 +172,7 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < E; e++) {
-        const int from = first_visible((int)lds32(ring.tail + C::LIMITS + ring.row_of(t, e) * 8 + 4), ring.p.reach) - token - w4 * 32 - ring.g;
+        const int from = first_visible((int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4), warpgroup.p.reach) - token - w4 * 32 - warpgroup.g;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
           if (i * 16 < from) S[i][t][e] = MASKED;
@@ -184,10 +184,10 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int hidden, int seen, float (
 
 // Scores of f16 tokens, 16 per warp with tokens (`owner`), of the buffer (`recent`) or of a full page.
 template <class C>
-DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int token, int hidden, int seen, float (&S)[1][C::NT][4]) {
+DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner, int token, int hidden, int seen, float (&S)[1][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E;
-  const int lane = ring.lane, w4 = ring.warp;
-  const uint32_t k = ring.stages_at + ring.stage * C::STAGE;
+  const int lane = warpgroup.lane, w4 = warpgroup.warp;
+  const uint32_t k = warpgroup.stages_at + warpgroup.stage * C::STAGE;
   uint32_t loaded = 0;
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -203,19 +203,19 @@ DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int toke
       loaded |= a0[0] | a1[0];
 #pragma unroll
       for (int t = 0; t < NT; t++) {
-        const uint4 x = lds128(ring.tail + ((kp * NT + t) * 32 + lane) * 16);
+        const uint4 x = lds128(warpgroup.tail + ((kp * NT + t) * 32 + lane) * 16);
         mma_f16(S[0][t], a0, x.x, x.y), mma_f16(S[0][t], a1, x.z, x.w);
       }
     }
-    const int a = token + w4 * 16 + ring.g;
+    const int a = token + w4 * 16 + warpgroup.g;
     if (recent || token + C::STEP > seen || (C::LOCAL && token < hidden))
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const uint2 limit = lds64(ring.tail + C::LIMITS + ring.row_of(t, e) * 8);
+          const uint2 limit = lds64(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8);
           // tokens [0, limit.x) are read from pages (in a local layer only visible ones), [limit.x, limit.y] from the buffer
-          const int from = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, ring.p.reach) : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
+          const int from = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, warpgroup.p.reach) : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
           if (a < from || a > to) S[0][t][e] = MASKED;
           if (a + 8 < from || a + 8 > to) S[0][t][e + 2] = MASKED;
         }
@@ -225,14 +225,14 @@ DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int toke
 
 // P of 16 tokens as a B operand.
 template <class C>
-DEV void load_p(const Ring<C>& ring, int tile, uint32_t (&b)[C::NT][2]) {
+DEV void load_p(const Warpgroup<C>& warpgroup, int tile, uint32_t (&b)[C::NT][2]) {
   constexpr int NT = C::NT;
-  const uint32_t at = ring.rest + C::P + (tile * 16 + (ring.lane & 15)) * C::PITCH;
+  const uint32_t at = warpgroup.rest + C::P + (tile * 16 + (warpgroup.lane & 15)) * C::PITCH;
 #pragma unroll
   for (int t = 0; t < NT; t += 2)
     if (t + 1 < NT) {
       uint32_t r[4];
-      ldmatrix4_trans(r, at + (t + (ring.lane >> 4)) * 16);
+      ldmatrix4_trans(r, at + (t + (warpgroup.lane >> 4)) * 16);
       b[t][0] = r[0], b[t][1] = r[1], b[t + 1 < NT ? t + 1 : t][0] = r[2], b[t + 1 < NT ? t + 1 : t][1] = r[3];
     } else {
       ldmatrix2_trans(b[t], at + t * 16);
@@ -246,10 +246,10 @@ DEV void load_p(const Ring<C>& ring, int tile, uint32_t (&b)[C::NT][2]) {
 // probability by a value's distance from the centre. Upper: a page's sums start at zero and are added to O with rounding; drafts tolerate the
 // remaining error.
 template <class C>
-DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
+DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t v) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES_W = C::TILES_W;
   constexpr bool TWO = C::TWO;
-  const int lane = ring.lane, w4 = ring.warp;
+  const int lane = warpgroup.lane, w4 = warpgroup.warp;
   auto& O = state.O;
   uint32_t loaded = 0;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -264,21 +264,21 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
         const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;        // two channel tiles share a uint4; at D = 64 two warps share it
         const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
         const uint4 up = lds128(at + C::V_PARAMS), low = lds128(at + C::LOWER);
-        if (tp == 3 && cp == PAIRS - 1) ring.leave(0);
+        if (tp == 3 && cp == PAIRS - 1) warpgroup.release(0);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if ((tp * PAIRS + cp) * 2 + h >= 2) wgmma_wait<1>();
 #pragma unroll
           for (int j = 0; j < ACROSS; j++) {
             const bool odd = TILES_W == 1 ? w4 & 1 : j;
-            unpack<true>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
+            unpack<true>(warpgroup.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
 #pragma unroll
             for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152 = 1024 + 8 + 120
           }
           wgmma_fence();
 #pragma unroll
           for (int j = 0; j < ACROSS; j++)
-            wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; }, a[h][j], ring.p_cores + (tp * 2 + h) * NT * 256);
+            wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; }, a[h][j], warpgroup.p_cores + (tp * 2 + h) * NT * 256);
           wgmma_commit();
         }
       }
@@ -302,18 +302,18 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
       if (TWO) low = lds128(at + C::LOWER);
       loaded |= up.x | low.x;
       uint32_t two[4];                                     // P of two token tiles, with a single row tile
-      if (NT == 1) ldmatrix4_trans(two, ring.rest + C::P + (tp * 32 + lane) * C::PITCH);
+      if (NT == 1) ldmatrix4_trans(two, warpgroup.rest + C::P + (tp * 32 + lane) * C::PITCH);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         uint32_t b[NT][2];
         if (NT == 1) b[0][0] = two[h * 2], b[0][1] = two[h * 2 + 1];
-        else load_p(ring, tp * 2 + h, b);
+        else load_p(warpgroup, tp * 2 + h, b);
 #pragma unroll
         for (int j = 0; j < (TILES_W == 1 ? 1 : 2); j++) {
           const bool odd = TILES_W == 1 ? w4 & 1 : j;
           const int tile = TILES_W == 1 ? 0 : cp * 2 + j;
           uint32_t a[4];
-          unpack<TWO>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
+          unpack<TWO>(warpgroup.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
           if (TWO)
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);            // 1152 = 1024 + 8 + 120
@@ -337,19 +337,19 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
 
 // O += p . v of f16 tokens.
 template <class C>
-DEV uint32_t accumulate_halves(const Ring<C>& ring, State<C>& state, uint32_t v) {
+DEV uint32_t accumulate_halves(const Warpgroup<C>& warpgroup, State<C>& state, uint32_t v) {
   constexpr int D = C::D, NT = C::NT, TILES_W = C::TILES_W;
-  const int lane = ring.lane;
+  const int lane = warpgroup.lane;
   uint32_t loaded = 0;
 #pragma unroll
   for (int tile = 0; tile < C::STEP / 16; tile++) {
     uint32_t b[NT][2];
-    load_p(ring, tile, b);
+    load_p(warpgroup, tile, b);
     const int row = tile * 16 + (lane & 7) + (lane >> 4) * 8;
 #pragma unroll
     for (int j = 0; j < TILES_W; j++) {
       uint32_t a[4];
-      ldmatrix4_trans(a, v + (row * (D / 8) + (((ring.warp * TILES_W + j) * 2 + (lane >> 3 & 1)) ^ (row & 7))) * 16);
+      ldmatrix4_trans(a, v + (row * (D / 8) + (((warpgroup.warp * TILES_W + j) * 2 + (lane >> 3 & 1)) ^ (row & 7))) * 16);
       loaded |= a[0];
 #pragma unroll
       for (int t = 0; t < NT; t++) mma_f16(state.O[t][j], a, b[t][0], b[t][1]);

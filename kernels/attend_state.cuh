@@ -5,7 +5,6 @@
 // vote, and exchange no maxima. p <= 2^REACH, so p times a value scale fits in f16 for value ranges up to some thousands.
 constexpr float REACH = 4;
 #define MASKED __uint_as_float(0xff800000u)      // score of a token that a row does not see: -infinity
-constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no token; finite, so that differences are not NaN
 
 DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
 DEV float sum4(uint4 v) { return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)), __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w))); }
@@ -41,7 +40,7 @@ DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
 // State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z); channels belong to one warp.
 template <class C>
 struct State {
-  static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Ring<C>::NV;
+  static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Warpgroup<C>::NV;
   float O[NT][TILES_W][4];               // outputs times O_SCALE, without the zero points' contribution
   float M[NT][2], l[NT][2], z[NT][2];    // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
 
@@ -50,7 +49,7 @@ struct State {
     for (int t = 0; t < NT; t++) {
 #pragma unroll
       for (int j = 0; j < TILES_W; j++) O[t][j][0] = O[t][j][1] = O[t][j][2] = O[t][j][3] = 0;
-      M[t][0] = M[t][1] = NOTHING, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
+      M[t][0] = M[t][1] = LOG_ZERO, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
     }
   }
   DEV void scale_outputs(int t, int e, float a) {
@@ -58,19 +57,19 @@ struct State {
     for (int j = 0; j < TILES_W; j++) O[t][j][e] = __fmul_rn(O[t][j][e], a), O[t][j][e + 2] = __fmul_rn(O[t][j][e + 2], a);
   }
 
-  // Rows whose score exceeds the reference get the step's maximum over the ring as reference.
+  // Rows whose score exceeds the reference get the step's maximum over the warpgroup as reference.
   template <int TILES>
-  DEV void rescale(const Ring<C>& ring, const float (&S)[TILES][NT][4], float scale) {
+  DEV void rescale(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], float scale) {
     float x[NV];
 #pragma unroll
-    for (int i = 0; i < NV; i++) x[i] = i < NT * E ? row_maximum(S, ring.tile_of(i), i % E) : MASKED;
-    ring.scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
-    ring.sync();
+    for (int i = 0; i < NV; i++) x[i] = i < NT * E ? row_maximum(S, warpgroup.tile_of(i), i % E) : MASKED;
+    warpgroup.scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
+    warpgroup.sync();
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < E; e++) {
-        const float y = max4(lds128(ring.rest + C::RED + ring.row_of(t, e) * 16));
+        const float y = max4(lds128(warpgroup.rest + C::RED + warpgroup.row_of(t, e) * 16));
         const float now = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e], a = exp2_fast(__fadd_rn(M[t][e], -now));
         M[t][e] = now, l[t][e] = __fmul_rn(l[t][e], a), z[t][e] = __fmul_rn(z[t][e], a);
         scale_outputs(t, e, a);
@@ -79,20 +78,20 @@ struct State {
 
   // Probabilities times value scale, [token][row] in shared memory; sums stay in the token's warp. `v`: the step's values.
   template <bool PLAIN, int TILES>
-  DEV void weigh(const Ring<C>& ring, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
+  DEV void weigh(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-      const int tile = PLAIN ? ring.warp : ring.warp * 2 + i;
-      float2 vs = make_float2(Ring<C>::O_SCALE, Ring<C>::O_SCALE), vz = make_float2(0.f, 0.f);
+      const int tile = PLAIN ? warpgroup.warp : warpgroup.warp * 2 + i;
+      float2 vs = make_float2(Warpgroup<C>::O_SCALE, Warpgroup<C>::O_SCALE), vz = make_float2(0.f, 0.f);
       if (!PLAIN) {
-        const uint2 sz = lds64(v + (tile * 8 + ring.g) * 8);
+        const uint2 sz = lds64(v + (tile * 8 + warpgroup.g) * 8);
         const float2 f0 = unpack_half2(sz.x), f1 = unpack_half2(sz.y);
-        vs = make_float2(f0.x * Ring<C>::V_SCALE, f1.x * Ring<C>::V_SCALE);
-        vz = make_float2(__fmaf_rn(f0.x, ring.v_centre, f0.y), __fmaf_rn(f1.x, ring.v_centre, f1.y));
+        vs = make_float2(f0.x * Warpgroup<C>::V_SCALE, f1.x * Warpgroup<C>::V_SCALE);
+        vz = make_float2(__fmaf_rn(f0.x, warpgroup.v_centre, f0.y), __fmaf_rn(f1.x, warpgroup.v_centre, f1.y));
       }
       constexpr bool CORES = !PLAIN && C::WGMMA;           // [token / 8][row tile], N-major
-      const uint32_t at = ring.rest + C::P + (CORES ? tile * NT * 256 + ring.lane * 4 : (tile * 16 + ring.g) * C::PITCH + ring.c * 4);
-      constexpr int BELOW = CORES ? NT * 128 : 8 * C::PITCH, BESIDE = CORES ? 128 : 16;
+      const uint32_t at = warpgroup.rest + C::P + (CORES ? tile * NT * 256 + warpgroup.lane * 4 : (tile * 16 + warpgroup.g) * C::PITCH + warpgroup.c * 4);
+      constexpr int NEXT_TOKENS = CORES ? NT * 128 : 8 * C::PITCH, NEXT_ROWS = CORES ? 128 : 16;
 #pragma unroll
       for (int t = 0; t < NT; t++) {
         float a[2] = {0, 0}, b[2] = {0, 0};                // tokens g and g + 8
@@ -103,50 +102,50 @@ struct State {
           if (!PLAIN) z[t][e] = __fmaf_rn(x, vz.x, __fmaf_rn(y, vz.y, z[t][e]));
           a[e] = __fmul_rn(x, vs.x), b[e] = __fmul_rn(y, vs.y);
         }
-        sts32(at + t * BESIDE, pack_half2(a[0], a[1])), sts32(at + BELOW + t * BESIDE, pack_half2(b[0], b[1]));
+        sts32(at + t * NEXT_ROWS, pack_half2(a[0], a[1])), sts32(at + NEXT_TOKENS + t * NEXT_ROWS, pack_half2(b[0], b[1]));
       }
     }
   }
 
-  // End of a work item: combines sums over the ring's warps, then maxima, sums and outputs over the rings, into ring 0.
-  DEV void merge(const Ring<C>& ring) {
-    constexpr int RINGS = C::RINGS, ROWS = C::ROWS;
-    const uint32_t rest = ring.rest, tail = ring.tail;
+  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the warpgroups, into warpgroup 0.
+  DEV void merge(const Warpgroup<C>& warpgroup) {
+    constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
+    const uint32_t rest = warpgroup.rest, tail = warpgroup.tail;
     {
       float x[NV], y[NV];
 #pragma unroll
-      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[ring.tile_of(i)][i % E] : 0.f, y[i] = i < NT * E ? z[ring.tile_of(i)][i % E] : 0.f;
+      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[warpgroup.tile_of(i)][i % E] : 0.f, y[i] = i < NT * E ? z[warpgroup.tile_of(i)][i % E] : 0.f;
       auto add = [](float a, float b) { return __fadd_rn(a, b); };
-      ring.scatter(C::RED, reduce_scatter(x, add)), ring.scatter(C::C0, reduce_scatter(y, add));
+      warpgroup.scatter(C::RED, reduce_scatter(x, add)), warpgroup.scatter(C::C0, reduce_scatter(y, add));
     }
-    ring.sync();
+    warpgroup.sync();
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < E; e++) {
-        const int r = ring.row_of(t, e);
+        const int r = warpgroup.row_of(t, e);
         l[t][e] = sum4(lds128(rest + C::RED + r * 16)), z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
-        if (RINGS > 1 && ring.warp == 0 && ring.g == 0) {
-          const uint32_t at = tail + C::EXTREMES + (ring.ring * ROWS + r) * 8;
+        if (WARPGROUPS > 1 && warpgroup.warp == 0 && warpgroup.g == 0) {
+          const uint32_t at = tail + C::EXTREMES + (warpgroup.index * ROWS + r) * 8;
           sts32(at, __float_as_uint(M[t][e])), sts32(at + 4, __float_as_uint(l[t][e]));
         }
 #pragma unroll
         for (int j = 0; j < TILES_W; j++)
-          O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / Ring<C>::O_SCALE, z[t][e]), O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Ring<C>::O_SCALE, z[t][e]);
+          O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / Warpgroup<C>::O_SCALE, z[t][e]), O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Warpgroup<C>::O_SCALE, z[t][e]);
       }
-    if constexpr (RINGS > 1) {
+    if constexpr (WARPGROUPS > 1) {
       __syncwarp();
-      ring.block_sync();
+      warpgroup.block_sync();
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const uint32_t at = tail + C::EXTREMES + ring.row_of(t, e) * 8;
-          float most = NOTHING, sum = 0;
+          const uint32_t at = tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
+          float most = LOG_ZERO, sum = 0;
 #pragma unroll
-          for (int i = 0; i < RINGS; i++) most = fmaxf(most, __uint_as_float(lds32(at + i * ROWS * 8)));
+          for (int i = 0; i < WARPGROUPS; i++) most = fmaxf(most, __uint_as_float(lds32(at + i * ROWS * 8)));
 #pragma unroll
-          for (int i = 0; i < RINGS; i++) {
+          for (int i = 0; i < WARPGROUPS; i++) {
             const uint2 x = lds64(at + i * ROWS * 8);
             sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -most)), __uint_as_float(x.y), sum);
           }
@@ -154,21 +153,21 @@ struct State {
           scale_outputs(t, e, a);
           M[t][e] = most, l[t][e] = sum;
         }
-      if (ring.ring)
+      if (warpgroup.index)
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
           for (int j = 0; j < TILES_W; j++)
-            sts128(rest + (((t * TILES_W + j) * 4 + ring.warp) * 32 + ring.lane) * 16,
+            sts128(rest + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16,
                    make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]), __float_as_uint(O[t][j][3])));
-      ring.block_sync();
+      warpgroup.block_sync();
     }
   }
 
-  // Ring 0 adds the other rings' outputs in order, and writes the work item's partial results.
-  DEV void store(const Ring<C>& ring, const Work& w) {
-    if (ring.ring) return;
-    const AttendArgs& p = ring.p;
+  // Warpgroup 0 adds the other warpgroups' outputs in order, and writes the work item's partial results.
+  DEV void store(const Warpgroup<C>& warpgroup, const Work& w) {
+    if (warpgroup.index) return;
+    const AttendArgs& p = warpgroup.p;
     const int total = w.span.queries * p.group;            // query rows of the span
     const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
@@ -176,24 +175,24 @@ struct State {
 #pragma unroll
       for (int j = 0; j < TILES_W; j++) {
 #pragma unroll
-        for (int i = 1; i < C::RINGS; i++) {
-          const uint4 x = lds128(ring.rest + i * ring.bytes + (((t * TILES_W + j) * 4 + ring.warp) * 32 + ring.lane) * 16);
+        for (int i = 1; i < C::WARPGROUPS; i++) {
+          const uint4 x = lds128(warpgroup.rest + i * warpgroup.bytes + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16);
           O[t][j][0] = __fadd_rn(O[t][j][0], __uint_as_float(x.x)), O[t][j][1] = __fadd_rn(O[t][j][1], __uint_as_float(x.y));
           O[t][j][2] = __fadd_rn(O[t][j][2], __uint_as_float(x.z)), O[t][j][3] = __fadd_rn(O[t][j][3], __uint_as_float(x.w));
         }
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const int r = ring.row_of(t, e);
-          float* out = p.partial + (at + r) * C::D + (ring.warp * TILES_W + j) * 16 + ring.g;
+          const int r = warpgroup.row_of(t, e);
+          float* out = p.partial + (at + r) * C::D + (warpgroup.warp * TILES_W + j) * 16 + warpgroup.g;
           if (r < w.tile.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
         }
       }
-    if (ring.warp == 0 && ring.g == 0)
+    if (warpgroup.warp == 0 && warpgroup.g == 0)
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const int r = ring.row_of(t, e);
+          const int r = warpgroup.row_of(t, e);
           if (r < w.tile.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
         }
   }

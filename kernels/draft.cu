@@ -13,13 +13,13 @@
 // The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
-// two blocks of 64 inputs take the place of one of 128, and zero points multiply sums of 64 codes.
+// two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
 #include "layout.cuh"
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has at least DRAFT_AHEAD stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
 // Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
@@ -36,11 +36,11 @@ template <bool PLANES>
 struct DraftShared {
   static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
   float *sums, *squares;
-  uint32_t slots, full, empty, x, xs;
+  uint32_t stages_at, full, empty, x, xs;
   int groups, pitch;
   DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {  // 64: neighbouring rows in other banks
     sums = reinterpret_cast<float*>(shared + stages * CHUNK), squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
-    slots = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
+    stages_at = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
     x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
   }
   // Stores one warp's group of a row. Stores are adjacent: the groups' code computations must not be interleaved with them.
@@ -253,13 +253,13 @@ struct ToHeads {
       to = (head < heads + kv_heads ? ring_k : ring_v) + ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
     }
     const uint16_t low = Half::from_float(x), high = Half::from_float(z);
-    const bool there = (low & 0x7c00) != 0x7c00, beside = (high & 0x7c00) != 0x7c00;
-    to[c] = there ? low : 0, to[D / 2 + c] = beside ? high : 0;
-    if (!there || !beside) atomicOr(flag, FLAG_CACHE);
+    const bool low_finite = (low & 0x7c00) != 0x7c00, high_finite = (high & 0x7c00) != 0x7c00;
+    to[c] = low_finite ? low : 0, to[D / 2 + c] = high_finite ? high : 0;
+    if (!low_finite || !high_finite) atomicOr(flag, FLAG_CACHE);
   }
 };
 
-// A warp's part of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
+// A warp's share of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
 // whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
@@ -273,14 +273,14 @@ struct DraftPiece {
     return all;
   }
 };
-// A warp's place in the ring.
+// A warp's position in the pipeline.
 template <bool PLANES>
 struct DraftReader {
   typedef DraftLayout<PLANES> Of;
   uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the stage; first, end: of the barriers
   int phase;
   DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
-    codes = s.slots + warp * Of::BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
+    codes = s.stages_at + warp * Of::BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
   }
   DEV void fetch(DraftPiece<PLANES>& to, int lane) {
     mbar_wait(bar, phase);
@@ -294,17 +294,17 @@ struct DraftReader {
     codes += Of::CHUNK, bar += 8;
     if (bar == end) codes -= (end - first) / 8 * Of::CHUNK, bar = first, phase ^= 1;
   }
-  // Frees the stage fetched `ago` fetches ago. Barriers of free stages follow those of full ones.
-  DEV void leave(int ago, const DraftPiece<PLANES>& piece) const {
+  // Releases the stage that `fetch` read `ago` calls ago. Barriers of free stages follow those of full ones.
+  DEV void release(int ago, const DraftPiece<PLANES>& piece) const {
     const uint32_t of = bar - ago * 8, all = end - first;
-    slot_left(of + (of < first ? 2 * all : all), piece.seen());
+    release_stage(of + (of < first ? 2 * all : all), piece.seen());
   }
 };
 // A warp's input of a group: codes of row g / 2 for even g, scale of row c and a sixteenth of it, sums.
 template <bool PLANES>
 struct DraftInput {
   uint4 b[2];
-  float scale, part, sum[2];
+  float scale, sixteenth, sum[2];
   DEV DraftInput(const DraftShared<PLANES>& s, int group, int rows, int lane) {
     const int row = lane >> 3, c = lane & 3;
     const uint32_t x = s.x + row * s.pitch + c * 16 + group * 128;
@@ -312,7 +312,7 @@ struct DraftInput {
     if (!(lane & 4) && row < rows) b[0] = lds128(x), b[1] = lds128(x + 64);
     uint2 v = make_uint2(0, 0);
     if (c < rows) v = lds64(s.xs + (c * s.groups + group) * 8);
-    scale = __uint_as_float(v.x), part = scale * 0.0625f, sum[0] = sum[1] = __uint_as_float(v.y);
+    scale = __uint_as_float(v.x), sixteenth = scale * 0.0625f, sum[0] = sum[1] = __uint_as_float(v.y);
     if (PLANES) {
       const int2 sums = half_sums(v.y);
       sum[0] = scale * (float)sums.x, sum[1] = scale * (float)sums.y;
@@ -348,7 +348,7 @@ DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<
       const float a = __int_as_float(d[t][h][0]), b = __int_as_float(d[t][h][2]);
       float(&acc)[2] = t ? second : first;
       acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum[h], acc[0]));
-      acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.part, __fmaf_rn(high.y, in.sum[h], acc[1]));
+      acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.sixteenth, __fmaf_rn(high.y, in.sum[h], acc[1]));
     }
 }
 // A warp's groups of TILES tiles.
@@ -360,7 +360,7 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reade
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) reader.fetch(pieces[i], lane);
 #pragma unroll
-    for (int i = 0; i < TILES / 2; i++) reader.leave(TILES / 2 - i, pieces[i]);
+    for (int i = 0; i < TILES / 2; i++) reader.release(TILES / 2 - i, pieces[i]);
     if (group >= s.groups) break;
     const DraftInput<PLANES> input(s, group, rows, lane);
 #pragma unroll
@@ -377,11 +377,11 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   const DraftShared<PLANES> s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
-  if (threadIdx.x == 0) mbar_init_ring(s.full, s.empty, stages, W * 32), mbar_init_done();
+  if (threadIdx.x == 0) mbar_init_stages(s.full, s.empty, stages, W * 32), mbar_init_done();
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();

@@ -4,21 +4,21 @@
 // GEMM's input exist once per input type:
 //
 //     _bf16, _f16, _f32   x row-major, pitch in elements
-//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, stored as panel.cuh says (`panels`), equal to
-//                         quantspec_core::quantize_activations. Codes past K are zero.
+//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, equal to
+//                         quantspec_core::quantize_activations, in the order of panel.cuh (`panels`). Codes past K are zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `there`: k is inside the row.
+// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `inside`: k is inside the row.
 template <class T>
 struct Into {
   typename T::Bits* x;
   int pitch;
-  DEV void put(int row, int group, int lane, bool there, float4 v) const {
-    if (!there) return;
+  DEV void put(int row, int group, int lane, bool inside, float4 v) const {
+    if (!inside) return;
     typename T::Bits* to = x + (size_t)row * pitch + group * 128 + lane * 4;
     if constexpr (sizeof(typename T::Bits) == 4) *(float4*)to = v;
     else *(uint2*)to = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
@@ -28,14 +28,14 @@ struct IntoInt8 {
   int8_t* x;
   float2* xs;
   int groups, panels;
-  DEV void put(int row, int group, int lane, bool there, float4 v) const {
-    const float most = warp_max(there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
+  DEV void put(int row, int group, int lane, bool inside, float4 v) const {
+    const float most = warp_max_nonnegative(inside ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
     const float scale = __fdiv_rn(most, 127.f);
     auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0; };
-    const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(there ? a + b + c + d : 0);
-    const size_t place = input_place(row, group, groups, panels);
-    *(int*)(x + place * 128 + input_code(row, lane, panels)) = there ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
-    if (lane == 0) xs[place] = make_float2(scale, __fmul_rn(scale, (float)sum));
+    const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(inside ? a + b + c + d : 0);
+    const size_t index = input_index(row, group, groups, panels);
+    *(int*)(x + index * 128 + input_code(row, lane, panels)) = inside ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
+    if (lane == 0) xs[index] = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 };
 
@@ -59,9 +59,9 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
   int token;
   if (rows) {
     const Row r = rows[row];
-    int* place = windows + (size_t)r.slot * window_pitch + r.offset;
-    token = r.token < 0 ? __ldcg(place) : r.token;
-    if (r.token >= 0 && threadIdx.x == 0) *place = token;
+    int* in_window = windows + (size_t)r.slot * window_pitch + r.offset;
+    token = r.token < 0 ? __ldcg(in_window) : r.token;
+    if (r.token >= 0 && threadIdx.x == 0) *in_window = token;
   } else {
     token = tokens[row];
   }
@@ -128,18 +128,18 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
   grid_trigger();
   const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
   const float4 none = make_float4(0, 0, 0, 0);
-  auto there = [&](int group) { return group * 128 + lane * 4 < width; };
-  auto constant = [&](const float* p, int group) { return there(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none; };
+  auto inside = [&](int group) { return group * 128 + lane * 4 < width; };
+  auto constant = [&](const float* p, int group) { return inside(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none; };
   float4 kept[KEPT], scale[KEPT];
 #pragma unroll
   for (int i = 0; i < KEPT; i++) scale[i] = constant(weight, warp + i * WARPS);
   grid_wait();
   float* h = hidden + (size_t)row * width;
   float sum = 0;
-  auto loaded = [&](const float* p, int group) { return there(group) ? load4(p + group * 128 + lane * 4) : none; };
+  auto loaded = [&](const float* p, int group) { return inside(group) ? load4(p + group * 128 + lane * 4) : none; };
   auto added = [&](int group) { return y ? loaded(y + (size_t)row * width, group) : none; };
   auto settle = [&](int group, float4 v, float4 more) {
-    if (!there(group)) return none;
+    if (!inside(group)) return none;
     if (y) v = add4(v, more);
     if (bias) v = add4(v, constant(bias, group));
     if (y || bias) *(float4*)(h + group * 128 + lane * 4) = v;
@@ -156,7 +156,7 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   auto finish = [&](int group, float4 v, float4 w) {
     const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
-    if (group < groups) out.put(row, group, lane, there(group), x);
+    if (group < groups) out.put(row, group, lane, inside(group), x);
   };
 #pragma unroll
   for (int i = 0; i < KEPT; i++) finish(warp + i * WARPS, kept[i], scale[i]);
@@ -164,9 +164,60 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     finish(group, loaded(h, group), constant(weight, group));
 }
 
-// norm_rows: to = x / rms(x) * weight, added to what is there if `add`. x and to f32 rows with pitches in elements, the same buffer or disjoint; weight f32
-// [width]. A branch before it joins the hidden stream, or all query or key heads in place. paired: x alternates channels c .. c + 7 and paired / 2 + c .. of
-// heads of that many channels (`weights_w4_*` in quantize.cu), the weight does not; else 0. Grid (rows), block NORM_THREADS.
+// norm_prompt_*: norm_* for the many rows of a prompt: x = hidden / rms(hidden) * weight, with the same bits. A quarter of the threads per row, with
+// four times as many loads in flight, so that more rows are resident. Grid (rows), block PROMPT_NORM_THREADS.
+constexpr int PROMPT_NORM_THREADS = 128;
+template <class Out>
+DEV void norm_prompt(const float* hidden, const float* weight, float eps, int width, Out out) {
+  // Sums are those of the PARTS warps of `norm`, of which each warp here has EACH.
+  constexpr int PARTS = NORM_THREADS / 32, WARPS = PROMPT_NORM_THREADS / 32, EACH = PARTS / WARPS, KEPT = 2;
+  __shared__ float sums[PARTS];
+  const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
+  const float4 none = make_float4(0, 0, 0, 0);
+  auto there = [&](int group) { return group * 128 + lane * 4 < width; };
+  auto loaded = [&](const float* p, int group) { return there(group) ? load4(p + group * 128 + lane * 4) : none; };
+  grid_trigger();
+  grid_wait();
+  const float* h = hidden + (size_t)row * width;
+  float4 kept[KEPT][EACH];
+  float sum[EACH] = {};
+  auto add = [&](int j, float4 v) { sum[j] = __fmaf_rn(v.x, v.x, sum[j]), sum[j] = __fmaf_rn(v.y, v.y, sum[j]), sum[j] = __fmaf_rn(v.z, v.z, sum[j]), sum[j] = __fmaf_rn(v.w, v.w, sum[j]); };
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) kept[i][j] = loaded(h, i * PARTS + j * WARPS + warp);
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) add(j, kept[i][j]);
+#pragma unroll 1
+  for (int first = KEPT * PARTS + warp; first < groups; first += PARTS)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) add(j, loaded(h, first + j * WARPS));
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const float all = warp_sum(sum[j]);
+    if (lane == 0) sums[j * WARPS + warp] = all;
+  }
+  __syncthreads();
+  const float all = warp_sum(lane < PARTS ? sums[lane] : 0.f);
+  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)width), eps));
+  auto finish = [&](int group, float4 v) {
+    const float4 w = there(group) ? __ldg((const float4*)(weight + group * 128 + lane * 4)) : none;
+    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
+    if (group < groups) out.put(row, group, lane, there(group), x);
+  };
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+#pragma unroll
+    for (int j = 0; j < EACH; j++) finish(i * PARTS + j * WARPS + warp, kept[i][j]);
+#pragma unroll 1
+  for (int group = KEPT * PARTS + warp; group < groups; group += WARPS) finish(group, loaded(h, group));
+}
+
+// norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all query or key heads in place.
+//   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the channels of a head if x alternates
+//   channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
 KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch, const float* weight, float eps, int width, int paired,
                                                  int add) {
   constexpr int WARPS = NORM_THREADS / 32;
@@ -181,8 +232,8 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, floa
   }
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
-    const int place = paired ? k % paired : 0, channel = place / 16 * 8 + place % 8 + place / 8 % 2 * (paired / 2);
-    const float4 w = __ldg((const float4*)(weight + k - place + channel)), v = times(load4(x + k), f);
+    const int in_head = paired ? k % paired : 0, channel = in_head / 16 * 8 + in_head % 8 + in_head / 8 % 2 * (paired / 2);
+    const float4 w = __ldg((const float4*)(weight + k - in_head + channel)), v = times(load4(x + k), f);
     float4 y = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
     if (add) y = add4(load4(to + k), y);
     *(float4*)(to + k) = y;
@@ -198,8 +249,8 @@ DEV void convert(const float* hidden, int width, Out out) {
   grid_wait();
   const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
   if (group >= (width + 127) / 128) return;
-  const bool there = k < width;
-  out.put(row, group, lane, there, there ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
+  const bool inside = k < width;
+  out.put(row, group, lane, inside, inside ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
 }
 
 // ---- activation * up: one warp per group of 128 outputs of a row ----
@@ -213,23 +264,26 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
   grid_wait();
   const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
   if (group >= (width + 127) / 128) return;
-  const bool there = k < width;
+  const bool inside = k < width;
   float4 v = make_float4(0, 0, 0, 0);
-  if (there) {
+  if (inside) {
     const int at = k / 8 * 16 + k % 8;
     const float* from = y + (size_t)row * 2 * width + at;
     float4 gate = load4(from), up = load4(from + 8);
     if (bias) gate = add4(gate, *(const float4*)(bias + at)), up = add4(up, *(const float4*)(bias + at + 8));
     v = make_float4(f(gate.x) * up.x, f(gate.y) * up.y, f(gate.z) * up.z, f(gate.w) * up.w);
   }
-  out.put(row, group, lane, there, v);
+  out.put(row, group, lane, inside, v);
 }
 // 48 registers: four warps per scheduler, which fit next to the three of a GEMM's ring (linear.cu) with 104 each. norm_i8 uses 50, allocated as 56,
-// and fits next to the 96 of linear_w4_ring_1.
+// and fits next to the 96 of linear_w4_pipeline_1.
 #define PRODUCERS(NAME, T)                                                                                                                                \
   KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,             \
                                      int pitch) {                                                                                                         \
     norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
+  }                                                                                                                                                       \
+  KERNEL __launch_bounds__(PROMPT_NORM_THREADS) norm_prompt_##NAME(const float* hidden, const float* weight, T::Bits* x, float eps, int width, int pitch) { \
+    norm_prompt(hidden, weight, eps, width, Into<T>{x, pitch});                                                                                           \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
     activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                                                                \
@@ -263,8 +317,8 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   grid_trigger();
   grid_wait();
   const int lane = threadIdx.x;
-  const size_t place = input_place(blockIdx.y, blockIdx.x, gridDim.x, panels);
-  uint32_t* at = (uint32_t*)(x + place * 128) + lane;
+  const size_t index = input_index(blockIdx.y, blockIdx.x, gridDim.x, panels);
+  uint32_t* at = (uint32_t*)(x + index * 128) + lane;
   const uint32_t codes = *at;
   uint32_t coarse = 0;
   int sum = 0;
@@ -276,7 +330,7 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   }
   sum = warp_sum(sum);
   *at = coarse;
-  float2* of_group = xs + place;
+  float2* of_group = xs + index;
   __syncwarp();
   if (lane == 0) {
     const float scale = __fmul_rn(of_group->x, 127.f / 7.f);
@@ -292,7 +346,7 @@ DEV void coarse(uint16_t* x, int pitch) {
   uint32_t* at = (uint32_t*)(x + (size_t)blockIdx.y * pitch + blockIdx.x * 64) + threadIdx.x;
   const uint32_t bits = *at;
   const float a = T::to_float((uint16_t)bits), b = T::to_float((uint16_t)(bits >> 16));
-  const float scale = __fdiv_rn(warp_max(fmaxf(fabsf(a), fabsf(b))), 7.f);
+  const float scale = __fdiv_rn(warp_max_nonnegative(fmaxf(fabsf(a), fabsf(b))), 7.f);
   auto near = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
   *at = T::pack(near(a), near(b));
 }
@@ -385,7 +439,8 @@ struct Head {
 };
 
 // append_{64,128,256}: queries, keys and values of a step's rows.
-//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
+//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null;
+//   cos_sin float2 [row][D / 2].
 //   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>

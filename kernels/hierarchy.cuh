@@ -112,7 +112,7 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// A tile's part of a chunk: eight blocks of the upper plane, then eight of the lower one.
+// One tile of a chunk: eight blocks of the upper plane, then eight of the lower one.
 template <int PLANES>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
@@ -125,7 +125,7 @@ struct PlanePieces {
   }
 };
 
-// `Multiply` of `ring_product`. A warp keeps its 64 inputs of all rows in registers.
+// `Multiply` of `pipelined_gemm`. A warp keeps its 64 inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
   static constexpr bool READS_AGAIN = false;
@@ -162,5 +162,5 @@ struct MultiplyPlanes {
 
 // Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
 template <int PLANES, int NT, int TILES, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using PlaneRing = Ring<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
+using PlanePipeline = Pipeline<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
 #endif

@@ -22,24 +22,22 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full when TMA has filled it, and
-// free when `leavers` threads have arrived. One thread per stage is not faster, since a warp's addresses are processed one by one, and
-// compute-sanitizer would report lanes that initialise nothing.
-DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) {
+// free when `arrivals` threads have arrived. One thread per stage would not be faster: a warp's addresses are processed one by one.
+DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals) {
 #pragma unroll 1
-  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
+  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, arrivals);
 }
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
-// Releases a pipeline stage, so that TMA may refill it; every lane calls this. `seen`: bits of each value that the lane loaded from the stage. An
-// arrival does not wait for earlier loads: when other work fills the SM's shared-memory queue, they can still be queued when the next copy lands,
-// and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but also for prefetched loads. So the barrier's
-// address depends on the loaded values: gridDim.z is 1 and the mask therefore 0, which the compiler cannot know.
-DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
-// Arrives at the same barrier of CTA `rank` of the cluster, deliberately at CTA scope. With .release.cluster each arrival becomes a membar.gpu, which costs a
-// quarter of the GEMM's speed. It is not needed: the stage was read by wgmma, which has been waited for, or by loads that `slot_left` has waited for,
-// and TMA writes it.
+// Releases a pipeline stage, so that TMA may refill it; every lane calls this. `seen`: bits of each value that the lane loaded from the stage.
+// An arrival does not wait for earlier loads. If other work fills the SM's shared-memory queue, they may run after the next copy has landed and read
+// its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but for prefetched loads as well. So the barrier's address
+// depends on the loaded values: gridDim.z is 1 and the mask therefore 0, which the compiler cannot know.
+DEV void release_stage(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
+// Arrives at the same barrier of CTA `rank` of the cluster, at CTA scope: with .release.cluster each arrival becomes a membar.gpu, which costs a quarter
+// of the GEMM's speed. Cluster scope is not needed: reads of the stage are complete (by wgmma_wait or `release_stage`), and TMA writes it.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r,%0,%1;\nmbarrier.arrive.shared::cluster.b64 _,[r];\n}" ::"r"(bar), "r"(rank)
@@ -51,7 +49,7 @@ DEV void mbar_wait(uint32_t bar, int parity) {
       : "memory");
 }
 
-// ---- tensor copies: coordinates from the innermost dimension outwards; out-of-bounds parts read as zero and are not written ----
+// ---- tensor copies: coordinates from the innermost dimension outwards; elements out of bounds read as zero and are not written ----
 DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(dst), "l"(m),
@@ -87,7 +85,7 @@ DEV void tma_store(const TensorMap* m, int x, int y, int z, uint32_t src) {
                "r"(src)
                : "memory");
 }
-// Adds f32 values to memory.
+// Adds f32 values from shared memory to a tensor in global memory.
 DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(m), "r"(x), "r"(y), "r"(src)
                : "memory");

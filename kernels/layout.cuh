@@ -8,8 +8,8 @@ constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::
 // The first token that a query sees in a local layer (core::cache::first_visible).
 DEV int first_visible(int position, int reach) { return max(0, position + 1 - reach); }
 
-// One row of a step, described by the host before the round's drafted tokens are known. offset: the row's place in the slot's window; position: in
-// the text; token: its id, or -1 if it is read from the window.
+// One row of a step, described by the host before the round's drafted tokens are known. offset: index in the slot's window; position: in the text;
+// token: its id, or -1 if it is read from the window.
 struct Row {
   int slot, offset, position, token;
 };
@@ -35,12 +35,12 @@ __host__ __device__ constexpr int v_codes_at(int d) { return 68 * d + 512; }
 __host__ __device__ constexpr int lower_v_at(int d) { return 64 * d; }                 // in a lower block
 constexpr int NIBBLE_COLUMN[8] = {0, 0, 8, 8, 1, 1, 9, 9};
 
-// word index of a code tile in its plane's K (or V) part; `tt` token tile, `ct` channel tile
+// Word index of a code tile in the K (or V) codes of its plane; `tt` token tile, `ct` channel tile.
 DEV int k_word(int tt, int ct, int lane, int d) { return ((tt * (d / 64) + ct / 4) * 32 + lane) * 4 + ct % 4; }
 DEV int v_word(int tt, int ct, int lane, int d) { return ((tt / 2 * (d / 32) + ct / 2) * 32 + lane) * 4 + (tt & 1) * 2 + (ct & 1); }
-// f16 index of a channel's scale in the K params; its zero is 8 further
+// f16 index of a channel's scale in the K params; its zero is 8 further.
 DEV int k_param(int channel) { return ((channel / 32 * 4 + (channel % 8) / 2) * 2) * 8 + (channel / 16 % 2) * 4 + (channel / 8 % 2) * 2 + (channel & 1); }
-// f16 index of a token's scale in the V params; its zero is 1 further
+// f16 index of a token's scale in the V params; its zero is 1 further.
 DEV int v_param(int token) { return (token / 16 * 8 + token % 8) * 4 + (token / 8 % 2) * 2; }
 
 // ---- recent tokens: keys (after RoPE) and values, f16 [layer][slot][kv head][RING][D], one pool each ----
@@ -51,7 +51,7 @@ DEV size_t ring_at(int layer, int slot, int head, int position, int slots, int h
 // ---- weights in planes of nibbles (docs/design/weights.md): w = (U + L/16) s + z, s and z f16 per output and 64 inputs ----
 // Upper plane: blocks of 16 outputs x 64 inputs, [N/16][stride], stride even. Codes [lane] uint4, lane = 4 g + c; byte b of word i: row g (low nibble)
 // and g + 8 (high nibble) at k = 16 c + 4 i + b. Then parameters f16 [g] {scale, zero of row g, scale, zero of row g + 8}.
-// Lower plane: blocks of codes L + 8 in the same places.
+// Lower plane: blocks of codes L + 8 in the same order.
 constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
 // Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.
 DEV void plane_weights(float (&w)[8], const uint8_t* upper, const uint8_t* lower, int n, int k, int stride) {

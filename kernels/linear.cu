@@ -7,23 +7,23 @@
 // linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements): grid (blocks
 // that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over), Ring::BYTES of shared memory. Up to
+// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over), Pipeline::BYTES of shared memory. Up to
 // 104 registers per thread leave room for a norm's block: three warps per scheduler use 312 of its 512 registers per lane, the norm's four warps 192
 // in all (docs/design/gemm.md).
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
-#define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
-  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
-  RING_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
-  RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
+#define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
+  static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
+  PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
+  PIPELINE_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define PIPELINE_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {        \
-    ring_product<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
+    pipelined_gemm<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
   }
-RING(1, 4, 12, 2, 1, false, 96, 222448)
-RING(2, 3, 10, 3, 2, false, 104, 224488)
-RING(4, 3, 9, 2, 2, false, 128, 225472)
-RING(8, 3, 5, 2, 2, true, RING_ENTRY, 229504)
+PIPELINE(1, 4, 12, 2, 1, false, 96, 222448)
+PIPELINE(2, 3, 10, 3, 2, false, 104, 224488)
+PIPELINE(4, 3, 9, 2, 2, false, 128, 225472)
+PIPELINE(8, 3, 5, 2, 2, true, PIPELINE_ENTRY, 229504)
 #else
 #define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                                                                     \
   KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
@@ -57,21 +57,21 @@ QUANT(linear_w8_4_4, 8, 4, 4, 2)
 QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// linear_{w4,w8}_ring_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be copied; grid, threads and shared memory
+// linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be copied; grid, threads and shared memory
 // as above.
-#define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
-  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
-  DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
+#define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
+  static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
+  DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
-  linear_w##BITS##_ring_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                        \
-    ring_product<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
+  linear_w##BITS##_pipeline_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                        \
+    pipelined_gemm<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
   }
-#define DRAFT_RINGS(BITS)                                                                                                                                      \
-  DRAFT_RING(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \
-  DRAFT_RING(BITS, 2, 4, 7, 4, 2, true, RING_ENTRY, 205008, 201424)
-DRAFT_RINGS(4)
-DRAFT_RINGS(8)
+#define DRAFT_PIPELINES(BITS)                                                                                                                                      \
+  DRAFT_PIPELINE(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \
+  DRAFT_PIPELINE(BITS, 2, 4, 7, 4, 2, true, PIPELINE_ENTRY, 205008, 201424)
+DRAFT_PIPELINES(4)
+DRAFT_PIPELINES(8)
 
 // linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2 min(tiles, SMs / 2), panels),
 // 640 threads, Wide::BYTES of shared memory.
@@ -79,7 +79,7 @@ DRAFT_RINGS(8)
   static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                                              \
   KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                                                                                      \
   linear_w##BITS##_wide_##N(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                         \
-    wide_product<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                                                                  \
+    wide_gemm<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                                                                  \
   }
 WIDE(4, 32, 4, 229672)
 WIDE(4, 64, 4, 229672)

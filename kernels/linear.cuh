@@ -115,32 +115,32 @@ constexpr int QUANT_BLOCK = 256 * BITS + 64;
 template <int BITS, int NT, int STAGES, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
   constexpr int BLOCK = QUANT_BLOCK<BITS>, PIECES = BLOCK / 16;
-  extern __shared__ __align__(128) uint8_t ring[];
+  extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;     // groups of this warp: warp, warp + 8, ...
-  const uint32_t slots = shared_address(ring) + warp * STAGES * BLOCK;
+  const uint32_t stages_at = shared_address(shared) + warp * STAGES * BLOCK;
   const uint64_t once = evict_first();
   grid_trigger();
-  int load_tile = blockIdx.x, load_group = 0, load_slot = 0;
+  int load_tile = blockIdx.x, load_group = 0, load_stage = 0;
   auto load = [&]() {
     if (mine > 0 && load_tile < tiles) {
       const uint8_t* at = w + ((size_t)load_tile * groups + load_group * LINEAR_WARPS + warp) * BLOCK;
-      const uint32_t to = slots + load_slot * BLOCK;
+      const uint32_t to = stages_at + load_stage * BLOCK;
 #pragma unroll
       for (int i = 0; i < PIECES; i += 32)
         if (i + lane < PIECES) copy16_once(to + (i + lane) * 16, at + (i + lane) * 16, once);
       if (++load_group == mine) load_group = 0, load_tile += gridDim.x;
     }
     copy_commit();
-    load_slot = load_slot + 1 == STAGES ? 0 : load_slot + 1;
+    load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) load();
   grid_wait();
   x += (size_t)blockIdx.y * NT * 8 * groups * 128, xs += (size_t)blockIdx.y * NT * 8 * groups, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
   const int pitch = groups * 128 + 64;                                     // a row's pieces and its neighbour's are in different banks
-  const uint32_t staged_x = shared_address(ring) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
+  const uint32_t staged_x = shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
   if (STAGED) {
     for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32) sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
     for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
@@ -149,7 +149,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
     }
     __syncthreads();
   }
-  int slot = 0;
+  int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float acc[NT][4];
 #pragma unroll
@@ -186,8 +186,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       load();
       copy_wait<STAGES - 1>();
       __syncwarp();
-      const uint32_t at = slots + slot * BLOCK;
-      slot = slot + 1 == STAGES ? 0 : slot + 1;
+      const uint32_t at = stages_at + stage * BLOCK;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
       int d[NT][4];
 #pragma unroll
       for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;      // 1.5 * 2^23: as a float the sum is exact
@@ -228,41 +228,41 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per SM, with one pipeline (`Ring`) for weights and one for x in shared memory, filled by bulk copies ----
+// ---- Hopper: a block per SM, with one pipeline (`Pipeline`) for weights and one for x in shared memory, filled by bulk copies ----
 // Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the previous GEMM has released the shared memory.
 // Memory thus stays busy during norms and other small kernels, whose blocks fit in the remaining registers. A second producer warp copies x once per
 // pass, i.e. for as many tiles as registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
 // weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
-// A piece is one warp's part of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
+// A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
 // of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile, or of two or four tiles if pieces are small. A warp
-// reads only its own part of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// reads only its own share of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block compete
-// with the end of the previous kernel, so fewer are allowed.
-constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
+// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
+// compete with the end of the previous kernel, so fewer are allowed.
+constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
-constexpr int RING_KEPT = 40, RING_TAKEN = 232, RING_ENTRY = 168;
-static_assert(4 * RING_KEPT + LINEAR_WARPS * RING_TAKEN <= (4 + LINEAR_WARPS) * RING_ENTRY);
+constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
+static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_WARPS) * PIPELINE_ENTRY);
 // Units of 16 x 8 outputs that are summed at a time.
-constexpr int RING_UNITS = 2;
+constexpr int PIPELINE_UNITS = 2;
 
 // NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
-// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
-// PAD: bytes between the rows of a chunk of x.
+// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing
+// warps. PAD: bytes between the rows of a chunk of x.
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
-struct Ring {
+struct Pipeline {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
   static constexpr int HALF = LINEAR_WARPS * PIECE, CHUNK = TILES * HALF;
   // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = LINEAR_WARPS * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
-  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [RING_UNITS][warp][8 rows][16], barriers.
-  static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + RING_UNITS * LINEAR_WARPS * 512;
+  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
+  static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
-  static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % RING_UNITS == 0);
-  static_assert(STAGES >= RING_AHEAD && RING_AHEAD >= RING_AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
+  static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
+  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= PIPELINE_AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
 };
 
 // Weights stored as [tile][piece].
@@ -277,13 +277,13 @@ struct Pieces {
   }
 };
 
-// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `ahead_first` chunks are in flight while the stages are
-// filled for the first time, then at most `ahead_later`.
+// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `most_first` chunks are in flight while the stages are
+// filled for the first time, then at most `most_later`.
 template <int TILES, int TOGETHER, class Weights>
-DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
+DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int most_first, int most_later) {
   constexpr int W = LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
-  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0, most = ahead_first;
+  int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
 #pragma unroll 1
   for (int first = 0; first < mine; first += TOGETHER)
 #pragma unroll 1
@@ -291,24 +291,24 @@ DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t emp
 #pragma unroll 1
       for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
         const int tiles = min(TILES, mine - t), count = min(W, pieces - k);
-        mbar_wait(empty + slot * 8, phase);
-        if (ahead < most) {
-          ahead++;
+        mbar_wait(empty + stage * 8, phase);
+        if (in_flight < most) {
+          in_flight++;
         } else {
-          mbar_wait(full + behind * 8, behind_phase);
-          if (++behind == stages) behind = 0, behind_phase ^= 1;
+          mbar_wait(full + oldest * 8, oldest_phase);
+          if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
         }
-        mbar_expect(full + slot * 8, tiles * count * Weights::PIECE);
+        mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
 #pragma unroll 1
-        for (int i = 0; i < tiles; i++) w.copy(slots + slot * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + slot * 8, once);
-        if (++slot == stages) slot = 0, phase ^= 1, most = ahead_later;
+        for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + stage * 8, once);
+        if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
       }
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block
 // copies every other row to both blocks; barriers `ready`: both blocks have released a stage.
 template <class R>
-DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
+DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
                      size_t pitch) {
   constexpr int W = LINEAR_WARPS;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
@@ -316,48 +316,48 @@ DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, ui
     if (R::CLUSTER > 1) bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
     else bulk_copy(to, from, bytes, bar);
   };
-  int slot = 0, phase = 1;
+  int stage = 0, phase = 1;
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++)
 #pragma unroll 1
     for (int k = 0; k < pieces; k += W) {
       const int here = min(W, pieces - k);
-      mbar_wait(empty + slot * 8, phase);
-      if (lane == 0) mbar_expect(full + slot * 8, here * (128 + R::SCALES) * rows);
+      mbar_wait(empty + stage * 8, phase);
+      if (lane == 0) mbar_expect(full + stage * 8, here * (128 + R::SCALES) * rows);
       __syncwarp();
       if (R::CLUSTER > 1) {
-        if (lane < R::CLUSTER) mbar_arrive_at(ready + slot * 8, lane);
-        mbar_wait(ready + slot * 8, phase ^ 1);
+        if (lane < R::CLUSTER) mbar_arrive_at(ready + stage * 8, lane);
+        mbar_wait(ready + stage * 8, phase ^ 1);
       }
 #pragma unroll 1
       for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-        const uint32_t to = slots + slot * R::X_CHUNK;
-        copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + slot * 8);
-        if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + slot * 8);
+        const uint32_t to = stages_at + stage * R::X_CHUNK;
+        copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + stage * 8);
+        if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + stage * 8);
       }
-      if (++slot == R::X_STAGES) slot = 0, phase ^= 1;
+      if (++stage == R::X_STAGES) stage = 0, phase ^= 1;
     }
 }
 
-// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` is what a warp does with its pieces of a chunk: `take` reads its inputs,
-// `load` its weights, `add` adds their products to the sums of TILES tiles; each returns bits of what it read (`slot_left`). READS_AGAIN: `add` reads
+// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs,
+// `load` its weights, `add` adds their products to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
 // x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply, class Weights>
-DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
+DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const uint32_t slots = shared_address(shared), x_slots = slots + R::X;
-  const uint32_t full = slots + R::BARRIERS, empty = full + R::STAGES * 8;
+  const uint32_t stages_at = shared_address(shared), x_stages_at = stages_at + R::X;
+  const uint32_t full = stages_at + R::BARRIERS, empty = full + R::STAGES * 8;
   const uint32_t x_full = empty + R::STAGES * 8, x_empty = x_full + R::X_STAGES * 8, x_ready = x_empty + R::X_STAGES * 8;
   // All blocks of a cluster make as many passes over x as its first block, which has the most tiles.
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
   const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
   grid_trigger();
   if (threadIdx.x == 0) {
-    mbar_init_ring(full, empty, R::STAGES, W * 32);
-    mbar_init_ring(x_full, x_empty, R::X_STAGES, W * 32);
+    mbar_init_stages(full, empty, R::STAGES, W * 32);
+    mbar_init_stages(x_full, x_empty, R::X_STAGES, W * 32);
     if (R::CLUSTER > 1)
       for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
     mbar_init_done();
@@ -368,19 +368,19 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
   rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
-    if (R::HAND_OVER) registers_give<RING_KEPT>();
-    if (threadIdx.x == W * 32) ring_fill<R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
+    if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
+    if (threadIdx.x == W * 32) fill_weights<R::TILES, T>(w, stages_at, full, empty, R::STAGES, pieces, mine, PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
     if (warp == W + 1) {
       grid_wait();
-      ring_fill_x<R>(x, scales, x_slots, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
+      fill_inputs<R>(x, scales, x_stages_at, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
     }
   } else {
-    if (R::HAND_OVER) registers_take<RING_TAKEN>();
+    if (R::HAND_OVER) registers_take<PIPELINE_TAKEN>();
     if (R::CLUSTER > 1) cluster_wait();
     grid_wait();
-    int slot = 0, phase = 0, x_slot = 0, x_phase = 0;
+    int stage = 0, phase = 0, x_stage = 0, x_phase = 0;
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
       const int first = pass * T, count = max(0, min(T, mine - first));
@@ -391,31 +391,31 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
         for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
 #pragma unroll 1
       for (int k = 0; k < pieces; k += W) {
-        const bool there = k + warp < pieces;
+        const bool has_piece = k + warp < pieces;
         Multiply multiply;
         // Missing rows hold stale data, in columns that are never stored; so does the missing second tile of a chunk.
-        const uint32_t x_at = x_slots + x_slot * R::X_CHUNK;
-        mbar_wait(x_full + x_slot * 8, x_phase);
+        const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
+        mbar_wait(x_full + x_stage * 8, x_phase);
         uint32_t seen = multiply.take(x_at, warp, lane);
-        if (!Multiply::READS_AGAIN) slot_left(x_empty + x_slot * 8, seen);
+        if (!Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
 #pragma unroll
         for (int i = 0; i < T; i += R::TILES)
           if (i < count) {
-            mbar_wait(full + slot * 8, phase);
-            slot_left(empty + slot * 8, multiply.load(slots + slot * R::CHUNK, warp, lane));
-            if (++slot == R::STAGES) slot = 0, phase ^= 1;
-            if (there) seen |= multiply.add(acc, i, x_at, warp, lane);
+            mbar_wait(full + stage * 8, phase);
+            release_stage(empty + stage * 8, multiply.load(stages_at + stage * R::CHUNK, warp, lane));
+            if (++stage == R::STAGES) stage = 0, phase ^= 1;
+            if (has_piece) seen |= multiply.add(acc, i, x_at, warp, lane);
           }
-        if (Multiply::READS_AGAIN) slot_left(x_empty + x_slot * 8, seen);
-        if (++x_slot == R::X_STAGES) x_slot = 0, x_phase ^= 1;
+        if (Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
+        if (++x_stage == R::X_STAGES) x_stage = 0, x_phase ^= 1;
       }
       // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs rotated by eight for odd c, to avoid bank conflicts.
 #pragma unroll
-      for (int unit = 0; unit < T * NT; unit += RING_UNITS)
+      for (int unit = 0; unit < T * NT; unit += PIPELINE_UNITS)
         if (unit / NT < count) {
           if (pass || unit) bar_sync(1, W * 32);                           // the previous sums have been read
 #pragma unroll
-          for (int u = 0; u < RING_UNITS; u++)
+          for (int u = 0; u < PIPELINE_UNITS; u++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
               sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] = acc[(unit + u) / NT][(unit + u) % NT][e];
@@ -434,7 +434,7 @@ DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales,
   }
   // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, chunk by chunk.
 }
-static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
+static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
 
 // `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
@@ -469,8 +469,8 @@ struct MultiplyFull {
   }
 };
 
-// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as `linear_quant`. With four
-// bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
+// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as
+// `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
   static constexpr bool READS_AGAIN = true;
@@ -528,9 +528,9 @@ struct MultiplyDraft {
 };
 
 template <int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using FullRing = Ring<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
+using FullPipeline = Pipeline<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using DraftRing = Ring<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
+using DraftPipeline = Pipeline<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif
 
 // f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints stored in f32, which are small.

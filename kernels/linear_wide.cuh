@@ -15,7 +15,9 @@
 #include "panel.cuh"
 
 constexpr int WIDE_GROUPS = 4, CLASSES = LINEAR_WARPS;
+constexpr int WIDE_THREADS = 640;
 static_assert(CLASSES == 2 * WIDE_GROUPS, "two blocks have one warpgroup per class");
+static_assert(WIDE_THREADS == (WIDE_GROUPS + 1) * 128, "one warpgroup loads");
 // Registers per thread: loading warps, multiplying warps, and at launch.
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
@@ -71,21 +73,21 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
 template <class S>
 DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles, int height) {
   const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3, of_class = cluster_rank() * WIDE_GROUPS + j;
-  const uint32_t ring = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
+  const uint32_t stages_at = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
   const int apart = gridDim.x / 2 * groups * S::PIECE;                      // bytes from one tile of the cluster to the next
   int mine = of_class < groups ? S::tiles_of_cluster(tiles) : 0;
   const uint8_t* of_tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * apart;
   const uint8_t* const input = lane ? xs : x;
   const int bytes = height * (lane ? 8 : 128), to = lane ? S::SCALES : 0;
   const uint64_t once = evict_first();
-  const auto weights = [&](int slot, int group) {
+  const auto weights = [&](int stage, int group) {
     const int tiles = min(S::TILES, mine);
-    if (lane == 0) mbar_expect(full + slot * 8, tiles * S::PIECE + height * 136);
+    if (lane == 0) mbar_expect(full + stage * 8, tiles * S::PIECE + height * 136);
     __syncwarp();
-    if (lane < tiles) bulk_copy(ring + slot * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE, full + slot * 8, once);
+    if (lane < tiles) bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE, full + stage * 8, once);
   };
-  const auto inputs = [&](int slot, int group) {
-    if (lane < 2) bulk_copy(ring + slot * S::STAGE + to, input + (size_t)group * bytes, bytes, full + slot * 8);
+  const auto inputs = [&](int stage, int group) {
+    if (lane < 2) bulk_copy(stages_at + stage * S::STAGE + to, input + (size_t)group * bytes, bytes, full + stage * 8);
   };
   int group = of_class;
   const auto advance = [&]() {
@@ -98,16 +100,16 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   grid_wait();
   int from = of_class;
 #pragma unroll 1
-  for (int slot = 0; slot < early; slot++) {
-    inputs(slot, from);
+  for (int stage = 0; stage < early; stage++) {
+    inputs(stage, from);
     if ((from += CLASSES) >= groups) from = of_class;
   }
-  int slot = 0, phase = 0;
+  int stage = 0, phase = 0;
 #pragma unroll 1
   while (mine > 0) {
-    mbar_wait(empty + slot * 8, phase);
-    weights(slot, group), inputs(slot, group), advance();
-    if (++slot == S::STAGES) slot = 0, phase ^= 1;
+    mbar_wait(empty + stage * 8, phase);
+    weights(stage, group), inputs(stage, group), advance();
+    if (++stage == S::STAGES) stage = 0, phase ^= 1;
   }
 }
 
@@ -139,7 +141,7 @@ struct WideCodes {
     for (int s = 0; s < 4; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 2 * s, s > 0);
     wgmma_commit();
   }
-  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was loaded (`slot_left`).
+  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was loaded (`release_stage`).
   template <int D>
   DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t scales, int c) const {
     constexpr int ONE_AND_A_HALF = 0x4b400000;                              // 1.5 * 2^23: read as a float the sum is exact
@@ -167,10 +169,10 @@ struct WideCodes {
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp >> 2, of_class = cluster_rank() * WIDE_GROUPS + j;
-  const uint32_t ring = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
+  const uint32_t stages_at = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
   const uint32_t tokens = base + S::TOKENS, sums_free = base + S::SUMS_FREE, sums = base + S::SUMS + (threadIdx.x & 127) * 16;
   const int mine = S::tiles_of_cluster(tiles);
-  int slot = 0, phase = 0, pass = 0;
+  int stage = 0, phase = 0, pass = 0;
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
@@ -182,8 +184,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       for (int e = 0; e < S::N / 2; e++) acc[i][e] = 0;
 #pragma unroll 1
     for (int group = of_class; group < groups; group += CLASSES) {
-      const uint32_t stage = ring + slot * S::STAGE, block = stage + S::WEIGHTS + (warp & 3) * S::PIECE;
-      mbar_wait(full + slot * 8, phase);
+      const uint32_t stage_at = stages_at + stage * S::STAGE, block = stage_at + S::WEIGHTS + (warp & 3) * S::PIECE;
+      mbar_wait(full + stage * 8, phase);
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
@@ -192,12 +194,12 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
           int d[S::N / 2];
           codes.load(block + i * 4 * S::PIECE, lane);
           wgmma_fence();
-          codes.multiply(d, desc_kmajor(stage));
+          codes.multiply(d, desc_kmajor(stage_at));
           wgmma_wait<0>();
-          seen |= codes.add(acc[i], d, stage + S::SCALES, c);
+          seen |= codes.add(acc[i], d, stage_at + S::SCALES, c);
         }
-      slot_left(empty + slot * 8, seen);
-      if (++slot == S::STAGES) slot = 0, phase ^= 1;
+      release_stage(empty + stage * 8, seen);
+      if (++stage == S::STAGES) stage = 0, phase ^= 1;
     }
     // ---- add the classes ----
     if (first > 0 || of_class > 0) {
@@ -252,12 +254,12 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 
 // y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
 template <class S>
-DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
+DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   grid_trigger();
   if (threadIdx.x == 0) {
-    mbar_init_ring(base + S::BARRIERS, base + S::BARRIERS + S::EMPTY, WIDE_GROUPS * S::STAGES, 128);
+    mbar_init_stages(base + S::BARRIERS, base + S::BARRIERS + S::EMPTY, WIDE_GROUPS * S::STAGES, 128);
     for (int j = 0; j < WIDE_GROUPS; j++) mbar_init(base + S::TOKENS + j * 8, cluster_rank() && j == 0 ? 1 : 128);
     mbar_init(base + S::SUMS_FREE, 4);
     mbar_init_done();

@@ -1,17 +1,10 @@
-// Attention that the last queries of a prompt pay to its pages (core::attend::page_masses); drafts of `Pages::Snap` choose pages by it.
+// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of `Pages::Snap` choose pages.
 #include "layout.cuh"
 #include "numbers.cuh"
 
 constexpr int BATCH = 32;          // queries that page_sums has in shared memory at a time
 constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
-// The largest value of a warp, in every lane.
-DEV float warp_largest(float x) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-constexpr float NOTHING = -1e30f;                       // logarithm of an empty sum, whose power of two is 0
 
 // page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) / sqrt(D), of query rows at
 // `position` ..; tokens after a row's position do not count.
@@ -20,7 +13,7 @@ constexpr float NOTHING = -1e30f;                       // logarithm of an empty
 //   grid (pages, kv heads), 128 threads: one per token of the page.
 template <int D>
 DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries, int kv_heads, int group, float scale) {
-  __shared__ float batch[BATCH][D], parts[BATCH][4];
+  __shared__ float batch[BATCH][D], by_warp[BATCH][4];
   const int token = blockIdx.x * PAGE + threadIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   uint4 key[D / 8] = {};
   if (token < position + rows) {
@@ -52,18 +45,18 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
         sum = __fmaf_rn(high.x, c.x, __fmaf_rn(high.y, c.y, __fmaf_rn(high.z, e.x, __fmaf_rn(high.w, e.y, sum))));
       }
       const bool seen = token <= position + (start + r) / group;
-      const float most = warp_largest(seen ? sum : NOTHING);
+      const float most = warp_max(seen ? sum : LOG_ZERO);
       const float total = warp_sum(seen ? exp2_fast(sum - most) : 0.f);
-      if (lane == 0) parts[r][warp] = total > 0 ? most + __log2f(total) : NOTHING;
+      if (lane == 0) by_warp[r][warp] = total > 0 ? most + __log2f(total) : LOG_ZERO;
     }
     __syncthreads();
     if (threadIdx.x < count) {
-      const float* part = parts[threadIdx.x];
-      const float most = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+      const float* sums_of_warps = by_warp[threadIdx.x];
+      const float most = fmaxf(fmaxf(sums_of_warps[0], sums_of_warps[1]), fmaxf(sums_of_warps[2], sums_of_warps[3]));
       float total = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) total += exp2_fast(part[i] - most);
-      sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] = most > NOTHING ? most + __log2f(total) : NOTHING;
+      for (int i = 0; i < 4; i++) total += exp2_fast(sums_of_warps[i] - most);
+      sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] = most > LOG_ZERO ? most + __log2f(total) : LOG_ZERO;
     }
   }
 }
@@ -76,17 +69,17 @@ PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is the
-// sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. grid (kv heads),
-// MASS_THREADS threads, dynamic shared memory: a float for each query from `first` on.
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is
+// the sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. Grid (kv heads),
+// block MASS_THREADS, dynamic shared memory: a float for each query from `first` on.
 KERNEL __launch_bounds__(MASS_THREADS) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* of_head = sums + ((size_t)blockIdx.x * queries + first) * pages;
   for (int r = warp; r < count; r += MASS_THREADS / 32) {
-    float most = NOTHING, total = 0;
+    float most = LOG_ZERO, total = 0;
     for (int page = lane; page < pages; page += 32) most = fmaxf(most, of_head[(size_t)r * pages + page]);
-    most = warp_largest(most);
+    most = warp_max(most);
     for (int page = lane; page < pages; page += 32) total += exp2_fast(of_head[(size_t)r * pages + page] - most);
     total = warp_sum(total);
     if (lane == 0) whole[r] = most + __log2f(total);

@@ -62,6 +62,9 @@ struct Gelu {
   DEV float operator()(float x) const { return gelu(x); }
 };
 
+// Logarithm of zero: of a masked score, and of the sum over no tokens. Finite, so that differences are not NaN.
+constexpr float LOG_ZERO = -1e30f;
+
 // Sum over the 32 lanes, in the same tree for every caller; every lane gets it.
 DEV float warp_sum(float x) {
 #pragma unroll
@@ -87,21 +90,25 @@ DEV uint32_t warp_min(uint32_t x) {
 #endif
 }
 DEV uint32_t warp_max(uint32_t x) { return ~warp_min(~x); }
-// Maximum of non-negative values, compared as integers.
+// Maximum of the 32 lanes' values, in every lane.
 DEV float warp_max(float x) {
-#ifdef QS_SM80
-  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
-#else
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   return x;
+}
+// The same for values that are not negative: compared as integers, by one instruction.
+DEV float warp_max_nonnegative(float x) {
+#ifdef QS_SM80
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
+#else
+  return warp_max(x);
 #endif
 }
 
 // 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|). quantspec_core::quantize divides by the scale
 // instead, so a code may differ by one; only drafts are affected. The zero point of a weight is multiplied by the sum of the codes, not of the
-// inputs. So y is exactly W times the rounded inputs, and their rounding errors are multiplied by weights, whose mean is near zero, instead of by
-// the weights' distances from the zero point.
+// inputs. So y is exactly W times the rounded inputs. Rounding errors are then multiplied by weights, whose mean is near zero, instead of by the
+// weights' distances from the zero point.
 struct Int8Group {
   uint32_t codes;                        // four, of this lane
   float scale, sum;                      // of the group; sum: scale times the sum of the codes
@@ -113,12 +120,12 @@ DEV int2 half_sums(uint32_t halves) {
   return make_int2(low, ((int)halves - low) >> 16);
 }
 DEV Int8Group int8_group(float4 v) {
-  const float most = warp_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  const float most = warp_max_nonnegative(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
   // With 1.5 * 2^23 added, the low byte of the float is the code.
   auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
   const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
-  // Both sums in one word: the upper one is shifted by 16 bits, and the lower one may borrow from it.
+  // Both sums in one word: the upper one is shifted by 16 bits, and a negative lower one borrows from it.
   const int of_lane = __dp4a((int)codes, 0x01010101, 0);
   const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
   const int2 sums = half_sums(halves);
@@ -139,11 +146,11 @@ DEV float block_sum(float x, float* scratch) {
 // (4 is FLAG_WEIGHTS of quantize.cu.) Kernels only set bits; the host reads and clears the flag when it synchronises.
 constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
 
-// Copies 16 bytes to shared memory, asynchronously (`copy_commit`), or stores zeros if not `there`.
-DEV void copy16_or_zero(uint32_t shared, const void* global, bool there) {
+// Copies 16 bytes to shared memory, asynchronously (`copy_commit`), or stores zeros if not `valid`.
+DEV void copy16_or_zero(uint32_t shared, const void* global, bool valid) {
 #ifdef QS_SM80
-  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(there ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 #else
-  sts128(shared, there ? ldg_plain(global) : make_uint4(0, 0, 0, 0));
+  sts128(shared, valid ? ldg_plain(global) : make_uint4(0, 0, 0, 0));
 #endif
 }

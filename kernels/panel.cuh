@@ -9,8 +9,8 @@
 constexpr int PANEL_ROWS = 64;
 // Rows a panel is padded to, if `rows` remain from its first row on.
 DEV int panel_height(int rows) { return min((rows + 7) / 8 * 8, PANEL_ROWS); }
-// Index of a row's group in the pairs {scale, sum}; times 128, byte offset of its codes.
-DEV size_t input_place(int row, int group, int groups, int panels) {
+// Index of a row's group among the pairs {scale, sum}; times 128, the byte offset of its codes.
+DEV size_t input_index(int row, int group, int groups, int panels) {
   if (!panels) return (size_t)row * groups + group;
   const int above = row / PANEL_ROWS * PANEL_ROWS;
   return (size_t)above * groups + (size_t)group * panel_height(panels - above) + row % PANEL_ROWS;

@@ -14,11 +14,11 @@ struct History {
   int length, prompt, unused;
 };
 // The host's update for a slot. 160 bytes.
-constexpr int MORE_MAX = 32;
+constexpr int COMMIT_TOKENS = 30;
 struct Commit {
   int slot, more;            // more: number of new tokens, the last of the text
   History history;           // including the new tokens
-  int tokens[MORE_MAX - 2];  // the new tokens, if they fit
+  int tokens[COMMIT_TOKENS]; // the new tokens, if they fit
 };
 static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
 
@@ -33,7 +33,7 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, 
   const int slot = commit.slot, more = commit.more, first = h.length - more;
   int* text = texts + (size_t)slot * text_pitch;
   for (int i = threadIdx.x; i < more; i += PENALTY_THREADS) {
-    if (more <= MORE_MAX - 2) text[first + i] = commit.tokens[i];
+    if (more <= COMMIT_TOKENS) text[first + i] = commit.tokens[i];
     uint32_t* count = counts + (size_t)slot * vocab + text[first + i];
     atomicOr(count, OCCURRED);
     if (first + i >= h.prompt) atomicAdd(count, 1u);
@@ -42,7 +42,7 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, 
 }
 
 // penalty_apply: repetition, frequency and presence.
-//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at place i + 1. Grid (ceil(vocab / 1024), rows), block 256.
+//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at index i + 1. Grid (ceil(vocab / 1024), rows), block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows, int window_pitch,
                                                         float* logits, int vocab) {
   __shared__ int drafted[WINDOW_MAX];

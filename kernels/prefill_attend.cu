@@ -2,7 +2,7 @@
 //
 // Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the numbers that
 // the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals. Sums are f32; O has the weights'
-// type. Keys run upward in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's place in its tile.
+// type. Keys run upward in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's position in its tile.
 //
 // LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped. Scores of hidden keys are minus
 // infinity: a tile of which a row sees nothing then leaves the row's sums as they are to the bit, before its first visible key, too.
@@ -13,13 +13,13 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant (MORE) in addition.
+// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant in addition (barriers, alignment).
 constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
 
 // Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees, so a finite number suffices.
 template <bool LOCAL>
 DEV float hidden_score() {
-  return LOCAL ? __uint_as_float(0xff800000) : -1e30f;
+  return LOCAL ? __uint_as_float(0xff800000) : LOG_ZERO;
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -31,17 +31,17 @@ namespace wgmma_attention {
 // computes exponentials, the tensor cores serve the other. S of tile j is issued before P V of tile j - 1 is awaited.
 enum { ROWS = 128, KEYS = 128, THREADS = 384, STAGES = 2 };
 
-// A tile: D / 64 parts of 64 channels, each 128 rows x 128 bytes, swizzled.
+// A tile: D / 64 slices of 64 channels, each 128 rows x 128 bytes, swizzled.
 template <int D>
 struct Tile {
-  static constexpr int PART = 128 * 128, PARTS = D / 64, BYTES = PART * PARTS;
+  static constexpr int SLICE = 128 * 128, SLICES = D / 64, BYTES = SLICE * SLICES;
 };
 
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}. Q and O
 // have n rows, K and V q0 + n; rows beyond read as zero and are masked.
 template <int D, bool LOCAL, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2, int reach) {
-  constexpr int BYTES = Tile<D>::BYTES, PART = Tile<D>::PART, PARTS = Tile<D>::PARTS;
+  constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE, SLICES = Tile<D>::SLICES;
   static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D && 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);  // barriers; room to align
   extern __shared__ char raw[];
   const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
@@ -63,7 +63,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       auto load = [&](uint32_t dst, const TensorMap* from, int row, int of_head, uint32_t bar) {
         mbar_expect(bar, BYTES);
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) tma_load(dst + i * PART, from, 64 * i, row, of_head, bar);
+        for (int i = 0; i < SLICES; i++) tma_load(dst + i * SLICE, from, 64 * i, row, of_head, bar);
       };
       load(q_at, Q, row0, head, q_full);
       for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1: the order of use
@@ -87,7 +87,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     const int unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
     const int shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
     const uint64_t q_desc = desc_kmajor(q_at + w * 64 * 128);
-    float s[64], o[D / 2], max0 = -1e30f, max1 = -1e30f, sum0 = 0, sum1 = 0;
+    float s[64], o[D / 2], max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
     uint32_t p[32];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0;
@@ -96,13 +96,13 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        const int at = (k >> 2) * (PART >> 4) + (k & 3) * 2;
+        const int at = (k >> 2) * (SLICE >> 4) + (k & 3) * 2;
         Wgmma<Half>::shared(s, q_desc + at, k_desc + at, k != 0);
       }
       wgmma_commit();
     };
     auto values = [&](int stage) {  // o += P V
-      const uint64_t v_desc = desc_nmajor(v_at + stage * BYTES, PART);
+      const uint64_t v_desc = desc_nmajor(v_at + stage * BYTES, SLICE);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
@@ -174,14 +174,14 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
       float* v = o + i * 8;
-      stmatrix4(q_at + (i >> 2) * PART + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4), T::pack(v[0] * f0, v[1] * f0),
+      stmatrix4(q_at + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4), T::pack(v[0] * f0, v[1] * f0),
                 T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0), T::pack(v[6] * f1, v[7] * f1));
     }
     fence_async();
     bar_sync(1 + w, 128);
     if ((threadIdx.x & 127) == 0) {
 #pragma unroll
-      for (int i = 0; i < PARTS; i++) tma_store(O, 64 * i, row0 + w * 64, head, q_at + i * PART + w * 64 * 128);
+      for (int i = 0; i < SLICES; i++) tma_store(O, 64 * i, row0 + w * 64, head, q_at + i * SLICE + w * 64 * 128);
       bulk_commit();
       bulk_wait_all();
     }
@@ -217,7 +217,7 @@ namespace mma_attention {
 enum { KEYS = 64, THREADS = 128 };
 
 template <int D>
-DEV uint32_t place(int row, int piece) {
+DEV uint32_t swizzled(int row, int piece) {
   return row * (2 * D) + ((piece ^ (row & 7)) << 4);
 }
 DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
@@ -240,7 +240,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
   auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
     for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
-      copy16_or_zero(dst + place<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8, first + i < end);
+      copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8, first + i < end);
     copy_commit();
   };
   const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
@@ -254,7 +254,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 #pragma unroll
   for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * BLOCKS; i++) top[i >> 1][i & 1] = -1e30f, sum[i >> 1][i & 1] = 0;
+  for (int i = 0; i < 2 * BLOCKS; i++) top[i >> 1][i & 1] = LOG_ZERO, sum[i >> 1][i & 1] = 0;
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
     load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
@@ -265,11 +265,11 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
     for (int k = 0; k < D / 16; k++) {
       uint32_t q[BLOCKS][4];
 #pragma unroll
-      for (int m = 0; m < BLOCKS; m++) ldmatrix4(q[m], q_at + place<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
+      for (int m = 0; m < BLOCKS; m++) ldmatrix4(q[m], q_at + swizzled<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         uint32_t b[4];
-        ldmatrix4(b, k_at + place<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+        ldmatrix4(b, k_at + swizzled<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) mma(s[m][2 * i], q[m], b[0], b[1]), mma(s[m][2 * i + 1], q[m], b[2], b[3]);
       }
@@ -310,7 +310,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 #pragma unroll
       for (int i = 0; i < D / 16; i++) {
         uint32_t b[4];
-        ldmatrix4_trans(b, v_at + place<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
+        ldmatrix4_trans(b, v_at + swizzled<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) mma(o[m][2 * i], p[m][k], b[0], b[1]), mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
       }

@@ -8,13 +8,13 @@
 //     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded with zeros. This equals TMA's
 //        128-byte swizzle, so tiles are wgmma operands as they are.
 //
-// Each output is summed over k in one fixed order, whatever M, the row's place and the tile's shape. So a row's bits depend on the row alone.
+// Each output is summed over k in one fixed order, whatever M, the row's position and the tile's shape. So a row's bits depend on the row alone.
 //
 //     Epilogues:
 //     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, rounded to the
-//               weights' type
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, in the weights'
+//               type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
@@ -23,7 +23,7 @@
 
 namespace wgmma_gemm {
 
-// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a part and multicasts it).
+// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a share and multicasts it).
 template <class T_, int COLUMNS_, int CONSUMERS_, int CLUSTER_, int STAGES_>
 struct Config {
   typedef T_ T;
@@ -55,7 +55,7 @@ DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   return {first + r % high, r / high};
 }
 
-// Where a warpgroup's accumulators belong in C, and where it puts blocks of 16-bit outputs or f32 sums for TMA.
+// Position of a warpgroup's accumulators in C, and shared memory for blocks of 16-bit outputs or f32 sums that TMA stores.
 struct Corner {
   int row;     // first of the warpgroup's 64 rows
   int column;  // first of its COLUMNS columns
@@ -218,7 +218,7 @@ struct Gated {
 // W {64, 16, K/64, N/16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle.
 template <class C, class Epilogue>
 DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, int group, const Epilogue& epilogue) {
-  constexpr int STAGES = C::STAGES, PART = C::W_BYTES / C::CLUSTER;
+  constexpr int STAGES = C::STAGES, SHARE = C::W_BYTES / C::CLUSTER;
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u, out = base + STAGES * C::STAGE_BYTES;
   const uint32_t full = out + C::CONSUMERS * C::OUT_BUFFERS * C::OUT_BYTES, empty = full + STAGES * 8;
@@ -240,9 +240,9 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
         const int row = at.row * C::TILE_ROWS + rank * C::ROWS, column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
         for (int kb = 0; kb < blocks; kb++) {
           mbar_wait(empty + 8 * s, phase ^ 1);
-          const uint32_t slot = base + s * C::STAGE_BYTES, w = slot + C::A_BYTES + rank * PART, bar = full + 8 * s;
+          const uint32_t stage = base + s * C::STAGE_BYTES, w = stage + C::A_BYTES + rank * SHARE, bar = full + 8 * s;
           mbar_expect(bar, C::STAGE_BYTES);
-          tma_load(slot, A, kb * C::BLOCK_K, row, bar);
+          tma_load(stage, A, kb * C::BLOCK_K, row, bar);
           if (C::CLUSTER > 1) tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
           else tma_load(w, W, 0, 0, kb, column / 16, bar);
           if (++s == STAGES) s = 0, phase ^= 1;
@@ -254,8 +254,8 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     const int lane = threadIdx.x & 31;
     int s = 0, phase = 0;
     Corner corner{0, 0, out + warpgroup * C::OUT_BUFFERS * C::OUT_BYTES, 1 + warpgroup, 0};
-    auto leave = [&](int slot) {
-      if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * slot, lane);
+    auto release = [&](int stage) {
+      if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * stage, lane);
     };
     float d[C::COLUMNS / 2];
     for (int t = first; t < tiles; t += hop) {
@@ -266,19 +266,19 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
       for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
       for (int kb = 0; kb < blocks; kb++) {
         mbar_wait(full + 8 * s, phase);
-        const uint32_t slot = base + s * C::STAGE_BYTES;
-        const uint64_t a = desc_kmajor(slot + warpgroup * 64 * 128), b = desc_kmajor(slot + C::A_BYTES);
+        const uint32_t stage = base + s * C::STAGE_BYTES;
+        const uint64_t a = desc_kmajor(stage + warpgroup * 64 * 128), b = desc_kmajor(stage + C::A_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) Wgmma<typename C::T>::shared(d, a + 2 * k, b + 2 * k, 1);
         wgmma_commit();
         wgmma_wait<1>();  // the previous block is complete, so its stage may be refilled
-        if (kb) leave(previous);
+        if (kb) release(previous);
         previous = s;
         if (++s == STAGES) s = 0, phase ^= 1;
       }
       wgmma_wait<0>();
-      leave(previous);
+      release(previous);
       corner.row = at.row * C::TILE_ROWS + rank * C::ROWS + warpgroup * 64;
       corner.column = at.column * C::COLUMNS;
       epilogue.template operator()<C>(d, corner);
@@ -356,7 +356,7 @@ enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4, THREADS = 128, TILE_
 static_assert(SHARED == MMA_SHARED);
 
 // A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece cover all banks.
-DEV uint32_t place(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
+DEV uint32_t swizzled(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
 
 DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
@@ -379,9 +379,9 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int row = load_row + 32 * i, a = row0 + row, w = column0 + row, j = (kb & 1) * 4 + piece;
-        copy16_or_zero(dst + place(row, piece), A + (size_t)min(a, M - 1) * pitch + kb * BLOCK_K + piece * 8, a < M);
+        copy16_or_zero(dst + swizzled(row, piece), A + (size_t)min(a, M - 1) * pitch + kb * BLOCK_K + piece * 8, a < M);
         const int wc = min(w, padded_n - 1);
-        copy16_or_zero(dst + TILE_BYTES + place(row, piece), W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
+        copy16_or_zero(dst + TILE_BYTES + swizzled(row, piece), W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
       }
     copy_commit();
   };
@@ -392,9 +392,9 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
   auto fetch = [&](int kb, int k) {
     const uint32_t a_at = base + kb % STAGES * 2 * TILE_BYTES, w_at = a_at + TILE_BYTES;
 #pragma unroll
-    for (int i = 0; i < 4; i++) ldmatrix4(a[k][i], a_at + place(wm + 16 * i + (lane & 15), 2 * k + (lane >> 4)));
+    for (int i = 0; i < 4; i++) ldmatrix4(a[k][i], a_at + swizzled(wm + 16 * i + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
-    for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + place(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+    for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + swizzled(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
   };
   auto gemm = [&](int k) {
 #pragma unroll

@@ -203,9 +203,9 @@ DEV void mma_u8s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
-  auto part = [](int& x, int& y, uint32_t a, uint32_t b) {
+  auto half = [](int& x, int& y, uint32_t a, uint32_t b) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};" : "+r"(x), "+r"(y) : "r"(a), "r"(b));
   };
-  part(d[0], d[1], a0, b0), part(d[0], d[1], a2, b1), part(d[2], d[3], a1, b0), part(d[2], d[3], a3, b1);
+  half(d[0], d[1], a0, b0), half(d[0], d[1], a2, b1), half(d[2], d[3], a1, b0), half(d[2], d[3], a3, b1);
 #endif
 }

@@ -53,11 +53,14 @@ struct Page {
   uint16_t* full;
 };
 
+// Dynamic shared memory of flush_* and store_* in bytes: PAGE_SHARED_CHANNEL D + PAGE_SHARED.
+constexpr int PAGE_SHARED_CHANNEL = 256, PAGE_SHARED = 4096;
+
 // One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D f16, `stride` elements apart.
-// Dynamic shared memory: 256 D + 4096 bytes.
 template <int D, bool VALUES>
-DEV void quantize_part(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
+DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
   constexpr int PITCH = D + 8;  // so that fragments are read without bank conflicts
+  static_assert(PAGE * PITCH * 2 + (VALUES ? PAGE : D) * 8 <= PAGE_SHARED_CHANNEL * D + PAGE_SHARED);
   extern __shared__ __align__(16) uint16_t tile[];
   float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
@@ -129,10 +132,10 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
           full ? full + block * (full_bytes(D) / 2) : nullptr};
 }
 
-// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
-//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: the rounding, 0
-//   paper, 1 balanced.
-//   Grid (heads, layers, 2: keys, values), block 256, dynamic shared memory 256 D + 4096.
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its index in the pools.
+//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 1 for
+//   rounding balanced, 0 for paper.
+//   Grid (heads, layers, 2: keys, values), block 256.
 template <int D>
 DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages, int slots, int slot, int page,
                int physical, int balanced, uint32_t* flag) {
@@ -141,13 +144,13 @@ DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, u
   grid_trigger();
   grid_wait();
   const Page to = page_at<D>(upper, lower, full, block);
-  if (blockIdx.z) quantize_part<D, true>(ring_v + from, D, to, balanced, flag);
-  else quantize_part<D, false>(ring_k + from, D, to, balanced, flag);
+  if (blockIdx.z) quantize_page<D, true>(ring_v + from, D, to, balanced, flag);
+  else quantize_page<D, false>(ring_k + from, D, to, balanced, flag);
 }
 
 // store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values). upper, lower, full:
-// the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
-// block 256, dynamic shared memory 256 D + 4096.
+// the layer's pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
+// block 256.
 template <int D>
 DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first, int balanced, uint32_t* flag) {
   const int head = blockIdx.x, page = first + blockIdx.y, heads = gridDim.x;
@@ -156,8 +159,8 @@ DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t
   grid_wait();
   const Page to = page_at<D>(upper, lower, full, (size_t)table[page] * heads + head);
   const uint16_t* from = scratch + (int64_t)page * PAGE * stride + head * D;
-  if (blockIdx.z) quantize_part<D, true>(from + heads * D, stride, to, balanced, flag);
-  else quantize_part<D, false>(from, stride, to, balanced, flag);
+  if (blockIdx.z) quantize_page<D, true>(from + heads * D, stride, to, balanced, flag);
+  else quantize_page<D, false>(from, stride, to, balanced, flag);
 }
 
 // keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings, for any number of heads and any width d
@@ -233,8 +236,8 @@ struct FromRows {
   }
 };
 
-// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes past
-// K are 0, as are scale and zero of rows past N.
+// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes
+// past K are 0, as are scale and zero of rows past N.
 //
 // `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c .. of a head, which RoPE rotates
 // together. `paired_row` gives the matrix row that output n stands for.
@@ -252,8 +255,8 @@ constexpr int SHRINKS = 3, FITS = 2;
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
-  float x[EACH], low, high;              // of the elements that are there
-  bool there[EACH], finite;
+  float x[EACH], low, high;              // low, high: of the elements inside the matrix
+  bool inside[EACH], finite;
   int count;
   // Of row n, from k0 on. `finite` is each lane's own.
   template <class T, class From>
@@ -263,9 +266,9 @@ struct Weights {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int k = k0 + i * 32 + lane;
-      there[i] = n < N && k < K;
-      x[i] = there[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
-      if (there[i]) finite &= is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+      inside[i] = n < N && k < K;
+      x[i] = inside[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
+      if (inside[i]) finite &= is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
     }
 #pragma unroll
     for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
@@ -288,7 +291,7 @@ DEV float squared_error(const Weights<EACH>& w, const Group& p) {
   for (int i = 0; i < EACH; i++) {
     const float code = trial_code(__fsub_rn(w.x[i], p.zero), inverse);
     const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, p.scale), p.zero));
-    sum = __fadd_rn(sum, w.there[i] ? __fmul_rn(error, error) : 0.f);
+    sum = __fadd_rn(sum, w.inside[i] ? __fmul_rn(error, error) : 0.f);
   }
   return sum_of_lanes(sum);
 }
@@ -300,7 +303,7 @@ DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   float codes = 0.f, squares = 0.f, values = 0.f, products = 0.f;
 #pragma unroll
   for (int i = 0; i < EACH; i++)
-    if (w.there[i]) {
+    if (w.inside[i]) {
       const float rest = __fsub_rn(w.x[i], p.zero), code = trial_code(rest, inverse);
       codes = __fadd_rn(codes, code), squares = __fadd_rn(squares, __fmul_rn(code, code));
       values = __fadd_rn(values, rest), products = __fadd_rn(products, __fmul_rn(code, rest));
@@ -361,7 +364,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
     if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, p);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const bool coded = w.there[i] && p.scale != 0.f;
+      const bool coded = w.inside[i] && p.scale != 0.f;
       codes[row][i * 32 + lane] = coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(w.x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
     }
     if (lane == 0) ((uint32_t*)(block + CODES))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
@@ -433,7 +436,7 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       uint32_t code = 8;
-      if (w.there[i] && p.scale != 0.f) {
+      if (w.inside[i] && p.scale != 0.f) {
         const float offset = __fsub_rn(w.x[i], p.zero);
         code = lower ? (uint32_t)((int)rintf(fminf(fmaxf(__fdiv_rn(offset, __fmul_rn(p.scale, 0.0625f)), -8.f), 247.f)) + 8)
                      : 16 * (uint32_t)rintf(fminf(fmaxf(__fdiv_rn(offset, p.scale), 0.f), 15.f)) + 8;

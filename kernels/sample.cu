@@ -1,6 +1,6 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}; a token uses word token mod 4.
+// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}. A token uses word token mod 4.
 // The choice of a row is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses are summed
 // in fixed point, so cuts do not depend on the order of threads.
 #include "layout.cuh"
@@ -17,11 +17,11 @@ struct Sampler {
   int accept, unused[3];
 };
 
-// The tokens of a row that the warpers keep: logit > bar, or logit == bar and id <= bar_id; and z >= ln min_p, with z = (logit - most) / temperature.
-// `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
+// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p, with
+// z = (logit - most) / temperature. `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
 struct Cut {
-  float most, bar;
-  int bar_id, unused;
+  float most, cutoff;
+  int cutoff_id, unused;
   double total;
 };
 
@@ -33,10 +33,13 @@ struct Turn {
 struct Verdict {
   int accepted, token;
 };
+// Sizes for the host, which allocates these and does not read them.
+constexpr int CUT_BYTES = 24, RACE_BYTES = 16;
+static_assert(sizeof(Cut) == CUT_BYTES);
 
 constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
-constexpr int SAMPLE_CHUNK = 2048;                       // tokens of a block that chooses
-constexpr int SAMPLE_THREADS = 256;               // of that block
+constexpr int SAMPLE_CHUNK = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
+constexpr int SAMPLE_VOCAB_MAX = 524287;                  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -71,7 +74,7 @@ constexpr float ESTIMATE_ERROR = 1e-3f;
 // The least z that min_p keeps.
 DEV float least_kept(const Sampler& s) { return s.min_p == 0.f ? minus_infinity() : logf(s.min_p); }
 DEV bool kept(const Cut& cut, float least, float logit, int id, float z) {
-  return ((logit > cut.bar) | ((logit == cut.bar) & (id <= cut.bar_id))) & (logit != minus_infinity()) & (z >= least);
+  return ((logit > cut.cutoff) | ((logit == cut.cutoff) & (id <= cut.cutoff_id))) & (logit != minus_infinity()) & (z >= least);
 }
 // Warped probability of a token.
 DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
@@ -156,41 +159,41 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units that let a vocabulary fit (`parts_unit`): independent of order
+    uint32_t fixed[BINS];  // sums of exp(z - top of the bin) in units that let a vocabulary fit (`fixed_unit`): independent of order
     double mass[BINS];     // sums of exp(z)
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
   uint32_t masses[LIST];  // their masses, in units of 2^-26 of the top of the bin
   uint32_t listed;       // tokens of that bin, more than LIST if they do not fit
-  int edge, bar_id;      // edge: the bin at the limit; bar, bar_id: those of the cut
-  float bar;
+  int edge, cutoff_id;      // edge: the bin at the limit; cutoff, cutoff_id: those of the cut
+  float cutoff;
   double before;         // weight of the bins before `edge`
 
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
   static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }
 
   // One over the unit: 2^14 for fewer than 2^18 tokens, 2^13 for fewer than 2^19.
-  static DEV float parts_unit(int vocab) { return vocab < 1 << 18 ? 16384.f : 8192.f; }
+  static DEV float fixed_unit(int vocab) { return vocab < 1 << 18 ? 16384.f : 8192.f; }
 
   // Counts where `counts`, masses where `masses`.
   DEV void fill(const Tokens& t, bool counts, bool masses) {
-    const float unit = parts_unit(t.vocab);
-    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = parts[i] = 0;
+    const float unit = fixed_unit(t.vocab);
+    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = fixed[i] = 0;
     __syncthreads();
     each_token(t.row, t.vocab, [&](int, float x) {
       if (x == minus_infinity()) return;
       const float z = t.depth(x);
       const int b = bin(z);
       if (counts) atomicAdd(&count[b], 1);
-      if (masses) atomicAdd(&parts[b], __float2uint_rn(inside(z, b) * unit));
+      if (masses) atomicAdd(&fixed[b], __float2uint_rn(inside(z, b) * unit));
     });
     __syncthreads();
     double m[BINS / 1024];
 #pragma unroll
     for (int i = 0; i < BINS / 1024; i++) {
       const int b = threadIdx.x + i * 1024;
-      m[i] = (double)parts[b] * (1. / unit) * exp(-b / (double)BINS_PER_NAT);
+      m[i] = (double)fixed[b] * (1. / unit) * exp(-b / (double)BINS_PER_NAT);
     }
     __syncthreads();
 #pragma unroll
@@ -249,8 +252,8 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^19 tokens. logits f32 [row][vocab] -> cuts [row]; their `total` only
-// for samplers of rejection. Grid (rows), block 1024.
+// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32 [row][vocab] -> cuts [row]; their
+// `total` only for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
@@ -282,8 +285,8 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
   }
   const Tokens t{row, vocab, most, s.temperature, fminf(1 / s.temperature, 1e30f), scratch};
   const bool cut_k = s.top_k > 0 && s.top_k < vocab, cut_p = s.top_p < 1.f;
-  float bar = minus_infinity();
-  int bar_id = 0x7fffffff, bin_k = BINS;
+  float cutoff = minus_infinity();
+  int cutoff_id = 0x7fffffff, bin_k = BINS;
   bool listed = false;
   if (cut_k || cut_p) h.fill(t, cut_k, cut_p);
   if (cut_k) {
@@ -295,19 +298,19 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
       if (i < n) {
         int greater = 0, equal = 0;
         for (int j = 0; j < n; j++) greater += h.list[j] > h.list[i], equal += h.list[j] == h.list[i];
-        if (greater < need && greater + equal >= need) h.bar = h.list[i];  // all writing threads store the same value
+        if (greater < need && greater + equal >= need) h.cutoff = h.list[i];  // all writing threads store the same value
       }
       __syncthreads();
-      bar = h.bar;
+      cutoff = h.cutoff;
     } else {
-      bar = unordered(t.reach(s.top_k, false));
+      cutoff = unordered(t.reach(s.top_k, false));
     }
   }
   if (cut_p) {
     if (cut_k) {  // tokens that top-k keeps
       double left = 0;
       if (listed) {
-        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? h.masses[threadIdx.x] : 0;
+        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= cutoff ? h.masses[threadIdx.x] : 0;
         sum = block_sum64(sum, scratch);
         left = (double)sum * (1 / 67108864.) * exp(-bin_k / (double)BINS_PER_NAT);
       }
@@ -318,7 +321,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
     if (!cut_k || listed) {
       h.find([&](int b) { return h.mass[b]; }, [&](double all) { return s.top_p * all; });
-      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its parts
+      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its fixed-point masses
         double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
         for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
         if (threadIdx.x == 0) h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
@@ -330,30 +333,30 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
     if (listed) {
       const int i = threadIdx.x, n = h.listed;
-      const bool in = i < n && h.list[i] >= bar;
-      const uint64_t mine = in ? h.masses[i] : 0, there = block_sum64(mine, scratch);
-      const uint64_t need = min(there, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
+      const bool in = i < n && h.list[i] >= cutoff;
+      const uint64_t mine = in ? h.masses[i] : 0, kept_mass = block_sum64(mine, scratch);
+      const uint64_t need = min(kept_mass, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
       uint64_t before = 0;
       if (in)
         for (int j = 0; j < n; j++) {
           const float x = h.list[j];
-          if (x >= bar && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
+          if (x >= cutoff && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
         }
       __syncthreads();
-      if (in && before < need && before + mine >= need) h.bar = h.list[i], h.bar_id = h.ids[i];
+      if (in && before < need && before + mine >= need) h.cutoff = h.list[i], h.cutoff_id = h.ids[i];
       __syncthreads();
-      bar = h.bar, bar_id = h.bar_id;
+      cutoff = h.cutoff, cutoff_id = h.cutoff_id;
     } else {
-      const uint32_t floor = ordered(bar);
+      const uint32_t floor = ordered(cutoff);
       const uint64_t total = t.above(floor, true), goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
       const uint32_t key = max(floor, t.reach(goal, true));
       const uint64_t before = t.above((uint64_t)key + 1, true), each = max(1ull, (unsigned long long)t.mass(unordered(key)));
       const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1, equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
-      bar = unordered(key);
-      if (need < equal) bar_id = t.nth(key, need);
+      cutoff = unordered(key);
+      if (need < equal) cutoff_id = t.nth(key, need);
     }
   }
-  Cut cut{most, bar, bar_id, 0, 1.0};
+  Cut cut{most, cutoff, cutoff_id, 0, 1.0};
   if (s.accept == REJECTION) cut.total = (double)t.sum([&](int id, float x) { return kept(cut, least_kept(s), x, id, t.z(x)) ? t.mass(x) : 0ull; }) / (double)MASS_UNIT;
   if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
@@ -363,7 +366,8 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
 // A candidate, comparable as one number: the larger score wins, then the lower id.
 DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) << 32 | (uint32_t)~id; }
 
-// A runner-up: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without noise. 0: none.
+// A runner-up as a number: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without
+// noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
 // The best candidate so far and the best runner-up.
 struct Race {
@@ -382,6 +386,8 @@ struct Race {
   }
 };
 
+static_assert(sizeof(Race) == RACE_BYTES);
+
 // sample_choose: the token after each row.
 //   logits f32 [row][vocab]; cuts [row], read if the sampler has a temperature; choices int32 [row].
 //   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's logit margin to the second-best
@@ -389,9 +395,9 @@ struct Race {
 //     [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the target's choice.
 //   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
 //
-// Every draft step waits for this kernel, whose code is then in no instruction cache. So the sampler's settings and noise, which do not depend on
-// earlier kernels, are in shared memory before the wait (ptxas would move register values after it). Double-precision logarithms are at a single
-// place, for tokens whose estimates allow them to be first or second of a warp.
+// Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and noise, which do not depend on
+// earlier kernels, are computed into shared memory before the wait (ptxas would move register values after it). Double-precision logarithms occur
+// once in the code, for tokens whose estimates allow them to be first or second of a warp.
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* margin, uint32_t* flag) {
@@ -424,7 +430,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? from[id_of(i)] : minus_infinity();
 #pragma unroll
   for (int i = 0; i < OWN; i++) scores[i][own] = x[i];
-  float bar = minus_infinity(), most = minus_infinity();                     // lower bounds of the two largest scores of the warp
+  float cutoff = minus_infinity(), most = minus_infinity();                     // lower bounds of the two largest scores of the warp
   uint32_t open = 0, out = 0;                                                // tokens that may be first or second; the best that is not kept
   bool bad = false;
 #pragma unroll 1
@@ -441,18 +447,18 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
       scores[i][own] = z, score = z + about[i][own], error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;       // scores far from zero have rounding errors above the estimate's
     }
     about[i][own] = score + error;
-    if (stays) open |= 1u << i, bar = fmaxf(bar, fminf(most, score - error)), most = fmaxf(most, score - error);
+    if (stays) open |= 1u << i, cutoff = fmaxf(cutoff, fminf(most, score - error)), most = fmaxf(most, score - error);
   }
 #pragma unroll 1
   for (int step = 16; step; step >>= 1) {
-    const float other = __shfl_xor_sync(~0u, most, step), second = __shfl_xor_sync(~0u, bar, step);
-    bar = fmaxf(fminf(most, other), fmaxf(bar, second)), most = fmaxf(most, other);
+    const float other = __shfl_xor_sync(~0u, most, step), second = __shfl_xor_sync(~0u, cutoff, step);
+    cutoff = fmaxf(fminf(most, other), fmaxf(cutoff, second)), most = fmaxf(most, other);
   }
   Race race = {0, out};
 #pragma unroll 1
   for (; open; open &= open - 1) {
     const int i = __ffs(open) - 1;
-    if (about[i][own] < bar) continue;
+    if (about[i][own] < cutoff) continue;
     const float z = scores[i][own];
     race.enter(candidate(greedy ? z : __fadd_rn(z, gumbel(unit(words[i][own]))), id_of(i)), 0);
   }
@@ -504,7 +510,7 @@ template <class Weight>
 DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* scores, int* ids, Weight weight) {
   double best = 0;
   int winner = -1;
-  float bar = 0;
+  float cutoff = 0;
   for (int id0 = threadIdx.x * 4; id0 < vocab; id0 += 4096) {
     const uint4 words = noise(s, position, stream, id0 / 4);
 #pragma unroll
@@ -513,9 +519,9 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
       const float w = weight(id0 + i);
       if (!(w > 0.f)) continue;
       const float u = unit(word_of(words, i));
-      if (w / -logf(u) * (1 + ESTIMATE_ERROR) < bar) continue;
+      if (w / -logf(u) * (1 + ESTIMATE_ERROR) < cutoff) continue;
       const double score = (double)w / -log((double)u);
-      if (score > best) best = score, winner = id0 + i, bar = (float)score;
+      if (score > best) best = score, winner = id0 + i, cutoff = (float)score;
     }
   }
   auto take = [&](double other, int id) {

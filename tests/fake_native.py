@@ -7,6 +7,7 @@ writes each stage it begins to the file FAKE_NATIVE_STAGES, one word per line: l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -35,6 +36,8 @@ class Script:
     memory_bytes: int = 10**12  # of the machine; one token of a sequence uses 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
     room_asked: int = 0  # calls of has_room
+    device: str = "cpu"  # that plans are for
+    capability: str = "9.0"  # compute capability of the GPU whose speed is predicted
 
     @classmethod
     def reset(cls) -> None:
@@ -52,6 +55,8 @@ class Script:
         cls.memory_bytes = settings.get("memory_bytes", 10**12)
         cls.engines = []
         cls.room_asked = 0
+        cls.device = "cpu"
+        cls.capability = "9.0"
 
 
 class NativeError(Exception):
@@ -60,6 +65,13 @@ class NativeError(Exception):
     def __init__(self, kind: str, message: str, hint: str) -> None:
         super().__init__(message)
         self.kind, self.message, self.hint = kind, message, hint
+
+
+class SignalWatch(contextlib.nullcontext[None]):
+    """Leaves signals to Python."""
+
+    def __init__(self, answers: object, temporary: object) -> None:
+        super().__init__()
 
 
 class Engine:
@@ -212,6 +224,8 @@ class Engine:
             "cache_full_bytes": 0,
             "prompt_cache_bytes": 0,
             "reused_tokens": 0,
+            "reserved_pages": 40,
+            "pool_waste": 0.025,
             "buffer_bytes": 500,
             "workspace_bytes": 500,
             "planned_bytes": self.info["planned_bytes"],
@@ -262,7 +276,7 @@ def kernels(
     return "cuda:0", "toy", 4e12, measured
 
 
-def model_info(path: str) -> dict[str, Any]:
+def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
     config = json.loads((Path(path) / "config.json").read_text())
     if not (Path(path) / "model.safetensors").exists():
         raise NativeError("model", f"{path} has no weights", "copy model.safetensors into it")
@@ -297,15 +311,36 @@ def plan(
     needed, available = 1000 * min(capacity * slots, pool_tokens or capacity * slots), Script.memory_bytes
     parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
     return {
-        "device": "cpu",
+        "device": Script.device,
         "weights": "checkpoint",
         "draft_precision": "none",
         "fits": capacity <= config["max_positions"] and needed <= available,
         "planned_bytes": needed,
         "available_bytes": available,
         "longest_context": min(config["max_positions"], available // (1000 * slots)),
+        "largest_batch": available // (1000 * capacity),
         **{f"{part}_bytes": 0 for part in parts},
     }
+
+
+def traffic(_model: str, position: int, *_arguments: Any, **_options: Any) -> dict[str, int]:
+    pages = {f"{plane}_page_bytes": 4096 for plane in ("upper", "lower", "full")}
+    return {
+        **pages,
+        "pages": position // 128,
+        "buffer_tokens": 0,
+        "token_bytes": 0,
+        "weights_bytes": 10**9,
+        "draft_weights_bytes": 10**9,
+    }
+
+
+def rates(_model: str, **_options: Any) -> dict[str, Any]:
+    return {"device_name": "toy", "read_gb_per_s": 100.0, "compute_capability": Script.capability}
+
+
+def open_device(_model: str, *, device: str) -> None:
+    """The toy's device needs no opening."""
 
 
 def _begun(stage: str) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pypdf
 import pytest
 from conftest import Child, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch, journal, mapreduce, sources
+from quantspec_cli import batch, batch_plan, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
 
@@ -135,7 +138,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
     assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "pipe", "long.txt"}
     assert "no regular file" in failed["pipe"]["message"]
-    assert "12 new ones make" in failed["long.txt"]["message"]
+    assert "+ 12); the context is" in failed["long.txt"]["message"]
     assert "the context is 600" in failed["long.txt"]["message"]
     assert failed["long.txt"]["exit_code"] == 3
     assert report["done"] == 6
@@ -154,7 +157,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
     tried = quantspec(*command, "--retry-failed")
     assert tried.code == 4
-    assert "failed  long.txt: long.txt has " in tried.stderr
+    assert "failed  long.txt: long.txt and its answer need " in tried.stderr
     assert "12 documents: 0 done, 6 failed, 6 done before" in tried.stderr
     (docs / "empty.txt").write_text("No longer empty.")
     assert quantspec(*command, "--json").json["done"] == 1
@@ -207,7 +210,54 @@ def test_neighbours_change_nothing(fake: Any, quantspec: Run, tmp_path: Path, pa
         assert (out / f"{number}.txt.md").read_text() == alone
 
 
-def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_the_next_prompt_is_there_when_an_answer_ends(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One document decodes at a time; while its answer is written, the next one is with the engine."""
+    second = threading.Event()
+    write, start, started = journal.Journal.write, engine.Engine.start, []
+
+    def starting(*arguments: Any, **options: Any) -> Any:
+        found = start(*arguments, **options)
+        started.append(found)
+        if len(started) == 2:
+            second.set()
+        return found
+
+    def writing(*arguments: Any) -> int:
+        assert second.wait(timeout=20)
+        return write(*arguments)
+
+    monkeypatch.setattr(engine.Engine, "start", starting)
+    monkeypatch.setattr(journal.Journal, "write", writing)
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--parallel", "1", "--json")
+    assert (outcome.code, outcome.json["done"]) == (0, 3)
+    assert (fake.engines[-1]["slots"], outcome.json["stats"]["batch_peak"]) == (1, 1)
+
+
+def test_one_document_is_read_at_a_time(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that run Python would keep the GIL from the scheduler's thread, the more of them, the longer."""
+    read, reading, most = batch.Reader.read, threading.Semaphore(1), []
+    intervals = {sys.getswitchinterval()}
+
+    def slow(reader: Any, job: Any) -> Any:
+        alone = reading.acquire(blocking=False)
+        most.append(alone)
+        intervals.add(sys.getswitchinterval())
+        time.sleep(0.05)
+        if alone:
+            reading.release()
+        return read(reader, job)
+
+    monkeypatch.setattr(batch.Reader, "read", slow)
+    assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 0
+    assert most == [True] * 6, "three are counted and then decoded"
+    assert sorted(intervals) == pytest.approx([0.0005, sys.getswitchinterval()])
+
+
+def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     def found(*arguments: str) -> list[str]:
         out = tmp_path / f"out{time.monotonic_ns()}"
         outcome = quantspec("batch", *arguments, "--out", str(out), "-n", "3", "--json")
@@ -243,14 +293,18 @@ def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: 
         ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
     ],
 )
-def test_bad_lists(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
+def test_a_malformed_line_of_a_list_is_one_error(
+    fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str
+) -> None:
     listed = tmp_path / "list.jsonl"
     listed.write_text(line)
     quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_usage(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_before_anything_is_written(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
     out = ["--out", str(tmp_path / "out")]
     quantspec("batch", *out).assert_error(2, "no document")
     quantspec("batch", str(docs)).assert_error(2, "--out")
@@ -392,7 +446,7 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     report = outcome.json
     assert not out.exists()
     assert fake.engines == []
-    assert (report["documents"], report["to_do"], report["refused"], report["predicted_s"]) == (4, 3, 1, None)
+    assert (report["documents"], report["to_do"], report["refused"]) == (4, 3, 1)
     assert report["prompt_tokens"] == sum(row["prompt_tokens"] or 0 for row in report["results"])
     longest = max(row["prompt_tokens"] or 0 for row in report["results"])
     assert report["context"] == longest + 12
@@ -400,11 +454,23 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     text = quantspec(*command).stdout
     assert "fail    empty.txt: empty.txt is empty" in text
     assert "4 documents: 3 to do, 1 would fail" in text
-    quantspec(*command[:-1])
+    # Before a first run, `quantspec plan` predicts the speed, if it knows the device.
+    assert (report["predicted_from"], report["predicted_s"] > 0) == ("plan", True)
+    assert "predicted as in `quantspec plan`" in text
+    fake.capability = "1.0"
+    unknown = quantspec(*command, "--json").json
+    assert (unknown["predicted_from"], unknown["predicted_s"]) == (None, None)
+    assert "no estimate before a first run" in quantspec(*command).stdout
+
+    stats = quantspec(*command[:-1], "--json").json["stats"]
     later = quantspec(*command, "--json").json
-    assert (later["to_do"], later["skipped"]) == (0, 3)
+    assert (later["to_do"], later["skipped"], later["predicted_s"]) == (0, 3, None)
     (docs / "more.txt").write_text("One more.")
-    assert quantspec(*command, "--json").json["predicted_s"] > 0
+    later = quantspec(*command, "--json").json
+    assert later["predicted_from"] == "run"
+    expected = later["prompt_tokens"] / stats["prefill_tokens_per_s"] + 12 / stats["decode_tokens_per_s"]
+    assert later["predicted_s"] == pytest.approx(expected)
+    assert "as measured in an earlier run" in quantspec(*command).stdout
 
 
 def test_memory_bounds_the_context_and_the_number_at_once(
@@ -496,6 +562,24 @@ def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tm
     tokens = [{line["document"]: line["tokens"] for line in found["results"]} for found in (report, again)]
     assert tokens[0] == tokens[1]
     assert again["done"] == 4
+
+
+def test_memory_decides_how_many_decode_together(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("word " * (100 + 10 * number))
+    command = ["batch", str(folder), "--out", str(tmp_path / "out"), "-n", "16", "--dry-run", "--json"]
+    assert quantspec(*command).json["parallel"] == 4
+    fake.device = "cuda:0"
+    assert quantspec(*command).json["parallel"] == 32
+    assert quantspec(*command, "--parallel", "7").json["parallel"] == 7
+    # Memory of the toy's slots is their pages alone: as many wait for pages as do not fit.
+    tokens = quantspec(*command).json["prompt_tokens"]
+    fake.memory_bytes = 1000 * 20 * (tokens // 40)
+    tight = quantspec(*command).json
+    assert 18 * (tokens // 40) < tight["pool"] <= 20 * (tokens // 40)
+    assert tight["fits"]
 
 
 def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:
@@ -592,8 +676,10 @@ def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs:
 def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
-    for name in ("first.txt", "deleted.txt", "emptied.txt", "changed.txt"):
-        (docs / name).write_text("It was a dark and stormy night. " * (5 if name == "first.txt" else 1))
+    # The second is read while the first decodes.
+    lengths = {"first.txt": 6, "second.txt": 5}
+    for name in (*lengths, "deleted.txt", "emptied.txt", "changed.txt", "shortened.txt", "cut.txt"):
+        (docs / name).write_text("Éventuellement, il pleut. " * lengths.get(name, 2))
     child = start(
         *("batch", str(docs), "--out", str(out), "-n", "20", "--parallel", "1", "--json"), script={"round_s": 0.05}
     )
@@ -601,15 +687,132 @@ def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path
     (docs / "deleted.txt").unlink()
     (docs / "emptied.txt").write_text("")
     (docs / "changed.txt").write_text("Now it is bright.")
+    os.truncate(docs / "shortened.txt", 20)
+    os.truncate(docs / "cut.txt", 28)  # inside a character
     report = json.loads(child.communicate(timeout=60)[0])
     assert child.returncode == 4
     errors = {result["document"]: result["error"] and result["error"]["message"] for result in report["results"]}
     assert errors == {
         "first.txt": None,
+        "second.txt": None,
         "deleted.txt": "deleted.txt does not exist",
         "emptied.txt": "emptied.txt is empty",
         "changed.txt": None,
+        "shortened.txt": None,
+        "cut.txt": "cut.txt is not UTF-8: byte 0xc3 at offset 27, line 1",
     }
+    # An answer names the text that it is for, and the next run finds nothing to do.
+    for result in report["results"]:
+        path = docs / result["document"]
+        assert not path.exists() or result["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_an_encrypted_pdf_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.encrypt("password", algorithm="AES-256")
+    writer.write(docs / "secret.pdf")
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    assert (outcome.code, outcome.json["done"]) == (4, 3)
+    (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
+    assert failed["document"] == "secret.pdf"
+    assert "encrypted" in failed["error"]["message"]
+    assert "password" in failed["error"]["hint"]
+
+
+@pytest.mark.parametrize("text", ["It was a dark and stormy night. ", "a", "\n"])
+def test_a_huge_document_fails_at_once_in_little_memory(
+    toy_command: list[str], docs: Path, tmp_path: Path, text: str
+) -> None:
+    """100 MB: prose, one word, and white space, which a check of the stripped text would miss."""
+    with (docs / "huge.txt").open("w") as file:
+        file.write((text * 1_000_000)[:1_000_000] * 99 + "x" * 1_000_000)
+    program = toy_command[-1].removesuffix("main()") + (
+        "import resource\n"
+        "try:\n    main()\n"
+        "finally:\n    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "-q", "--json"]
+    done = subprocess.run([*toy_command[:-1], program, *command], capture_output=True, timeout=60, check=False)
+    (failed,) = [result for result in json.loads(done.stdout)["results"] if result["status"] == "failed"]
+    assert done.returncode == 4
+    assert failed["error"]["message"] == (
+        "huge.txt has 100000000 characters and more than 131072 tokens; the context is 131072"
+    )
+    assert failed["sha256"] is not None
+    assert int(done.stderr) < 400_000, "kB; encoding takes 10 GB"
+
+
+def test_a_huge_document_is_counted_in_pieces(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapreduce, "COUNTED_CHARACTERS", 500)
+    (docs / "long.txt").write_text("word " * 1000)
+    encode, longest = tokenizer.Tokenizer.encode_all, []
+
+    def seen(self: Any, texts: Any, **options: Any) -> Any:
+        longest.extend(map(len, texts))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode_all", seen)
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--instruction", "Sum up.", "--dry-run"]
+    plain = {row["document"]: row["prompt_tokens"] for row in quantspec(*command, "--json").json["results"]}
+    assert max(longest) > 5000
+    longest.clear()
+    report = quantspec(*command, "--long", "map-reduce", "--json").json
+    assert max(longest) < 600
+    pieces = {row["document"]: row["prompt_tokens"] for row in report["results"]}
+    assert plain["long.txt"] < pieces.pop("long.txt") < 2 * plain.pop("long.txt")
+    assert pieces == plain
+
+
+def test_groups_of_documents_are_counted_as_each_alone(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (docs / "empty.txt").write_text("")
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--dry-run", "--json"]
+    together = quantspec(*command).json["results"]
+    monkeypatch.setattr(batch_plan, "GROUP_CHARACTERS", 0)
+    assert quantspec(*command).json["results"] == together
+    assert [row["document"] for row in together] == ["a.txt", "b.md", "deep/er/c.txt", "empty.txt"]
+    assert [row["error"] is None for row in together] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("size_kb", [120, 160, 240])
+def test_a_disk_that_is_really_full(toy_command: list[str], tmp_path: Path, size_kb: int) -> None:
+    """A small file system for OUT, then the same one with more space. Which file meets the end of the space depends on the
+    size.
+    """
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace: unshare -rm is refused")
+    docs, out, copy, calm = (tmp_path / name for name in ("docs", "out", "copy", "calm"))
+    for folder in (docs, out, copy):
+        folder.mkdir()
+    for number in range(40):
+        (docs / f"{number:02}.txt").write_text(f"Document {number}. " * (1 + number % 7))
+    command = [*toy_command, "batch", str(docs), "-n", "200", "--parallel", "3", "--json", "--out"]
+    script = (
+        f'mount -t tmpfs -o size={size_kb}k tmpfs {out} && "$@" > {copy}/full; echo $? > {copy}/code; '
+        f"cp {out}/results.jsonl {copy}; ls {out} > {copy}/names; "
+        f'mount -o remount,size=16m {out} && "$@" > {copy}/rest; cp -r {out} {copy}/out'
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", *command, str(out)], capture_output=True, timeout=60, check=False
+    )
+    full, rest = (json.loads((copy / name).read_text()) for name in ("full", "rest"))
+    assert (copy / "code").read_text() == "1\n", done.stderr
+    assert full["error"]["kind"] == "io", full["error"]
+    assert "full" in full["error"]["message"] or "no space left" in full["error"]["message"]
+    assert "run the command again: it resumes" in full["error"]["hint"]
+    written = lines(copy)
+    assert {line["document"] + ".md" for line in written} <= set((copy / "names").read_text().split())
+    assert 0 < full["done"] < 40
+    # The journal may have committed one row whose line found no space; the next run writes it.
+    assert rest["skipped"] - len(written) in {0, 1}
+    assert rest["done"] + rest["skipped"] == 40
+    subprocess.run([*command, str(calm)], capture_output=True, timeout=60, check=True)
+    assert answers(copy / "out") == answers(calm)
+    assert sorted(line["document"] for line in lines(copy / "out")) == [f"{number:02}.txt" for number in range(40)]
 
 
 def test_a_full_disk_ends_the_batch_and_the_next_run_goes_on(

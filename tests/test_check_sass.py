@@ -48,7 +48,7 @@ def listing(*body: str) -> str:
         (["LDGSTS.E.BYPASS.128 [R3+UR10], desc[UR11][R24.64] ;"], ["'LDGSTS.E.BYPASS.128 [R3+UR10"]),
     ],
 )
-def test_main_loops(check: ModuleType, body: list[str], wrong: list[str]) -> None:
+def test_violations_in_a_main_loop_are_found(check: ModuleType, body: list[str], wrong: list[str]) -> None:
     (kernel,) = check.kernels(listing(*body))
     assert len(kernel.main_loops) == 1
     found = check.violations(kernel, "sm_90a")
@@ -147,7 +147,7 @@ def test_a_jump_into_the_middle_of_a_loop_hides_nothing(check: ModuleType) -> No
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_spills_that_are_allowed(check: ModuleType, more: int) -> None:
+def test_allowed_spills_pass_and_one_more_does_not(check: ModuleType, more: int) -> None:
     for (name, architecture), spills in check.SPILLS.items():
         (kernel,) = check.kernels(listing(*[SPILL] * (spills + more)).replace("some_kernel", name))
         assert (

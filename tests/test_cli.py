@@ -123,7 +123,7 @@ WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length
         (["-n", "1"], WITHOUT_ROUNDS | WITHOUT_DRAFTS),
     ],
 )
-def test_null_fields_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
+def test_fields_without_a_value_are_null(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
     stats = quantspec("run", "--text", "x", *flags, "--json", "--device", "cpu").json["stats"]
     # Only Linux reports the peak.
     assert {name for name, value in stats.items() if value is None} - {"peak_bytes"} == nulls
@@ -442,7 +442,7 @@ def test_quiet_prints_nothing_but_the_answer(fake: Any, quantspec: Run) -> None:
     assert quantspec(*loud, "-q").stderr == ""
 
 
-def test_doctor(fake: Any, quantspec: Run) -> None:
+def test_doctor_reports_machine_folders_and_kernels(fake: Any, quantspec: Run) -> None:
     report = quantspec("doctor", "--json").json
     assert report.keys() >= {"quantspec", "python", "cpu", "gpu", "memory_bytes", "model_cache", "kernels"}
     assert report["cpu"].keys() == {"name", "threads", "simd", "simd_reason", "read_gb_per_s"}

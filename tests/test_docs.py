@@ -40,22 +40,31 @@ def test_the_page_of_benchmarks_is_its_rendering() -> None:
 
 
 def test_the_table_of_the_readme_is_its_json() -> None:
-    torch = (ROOT / "benchmarks/results/h200-wide7-torch.jsonl").read_text().splitlines()
+    cases = json.loads((ROOT / "benchmarks/results/llama_cpp.json").read_text())["cases"]
+    want = [
+        [case["weights"], f"{depth:,}"]
+        + [f"{row['tokens_per_s']:.0f}" for row in case["rows"] if row["depth"] == depth]
+        for case in cases
+        if case["file"].startswith("SmolLM2")
+        for depth in sorted({row["depth"] for row in case["rows"]})
+    ]
+    lines = re.findall(r"^\| (int\d \|.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [line.split(" | ") for line in lines] == want
+
+
+def test_speedups_of_the_readme_are_those_of_the_json() -> None:
+    """First against plain decoding with the same cache, then with an FP16 cache, both from the shortest context on."""
     rows = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
-    lines = re.findall(r"^\| (\d+)k \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ms = {(row["method"], row["kv_target"], row["draft_pages"], row["n_depth"]): row["ms_per_token"] for row in rows}
     depths = sorted({row["n_depth"] for row in rows})
-    assert len(lines) == len(depths)
-    for (context, cells), depth, baseline in zip(lines, depths, torch, strict=True):
-        assert round(depth / 1024) in (int(context), int(context) - 1)
-        plain, *others = (row["ms_per_token"] for row in rows if row["n_depth"] == depth)
-        int8, *drafted = others
-        want = [
-            f"{json.loads(baseline)['ms']:.2f}",
-            f"{plain:.2f}",
-            f"{int8:.2f}",
-            *(f"{ms:.2f} ({plain / ms:.2f}×)" for ms in drafted),
-        ]
-        assert [cell.strip() for cell in cells.split("|")] == want
+    speedups = [
+        f"{ms['ar', plain, 'all', depth] / ms['quantspec', 'int8', 64, depth]:.2f}"
+        for plain in ("int8", "fp16")
+        for depth in depths
+    ]
+    page = (ROOT / "README.md").read_text()
+    assert re.findall(r"([\d.]+)×", page) == speedups
+    assert f"up to {float(speedups[len(depths) - 1]):.1f} times faster" in page
 
 
 def test_code_that_a_design_page_names_exists() -> None:

@@ -90,6 +90,18 @@ def test_a_driver_that_works_is_used(driver: Driver) -> None:
         assert report["held"] == 0
 
 
+def test_a_batch_opens_the_device_for_its_plans_and_for_its_engine(driver: Driver, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(5):
+        (folder / f"{number}.txt").write_text(DOCUMENT.read_text()[: 2000 * (number + 1)])
+    outcome = driver("batch", str(folder), "--out", str(tmp_path / "out"), "-n", "4", "--device", "cuda", "--json")
+    assert (outcome.code, outcome.json["done"]) == (0, 5)
+    report = driver.report()
+    assert report["cuDevicePrimaryCtxRetain"] == 2
+    assert report["held"] == 0
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -298,7 +310,7 @@ def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("waits", "letter"), [(5, "w"), (35, "w"), (50, "g")])
 def test_ctrl_c_ends_work_on_a_gpu(driver: Driver, waits: int, letter: str) -> None:
-    """After this many waits, of which the model and the prompt take 80 and the tokens 400."""
+    """After this many delayed waits: "w" before the first graph launch (80 in all), "g" after it (400)."""
     report = driver.folder / "report"
     report.write_text("")
     command = [sys.executable, "-m", "quantspec_cli", *COUNTED, "-n", "400", "--json"]

@@ -581,7 +581,7 @@ def test_a_request_that_does_not_fit_names_one_that_does(engine: Engine) -> None
         Engine.load(context=200_000)
 
 
-def test_the_context_of_an_engine(fake: Any, tmp_path: Path) -> None:
+def test_the_default_context_is_the_models_up_to_32768(fake: Any, tmp_path: Path) -> None:
     assert Engine.load().context == 32_768
     assert Engine.load(copy_demo(tmp_path / "m", max_position_embeddings=512)).context == 512
     assert fake.engines[-1]["capacity"] == 512

@@ -23,8 +23,15 @@ from quantspec_cli import eval as evaluation
 from quantspec_cli import hub
 from quantspec_cli.bench import grid
 from quantspec_cli.model import Model
+from quantspec_cli.options import COMBINED, METHODS
 from quantspec_cli.tokenizer import Tokenizer
 
+# Methods of `eval`: networks that draft for themselves.
+NETWORKS = [
+    name
+    for name, method in METHODS.items()
+    if method.draft_view and not (method.chooses or method.draft_model or name in COMBINED)
+]
 # Three pages and a piece: from position 256 on, queries read quantised pages.
 TOKENS = 400
 
@@ -106,9 +113,9 @@ def test_ablations_agree_with_numpy() -> None:
         assert scores["drafts"]["kv4"]["acceptance"] == pytest.approx(acceptance, abs=2e-4), cache
         # Targets with an FP16 cache do not depend on its groups.
         assert targets["fp16"] == engine["targets"]["fp16"]
-        # Groups of the cache change what weights alone cost by its error only.
+        # The draft w4 reads the target's cache, whose groups affect its score by rounding only.
         assert scores["drafts"]["w4"]["acceptance"] == pytest.approx(engine["drafts"]["w4"]["acceptance"], abs=1e-3)
-    # The engine's own groups are an ablation that changes nothing but f16 rounding.
+    # An ablation with the engine's own groups differs by f16 rounding only.
     assert own == llama_numpy.OWN
     for name in ("int8", "int4"):
         assert ablated[0]["targets"][name]["nll"] == pytest.approx(engine["targets"][name]["nll"], abs=2e-4)
@@ -120,10 +127,10 @@ def test_ablations_agree_with_numpy() -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window", "snapkv"]
+    assert list(drafts) == NETWORKS
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
-    # Nothing was read as a prompt whose end could choose.
+    # Without a prompt there is no choice of pages.
     assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
@@ -152,7 +159,7 @@ def test_scores_are_the_same_for_every_thread_count(scores: dict[str, Any]) -> N
     )
 
 
-def test_the_document(quantspec: Callable[..., Any]) -> None:
+def test_json_has_the_contracts_fields(quantspec: Callable[..., Any]) -> None:
     outcome = quantspec("eval", "--tokens", "80", "--json")
     assert outcome.code == 0, outcome
     found = outcome.json
@@ -205,14 +212,14 @@ def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[...,
     assert out.read_text(encoding="utf-8") == quantspec(*command).stdout
 
 
-def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "qspec", "window", "snapkv"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", *NETWORKS),
     ]
 
 
@@ -245,7 +252,9 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--model", "/no/such/model"], 1, ("/no/such/model",)),
     ],
 )
-def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
+def test_bad_input_is_one_error_with_its_exit_code(
+    quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]
+) -> None:
     quantspec("eval", *arguments).assert_error(code, *words)
 
 

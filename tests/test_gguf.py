@@ -228,7 +228,7 @@ def test_drafts_are_kept_and_found_again(quantspec: Run, tmp_path: Path, f16: Pa
     assert (kept.stat().st_mtime_ns, kept.read_bytes()) == known
 
 
-def test_the_demos_tokenizer_and_template(tmp_path: Path, f16: Path) -> None:
+def test_tokenizer_and_template_of_a_file_are_the_demos(tmp_path: Path, f16: Path) -> None:
     theirs, ours = Tokenizer(DEMO, 8192), Tokenizer(f16, 8192)
     for text in [TEXT, "", "<s> twice", *(TEXT[at:] for at in range(0, 90, 7))]:
         ids = ours.encode(text)
@@ -307,7 +307,7 @@ def small() -> Inner:
     return inner
 
 
-def test_a_sentencepiece_tokenizer(tmp_path: Path, small: Inner) -> None:
+def test_a_sentencepiece_tokenizer_has_the_ids_of_the_library(tmp_path: Path, small: Inner) -> None:
     tokenizer = Tokenizer(sentencepiece(tmp_path, small), small.get_vocab_size())
     for text in ["hello world", " hello  hello", "é 世界", "<s>hello</s>", ""]:
         expected = small.encode(text).ids
@@ -423,7 +423,7 @@ def test_files_that_cannot_be_used(quantspec: Run, tmp_path: Path, f16: Path) ->
     quantspec("run", "-m", str(bad), "--text", "x").assert_error(1, "viking", "supported are")
 
 
-def test_names_of_models_and_their_parts() -> None:
+def test_a_split_model_is_named_by_its_first_part() -> None:
     names = ["b-Q8_0.gguf", "README.md", "a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf", "mmproj-x.gguf"]
     assert models([*names, "x-imatrix.gguf"]) == ["a/x-00001-of-00002.gguf", "b-Q8_0.gguf"]
     assert parts("a/x-00001-of-00002.gguf") == ["a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf"]

@@ -56,7 +56,7 @@ def test_thinking_is_off_by_default_and_noted_once(thinker: str, quantspec: Run)
     assert (result["text"], result["thinking"]) == ("<think>\nHm, well.\n</think>\n\nYes.", None)
 
 
-def test_a_model_that_always_thinks(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+def test_a_model_that_always_thinks_gets_room_and_has_no_switch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     fake.answer = [*ids_of("Hm.\n</think>\n\nYes."), 2]
     model = chat_model(tmp_path / "m", ALWAYS)
     (result,) = quantspec("run", "-m", model, *ASK, "--json").json["results"]
@@ -210,7 +210,7 @@ def test_messages_and_arguments_that_cannot_be_used(fake: Any, tmp_path: Path) -
             model.prompt("D", instruction="I", template_args=arguments)  # type: ignore[arg-type]
 
 
-def test_thinking_from_python(thinker: str) -> None:
+def test_thinking_is_an_argument_of_the_template_in_python(thinker: str) -> None:
     engine = Engine.load(thinker, context=200)
     prompt = engine.model.prompt(messages=[USER], template_args={"enable_thinking": True})
     answer = engine.generate(prompt, max_new_tokens=99)
@@ -343,7 +343,7 @@ def test_small_models_that_recommend_nothing_are_penalised(
 
     model, ask = chat_model(tmp_path / "m", TURNS), ["--instruction", "I"]
     assert penalties(*ask, model=model) == [1.05, 0.4, 0, 0, 0]
-    said = "recommends no sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 is none\n"
+    said = "sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 turns them off\n"
     assert said in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
     assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.4, 0, 0, 0.5]
     # An explicit penalty turns the default ones off.
@@ -367,7 +367,7 @@ def test_small_models_that_recommend_nothing_are_penalised(
     assert penalties(*ask, model=chat_model(tmp_path / "o", TURNS, {"repetition_penalty": 1.2}))[:2] == [1.2, 0]
 
 
-def test_the_weights_of_a_model() -> None:
+def test_the_number_of_weights_is_that_of_smollm2() -> None:
     # SmolLM2-135M: 134.5 million, 0.03 of them norms.
     shape = {
         "vocab": 49152,
@@ -381,7 +381,7 @@ def test_the_weights_of_a_model() -> None:
     assert instruct._weights(shape) == 134_479_872
 
 
-def test_room_for_an_answer(fake: Any, thinker: str, quantspec: Run) -> None:
+def test_the_default_length_depends_on_template_and_thinking(fake: Any, thinker: str, quantspec: Run) -> None:
     def room(*flags: str) -> int:
         (result,) = quantspec("run", *flags, "--json").json["results"]
         return int(fake.engines[-1]["capacity"]) - int(result["prompt_tokens"])
@@ -400,7 +400,7 @@ def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tm
     assert [answer["new_tokens"] for answer in answers] == [left, left]
     # An explicit length is never reduced.
     quantspec(*command, "-n", str(left + 1)).assert_error(3, "context is 64")
-    quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "and 1 new ones make")
+    quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "+ 1); the context is")
 
 
 def test_a_repeating_answer_is_noted() -> None:

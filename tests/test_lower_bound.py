@@ -179,4 +179,5 @@ def test_a_tokenizer_without_a_bound_goes_by_its_longest_token(tmp_path: Path) -
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path, 3)
     assert tokenizer.longest_token_bytes == len(" <unk>")
-    assert tokenizer.least_tokens("one two " * 300, 1) == 100
+    assert tokenizer.least_tokens("one two " * 300, 1) == 99
+    assert tokenizer.least_tokens(" " * 10_000 + "one", 1) == 0, "white space around a text may have no tokens"

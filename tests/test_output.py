@@ -430,7 +430,7 @@ def test_signals_are_held_back_from_a_finished_document_on(monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt) if ends else nullcontext():
             came._arrived(signal.SIGTERM, None)
         now[0] += 0.1
-        came._arrived(signal.SIGTERM, None)  # the echo of the first
+        came._arrived(signal.SIGTERM, None)  # a repeat of the one before
         now[0] += 1
         with pytest.raises(KeyboardInterrupt):
             came._arrived(signal.SIGTERM, None)

@@ -42,7 +42,7 @@ def described(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
-def test_the_document(quantspec: Run, tmp_path: Path) -> None:
+def test_json_has_the_contracts_fields_and_finite_numbers(quantspec: Run, tmp_path: Path) -> None:
     outcome = quantspec(
         "plan", "-m", described(tmp_path / "m"), "-c", "900", "--batch", "2", "--device", "cpu", "--json"
     )
@@ -145,7 +145,7 @@ def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> N
     assert len(outcome.stderr.splitlines()) == 2
 
 
-def test_a_context_beyond_the_models(quantspec: Run) -> None:
+def test_a_context_beyond_the_models_is_exit_3_with_the_longest(quantspec: Run) -> None:
     most = _native.model_info(str(DEMO))["max_positions"]
     outcome = quantspec("plan", "-c", str(most + 1), "--device", "cpu", "--json")
     assert outcome.code == 3, outcome
@@ -159,7 +159,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     def plan(slots: int) -> dict[str, Any]:
         return _native.plan(path, capacity=tokens, slots=slots, device="cpu", described=True)
 
-    # At one moment: other processes allocate and free memory meanwhile.
+    # One plan has both numbers, because other processes allocate and free memory.
     now = plan(1)
     available = now["available_bytes"] - (now["planned_bytes"] - sum(parts(now).values()))
     largest = now["largest_batch"]
@@ -178,7 +178,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
         (("--kv-target", "int2"), "int2"),
     ],
 )
-def test_nonsense_is_refused(quantspec: Run, flags: tuple[str, str], words: str) -> None:
+def test_values_out_of_range_are_usage_errors(quantspec: Run, flags: tuple[str, str], words: str) -> None:
     quantspec("plan", *flags).assert_error(2, words)
 
 
@@ -272,14 +272,14 @@ def test_a_step_is_its_bytes_over_the_bandwidth() -> None:
     assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
 
 
-def test_pages_that_a_draft_reads() -> None:
+def test_a_draft_step_reads_the_methods_weights_and_view() -> None:
     def read(method: str) -> float:
         return sum(one.bytes for one in predict.draft_step(machine(), LOAD, method, "int8", batch=1))
 
     assert (read("quantspec"), read("kv4"), read("w4")) == (2e9, 9e9, 3e9)
 
 
-def test_rounds_by_hand() -> None:
+def test_the_predicted_speed_is_the_best_gamma_by_hand() -> None:
     # γ = 1: a draft of 2 s and a verification of 10 s yield 1 + α tokens.
     found = predict.speed(machine(), LOAD, "quantspec", "int8", batch=1, acceptance=0.5)
     by_hand = {gamma: sum(0.5**i for i in range(gamma + 1)) / (2 * gamma + 10 + predict.ROUND_S) for gamma in range(13)}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Child, rest_of
+from conftest import DEMO, Child, rest_of
 
 Start = Callable[..., Child]
 
@@ -217,6 +217,94 @@ def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str)
         return seconds
 
     promptly(attempt)
+
+
+LARGE = """
+import pathlib, sys, time
+from quantspec_cli import files, tokenizer
+
+stages, read, load = pathlib.Path(sys.argv.pop(1)), files.read, tokenizer._load
+
+def announced(path):
+    raw = read(path)
+    if path.name == "tokenizer.json":
+        stages.write_text("parses")
+    return raw
+
+def timed(directory):
+    started = time.monotonic()
+    inner = load(directory)
+    stages.write_text(str(time.monotonic() - started))
+    return inner
+
+files.read, tokenizer._load = announced, timed
+from quantspec_cli.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with a tokenizer of 300,000 tokens."""
+    folder = tmp_path_factory.mktemp("large")
+    for file in DEMO.iterdir():
+        if file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    # Every text of up to four of these letters, as a merge of its beginning and its last letter.
+    letters = "abcdefghijklmnopqrstuvw"
+    tokens, merges = list(letters), []
+    for token in tokens:
+        if len(token) < 4:
+            tokens += [token + letter for letter in letters]
+            merges += [f"{token} {letter}" for letter in letters]
+    model = {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}, "merges": merges}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "by", "arguments"),
+    [
+        (signal.SIGINT, "", ["run", "--text", "x", "--output"]),
+        (signal.SIGTERM, " by SIGTERM", ["bench", "--json", "--output"]),
+    ],
+)
+def test_a_signal_does_not_wait_for_a_large_tokenizer(
+    large: Path, tmp_path: Path, number: int, by: str, arguments: list[str]
+) -> None:
+    """Python runs no handler while the tokenizer package parses."""
+    stages, folder = tmp_path / "stages", tmp_path / "outputs"
+    folder.mkdir()
+
+    def begin(out: Path) -> subprocess.Popen[bytes]:
+        stages.unlink(missing_ok=True)
+        command = [sys.executable, "-c", LARGE, str(stages), *arguments, str(out), "-m", str(large)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while not stages.exists() or not stages.read_text():
+            assert child.poll() is None
+            time.sleep(0.002)
+        return child
+
+    shares: list[float] = []
+    # Repeated, so that a busy machine does not fail the test.
+    while len(shares) < 3 and min(shares, default=1) >= 0.3:
+        with begin(tmp_path / "out") as undisturbed:
+            while stages.read_text() in {"", "parses"}:
+                time.sleep(0.01)
+            undisturbed.kill()
+        parsing_s = float(stages.read_text())
+        child = begin(folder / "out")
+        seconds, printed, err = end(child, number)
+        assert stages.read_text() == "parses"
+        assert (child.returncode, err) == (
+            128 + number,
+            f"error: interrupted{by}\nhint: run the command again\n".encode(),
+        )
+        documents = [json.loads(line)["error"]["kind"] for line in printed.splitlines()]
+        assert documents == (["interrupted"] if "--json" in arguments else [])
+        assert os.listdir(folder) == []
+        shares.append(seconds / parsing_s)
+    assert min(shares) < 0.3, shares
 
 
 def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path) -> None:

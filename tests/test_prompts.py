@@ -69,7 +69,7 @@ def test_a_file_without_permission_is_one_error(
 
 
 def test_no_prompt_is_a_usage_error_and_never_waits(fake: object, quantspec: Run) -> None:
-    quantspec("run").assert_error(2, "no prompt", "--prompt", "--text")
+    quantspec("run").assert_error(2, "no prompt", "standard input", "--text")
     quantspec("run", "--text", "").assert_error(1, "empty")
     quantspec("run", "-p", "-", "-p", "-").assert_error(2, "standard input")
 

@@ -54,7 +54,7 @@ def checked(svg: str) -> ElementTree.Element:
 
 
 @given(grids(), names)
-def test_bars(grid: tuple[list[str], list[Series]], title: str) -> None:
+def test_bars_have_a_rectangle_for_every_value(grid: tuple[list[str], list[Series]], title: str) -> None:
     categories, series = grid
     positive = [Series(one.name, [None if v is None or v < 0 else v for v in one.values]) for one in series]
     root = checked(charts.bars(categories, positive, x_title=title, y_title=title, reference=1.0))
@@ -63,7 +63,9 @@ def test_bars(grid: tuple[list[str], list[Series]], title: str) -> None:
 
 
 @given(grids(), names)
-def test_stacked(grid: tuple[list[str], list[Series]], title: str) -> None:
+def test_stacked_bars_have_a_rectangle_for_every_positive_value(
+    grid: tuple[list[str], list[Series]], title: str
+) -> None:
     categories, series = grid
     root = checked(charts.stacked(categories, series, x_title=title))
     drawn = sum(value > 0 for one in series for value in charts.usable(one.values))
@@ -81,7 +83,7 @@ def test_stacked(grid: tuple[list[str], list[Series]], title: str) -> None:
         max_size=9,
     )
 )
-def test_lines(series: list[tuple[str, list[tuple[float, float | None]]]]) -> None:
+def test_lines_have_a_circle_for_every_point(series: list[tuple[str, list[tuple[float, float | None]]]]) -> None:
     points = [(name, [(x, float("nan") if y is None else y) for x, y in of_series]) for name, of_series in series]
     root = checked(charts.lines(points, x_title="x", y_title="y"))
     drawn = sum(len(charts.usable(y for _, y in of_series)) for _, of_series in points)
@@ -93,7 +95,7 @@ def test_lines(series: list[tuple[str, list[tuple[float, float | None]]]]) -> No
     sizes,
     sizes,
 )
-def test_roofline(points: list[Point], read: float, flops: float) -> None:
+def test_a_roofline_has_every_point_and_its_bounds(points: list[Point], read: float, flops: float) -> None:
     root = checked(charts.roofline(points, bytes_per_s=read, flops_per_s=flops))
     assert len(root.findall(f"{SVG}circle")) == sum(point.x == point.x for point in points)
     # A point on a bound is drawn on the roof line.
@@ -227,7 +229,7 @@ def test_acceptance_by_gamma_needs_two() -> None:
     assert "Acceptance by γ" not in parsed(report.bench(fixed[:1], {})).titles
 
 
-def test_a_model_of_any_name() -> None:
+def test_a_model_name_is_escaped() -> None:
     name = "<script>alert('x')</script>&\x1b[31m"
     page = parsed(report.bench([row | {"model": name} for row in rows()], {name: {"weights_bytes": 1}}))
     assert "<script>alert('x')</script>&" in page.text

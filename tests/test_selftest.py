@@ -47,6 +47,8 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     assert (text.code, text.stderr) == (0, "")
     assert text.stdout.splitlines()[-1].startswith("passed: ")
     assert len(text.stdout.splitlines()) == len(cases) + 2
+    assert "quantspec       2 pages (best), " in text.stdout
+    assert "quantspec       2 pages (window), " in text.stdout
 
 
 def test_a_draft_model_adds_the_cases_of_its_methods(fake: Any, quantspec: Run) -> None:

@@ -32,7 +32,7 @@ def test_every_kind_is_scored_alone(quantspec: Run) -> None:
     assert list(scores) == ["none", *SENSITIVE]
     plain = scores["none"]
     assert (plain["added_bytes"], plain["added_share"], plain["value"]) == (0, 0, None)
-    # The same draft as among the others.
+    # The default draft, which `drafts` has too.
     assert plain["acceptance"] == found["drafts"]["quantspec"]["acceptance"]
     for kind in SENSITIVE:
         score = scores[kind]

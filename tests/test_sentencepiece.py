@@ -70,7 +70,7 @@ def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> N
 
 @given(text=st.text(st.sampled_from("ab ctheinr.,1\n▁é世")))
 @settings(max_examples=300, deadline=None)
-def test_ids_of_any_text(llama: tuple[Any, Path], text: str) -> None:
+def test_ids_of_any_text_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:
     theirs, folder = llama
     assert Tokenizer(folder, VOCAB).encode(text, special=False) == theirs.encode(text)
 
@@ -85,14 +85,14 @@ def test_ids_of_any_text(llama: tuple[Any, Path], text: str) -> None:
     ],
     ids=",".join,
 )
-def test_settings_of_a_model(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_normalisation_settings_are_those_of_sentencepiece(tmp_path: Path, options: dict[str, Any]) -> None:
     theirs = train(tmp_path / "model", **options)
     ours = Tokenizer(tmp_path / "model", VOCAB)
     for text in ["It was  a dark night. ", "ﬁne Ⅳ", "x世界"]:
         assert ours.encode(text, special=False) == theirs.encode(text), text
 
 
-def test_begin_and_end(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_bos_and_eos_follow_tokenizer_config(llama: tuple[Any, Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes((llama[1] / "tokenizer.model").read_bytes())
     config = {"add_bos_token": False, "add_eos_token": True, "eos_token": {"content": "</s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -161,7 +161,7 @@ def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path)
         (b"\x0a\x03\x0a\x01a", "type 1"),
     ],
 )
-def test_problems_are_reported(tmp_path: Path, data: bytes, what: str) -> None:
+def test_a_damaged_model_names_its_problem(tmp_path: Path, data: bytes, what: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(ModelError, match=what):
         Tokenizer(tmp_path, VOCAB)

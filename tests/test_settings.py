@@ -26,7 +26,9 @@ def gamma_used(outcome: Outcome) -> Any:
     return outcome.json["gamma"]
 
 
-def test_precedence(fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_beats_a_variable_and_a_variable_beats_the_file(
+    fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ["run", "--text", "x", "-n", "2", "--json"]
     file.write_text("")
     assert gamma_used(quantspec(*command)) == "auto"
@@ -92,13 +94,13 @@ def test_an_error_names_the_flag_and_where_its_value_is_from(
     said = quantspec(command, *text).stderr
     assert said.startswith(f"error: {refused}\nhint: it is from {key} in {file}; "), said
     hint = said.partition("; ")[2]
-    if value != "":  # which is no variable
+    if value != "":  # an empty variable counts as unset
         monkeypatch.setenv(variable, str(value))
         assert quantspec(command, *text).stderr == f"error: {refused}\nhint: it is from {variable}; {hint}"
     assert quantspec(command, *text, flag, str(value)).stderr == f"error: {refused}\nhint: {hint}"
 
 
-def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
+def test_the_file_may_hold_numbers_texts_flags_and_lists(fake: type, quantspec: Run, file: Path) -> None:
     file.write_text(
         '[run]\nmax-tokens = 4\ntemperature = 0.5\nstop = ["END", "\\n\\n"]\n'
         'method = "kv4"\ndraft-pages = "all"\nquiet = true\n'
@@ -112,7 +114,9 @@ def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
     assert quantspec("run", "--text", "x", "--json").json["results"][0]["new_tokens"] == 4
 
 
-def test_the_default_folder(fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_file_is_in_xdg_config_home(
+    fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("QUANTSPEC_CONFIG")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     command = ["run", "--text", "x", "-n", "2", "--json"]

@@ -48,7 +48,9 @@ def test_sequences_that_fit_only_when_shared_decode_together() -> None:
         return _native.Engine(str(hub.demo()), capacity=800, device="cpu", threads=1, **options)
 
     alone = [answers(opened(), 1, [prompt], 120)[0][0] for prompt in prompts]
-    assert answers(opened(**pages), 4, prompts, 120) == (alone, 4)
+    engine = opened(**pages)
+    assert answers(engine, 4, prompts, 120) == (alone, 4)
+    assert engine.stats()["reserved_pages"] == 8, "five and three times one"
     others = [[5 + index, *prompt[1:]] for index, prompt in enumerate(prompts)]
     assert answers(opened(**pages), 4, others, 120)[1] == 2, "no page is shared, so two fit"
 
@@ -63,7 +65,7 @@ def test_a_waiting_request_is_tried_when_a_sequence_ends(fake: type[fake_native.
 
 
 @pytest.mark.parametrize("method", ["quantspec", "snapkv"])
-def test_questions_about_one_document(method: str) -> None:
+def test_questions_about_one_document_have_the_answers_of_each_alone(method: str) -> None:
     prompts = [f"{DOCUMENT}\n\n{question}" for question in QUESTIONS]
     engine = Engine.load(method=method, context=1200, batch=4, device="cpu", threads=2)
     together = engine.generate_batch(prompts, max_new_tokens=30)

@@ -181,7 +181,7 @@ def test_thinking_and_answer_depend_on_the_tokens_alone(
     text = feed(tokens, rounds, stops=stops, thinking=thinking)
     singly = feed(tokens, [], stops=stops, thinking=thinking)
     assert (text.text, text.tokens, text.stop_reason) == (singly.text, singly.tokens, singly.stop_reason)
-    # During the stream, and not only at the end.
+    # The same holds in the middle of the stream.
     some = feed(tokens[: sum(rounds[:2])], rounds[:2], stops=stops, thinking=thinking)
     assert some.text == feed(tokens[: sum(rounds[:2])], [], stops=stops, thinking=thinking).text
     text.interrupt()

@@ -79,7 +79,7 @@ def test_the_start_of_a_text_has_the_ids_of_the_whole(
 
 def test_a_start_with_few_ids_is_not_used_as_a_bound(tmp_path: Path) -> None:
     inner = sentencepiece()
-    # Nothing remains of the beginning.
+    # The normaliser removes the beginning of the text.
     inner.normalizer = normalizers.Replace("#", "")
     tokenizer = saved(inner, tmp_path)
     text = "#" * 10_000 + "hello world"
@@ -140,7 +140,7 @@ def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_pat
 def test_a_bos_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json has no token '<begin>', the BOS"):
         saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<begin>")
-    # Nothing is to be added.
+    # A BOS that is not added need not exist.
     assert saved(sentencepiece(), tmp_path, add_bos_token=False, bos_token="<begin>").encode("hello").count(1) == 1
 
 

@@ -115,7 +115,7 @@ def test_codes_of_gguf_files_are_kept(quantspec: Run, tmp_path: Path, kind: str,
     options = ("-m", str(tmp_path / "demo.gguf"), "--weights", weights, "--tokens", "120", "--json", "--device", "cpu")
     outcome = quantspec("eval", *options)
     assert outcome.code == 0, outcome
-    # The cost of the compared side's 16-bit rounding; coded again, int8 costs 1e-4 and int4 1e-2.
+    # Kept codes differ by the checkpoint's 16-bit rounding only. New codes would cost 1e-4 (int8) or 1e-2 (int4).
     assert outcome.json["weights"][weights]["kld"] < 2e-5
 
 
@@ -198,16 +198,16 @@ def test_codes_of_quantised_safetensors_are_kept(quantspec: Run, tmp_path: Path,
     outcome = quantspec("eval", *options)
     assert outcome.code == 0, outcome
     score = outcome.json["weights"][weights]
-    # The cost of the compared side's 16-bit rounding; coded again, int8 costs 1e-4 and int4 1e-2.
+    # Kept codes differ by the checkpoint's 16-bit rounding only. New codes would cost 1e-4 (int8) or 1e-2 (int4).
     assert score["kld"] < 2e-5, score
     if weights == "int4" or method == "int4":
-        # A draft of kept 4-bit codes is its target but for the cache.
+        # Draft and target read the same 4-bit codes, with other activations.
         assert outcome.json["drafts"]["w4"]["acceptance"] > 0.97, outcome.json["drafts"]
     else:
         assert outcome.json["drafts"]["w4"]["acceptance"] > 0.8, outcome.json["drafts"]
 
 
-def test_the_document_and_the_table(quantspec: Run) -> None:
+def test_eval_compares_weights_with_the_checkpoint(quantspec: Run) -> None:
     outcome = quantspec("eval", "--tokens", "80", "--weights", "int8", "--json", "--device", "cpu")
     assert outcome.code == 0, outcome
     score = outcome.json["weights"]["int8"]

@@ -265,7 +265,7 @@ def test_every_size_stays_within_what_the_engine_loads(
     limits = {**widen.SIZES_MAX, "num_hidden_layers": widen.LAYERS_MAX}
     assert limits.keys() == {*widen.WIDENED, "num_hidden_layers"}
     for key, most in limits.items():
-        # The engine's error one above the limit; at the limit it has none.
+        # The engine refuses one above the limit, and accepts the limit.
         beyond = copy_demo(tmp_path / f"{key}-beyond", **{key: most + 1})
         with pytest.raises(_native.NativeError, match=f"{key} is {most + 1}, not a whole number from 1 to {most}"):
             _native.model_info(str(beyond))
@@ -451,7 +451,7 @@ def test_a_signal_leaves_nothing(
         return b""
 
     monkeypatch.setattr(widen, "encode", ended)
-    # Otherwise a version that ignores the signal would end the tests instead of failing one.
+    # If the script ignored the signal, this handler keeps the signal from ending all tests.
     signal.signal(number, lambda *_: None)
     command = [str(hub.demo()), str(tmp_path / "wide"), "--times", "2", "--layers", "6"]
     assert widen.main(command) == 128 + number
@@ -471,7 +471,7 @@ def test_a_signal_that_is_ignored_stays_so(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     (strange / "chat_template.jinja").write_text("{{ messages }}")
     assert widen.main([str(strange), str(tmp_path / "wide"), "--times", "2", "--layers", "2"]) == 0
-    # All of the tokenizer goes along.
+    # Every file of the tokenizer is copied.
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "wide" / name).read_bytes() == (strange / name).read_bytes()
 

@@ -40,7 +40,7 @@ STORAGES = {
 }
 ONE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 OUT = "model.safetensors"
-# Files that go along. Never code.
+# Other files to copy; never code.
 SUFFIXES = {".json", ".jinja", ".model", ".txt"}
 # Tensors are copied in pieces of this size.
 PIECE_BYTES = 16 << 20

@@ -204,31 +204,34 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// Tables shared by kernels and launchers: the file, the macro that expands each row, the type of a row in src/shapes.rs, and
 /// the macro's parameters that are its fields.
-const TABLES: [(&str, &str, &str, &[&str]); 7] = [
-    ("linear.cu", "RING", "Ring", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
-    ("linear.cu", "DRAFT_RING", "DraftRing", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
+const TABLES: [(&str, &str, &str, &[&str]); 8] = [
+    ("linear.cu", "PIPELINE", "Pipeline", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+    ("linear.cu", "DRAFT_PIPELINE", "DraftPipeline", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
+    ("linear.cu", "QUANT", "Quant", &["BITS", "NT", "STAGES"]),
     ("linear.cu", "WIDE", "Wide", &["BITS", "N", "SHARED"]),
-    ("hierarchy.cu", "PLANE_RING", "PlaneRing", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
-    ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "BESIDE", "BLOCK", "STAGE_BYTES", "SHARED"]),
+    ("hierarchy.cu", "PLANE_PIPELINE", "PlanePipeline", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+    ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "HALF_SM", "BLOCK", "STAGE_BYTES", "SHARED"]),
     (
         "attend_local.cu",
         "ATTEND_LOCAL",
         "Attend",
-        &["D", "VIEW", "ROWS", "STAGES", "BESIDE", "BLOCK", "STAGE_BYTES", "SHARED"],
+        &["D", "VIEW", "ROWS", "STAGES", "HALF_SM", "BLOCK", "STAGE_BYTES", "SHARED"],
     ),
     ("prefill_gemm.cu", "TILE", "Tile", &["COLUMNS", "CONSUMERS", "CLUSTER", "STAGES", "SHARED"]),
 ];
 
 /// Numbers shared by kernels and launchers.
-const NUMBERS: [(&str, &[&str]); 13] = [
+const NUMBERS: [(&str, &[&str]); 15] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
-    ("attend.cu", &["CHOICE_THREADS"]),
+    ("linear_wide.cuh", &["WIDE_THREADS"]),
+    ("panel.cuh", &["PANEL_ROWS"]),
+    ("attend.cu", &["CHOICE_THREADS", "MERGE_SHARED"]),
     ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_CHUNK_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),
-    ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS"]),
-    ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS"]),
-    ("layout.cuh", &["PAGE"]),
-    ("elementwise.cu", &["NORM_THREADS"]),
+    ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS", "COMMIT_TOKENS", "NGRAM_MAX", "WINDOW_MAX"]),
+    ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS", "SAMPLE_VOCAB_MAX", "CUT_BYTES", "RACE_BYTES"]),
+    ("layout.cuh", &["PAGE", "RING", "UPPER_BLOCK", "LOWER_BLOCK"]),
+    ("elementwise.cu", &["NORM_THREADS", "PROMPT_NORM_THREADS"]),
     ("masses.cu", &["MASS_THREADS"]),
     ("prefill_gemm.cu", &["MMA_SHARED"]),
     (
@@ -236,7 +239,7 @@ const NUMBERS: [(&str, &[&str]); 13] = [
         &["PROMPT_WGMMA_CHANNEL", "PROMPT_WGMMA_MORE", "PROMPT_MMA_CHANNEL", "PROMPT_MMA_CHANNEL_256"],
     ),
     ("numbers.cuh", &["FLAG_CACHE", "FLAG_LOGITS", "FLAG_NO_TOKEN"]),
-    ("quantize.cu", &["FLAG_WEIGHTS"]),
+    ("quantize.cu", &["FLAG_WEIGHTS", "PAGE_SHARED_CHANNEL", "PAGE_SHARED"]),
 ];
 
 /// Rust code of [`TABLES`] and [`NUMBERS`], read from the kernel sources: one row per line, numbers as `constexpr TYPE NAME =

@@ -11,6 +11,8 @@ __all__ = [
     "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
+    "OpenDevice",
+    "SignalWatch",
     "doctor",
     "draft_files",
     "evaluate",
@@ -19,6 +21,7 @@ __all__ = [
     "kernels",
     "methods",
     "model_info",
+    "open_device",
     "plan",
     "planned",
     "prompt_files",
@@ -52,6 +55,21 @@ class NativeError(Exception):
     kind: str
     message: str
     hint: str
+
+@final
+class SignalWatch:
+    """While the body of a `with` on the main thread runs, a signal ends the process at once, even if a package holds the GIL.
+
+    `answers` has the texts for standard error and standard output by the number of the signal, which needs a handler in
+    Python. The files `temporary` are removed. The exit code is 128 plus the number.
+
+    Raises:
+        OSError: no descriptor or thread is free.
+    """
+
+    def __new__(cls, answers: dict[int, tuple[str, str]], temporary: Sequence[Path]) -> SignalWatch: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 @final
 class Engine:
@@ -127,8 +145,8 @@ class Engine:
         """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Log-probabilities of the slot's tokens after the last call, each with those of the most likely tokens at its
-        position."""
+        """Log-probabilities of the tokens that the slot emitted after the previous call, each with those of the most likely
+        tokens at its position."""
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
@@ -165,8 +183,10 @@ class Engine:
         draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_method`, and with `kv_target` "fp16" if this one is; policy and
-        statistics restart."""
+        """Changes the method of an engine opened with `every_method`; policy and statistics restart.
+
+        `kv_target` may be "fp16" if the engine was opened with it.
+        """
 
     def restart(
         self,
@@ -261,11 +281,11 @@ def sensitivity(
     layers: bool = False,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrices alone, by kind.
+    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrix alone, by kind.
 
     acceptance and top1; added_bytes of a draft step, added_share of its weights, and value, the acceptance gained over that
-    share (None of "none"). With `layers`, on a CPU: layers of a kind, the acceptance if its matrix of one layer alone is read
-    in the target's precision, for each layer.
+    share (None for "none"). With `layers`, on a CPU, a kind also has layers: for each layer, the acceptance if its matrix
+    alone is read in the target's precision.
     """
 
 def planned(
@@ -284,6 +304,13 @@ def planned(
     draft_model: str | None = None,
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
+
+@final
+class OpenDevice:
+    """A device that is open: while it exists, `plan` does not open it, and an `Engine` opens it sooner."""
+
+def open_device(model: str, *, device: str) -> OpenDevice:
+    """Opens the device that an engine of the model would choose, in parallel with other threads."""
 
 def plan(
     model: str,
@@ -307,12 +334,13 @@ def plan(
     pool_tokens: int | None = None,
     draft_model: str | None = None,
     described: bool = False,
+    opened: OpenDevice | None = None,
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 
     device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
     (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
-    each part, named as in `Engine.stats`. `described` as in `model_info`.
+    each part, named as in `Engine.stats`. `described` as in `model_info`. `opened` is the device, if it is open.
     """
 
 def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:

@@ -8,11 +8,15 @@ steps that finish an answer. Every document ends as done or failed, and the next
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -31,7 +35,19 @@ from . import (
     schema,
     sources,
 )
-from .batch_plan import OF_DOCUMENT, Fingerprints, Job, Reader, Request, Workload, dry_run, find_work, longest, room
+from .batch_plan import (
+    OF_DOCUMENT,
+    Fingerprints,
+    Job,
+    Opening,
+    Reader,
+    Request,
+    Workload,
+    dry_run,
+    find_work,
+    longest,
+    room,
+)
 from .cluster import Cluster, WorkerSpec
 from .engine import Engine, Stream, check_folder
 from .errors import (
@@ -47,7 +63,7 @@ from .journal import Journal
 from .model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from .engine import Generation
     from .model import Prompt
@@ -56,6 +72,10 @@ if TYPE_CHECKING:
 
 # Errors of a full or read-only disk, which every later document would meet as well.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+# Time after which a thread that runs Python, such as the reader of PDF, gives the GIL back to the scheduler, in seconds.
+# Python's default of 5 ms may take as long as a round.
+_SWITCH_S = 0.0005
 
 # Interval of redrawing the view, in seconds.
 _TICK_S = 0.1
@@ -130,6 +150,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         revision=request.revision,
         offline=request.offline,
         progress=render.on_terminal() and not request.quiet,
+        draft_model=engine_options.draft_model if request.ray is None else None,
     )
     context = model.resolve_context(request.ctx_size)
     options = _with_defaults(request, options, model, context)
@@ -255,8 +276,10 @@ class _Run:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._stopping = threading.Event()
+        self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
+        self._count_s = 0.0
         self.finished: list[Outcome] = []
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
@@ -271,26 +294,17 @@ class _Run:
         started = time.perf_counter()
         foreign = self.journal.begin({job.source.name: job.output for job in workload.todo}, replace=not request.resume)
         view = batch_view.View(len(found), len(workload.skipped), shown=not quiet)
+        opener = self._opener(engine_options) if workload.todo else None
         todo = self._examined(set(foreign), view)
+        self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
-        if todo:
-            if request.ray is None:
-                engine, parallel = _engine(request, engine_options, self.reader, todo)
-            else:
-                engine = _cluster(
-                    request.ray,
-                    request,
-                    engine_options,
-                    self.reader,
-                    context=longest(self.reader, todo),
-                    model_print=self._fingerprints.model,
-                )
-                parallel = min(engine.parallel, len(todo))
+        if todo and opener is not None:
+            engine, parallel = opener(todo)
             # Longest first, so that no long document decodes alone at the end.
             self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
             try:
-                with view:
+                with view, _switching():
                     self._decode(engine, parallel, view)
             except KeyboardInterrupt:
                 interrupted = True
@@ -304,20 +318,34 @@ class _Run:
             if engine is not None:
                 engine.close()
 
+    def _opener(self, engine_options: EngineOptions) -> Callable[[Sequence[Job]], tuple[Engine | Cluster, int]]:
+        """Returns a function that opens the engine, and tells how many documents decode together. The device is opened from
+        now on: a GPU's context takes as long as counting some hundred thousand tokens.
+        """
+        if self.request.ray is None:
+            return partial(
+                _engine, self.request, engine_options, self.reader, Opening(self.reader.model, engine_options)
+            )
+        model_print = self._fingerprints.model
+        return partial(_cluster, self.request.ray, self.request, engine_options, self.reader, model_print=model_print)
+
     def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
-            for number, job in enumerate(self.workload.todo, 1):
-                started = time.perf_counter()
-                error = _unknown_file(self.request, job) if job.source.name in foreign else self.reader.examine(job)
+            unknown = [job for job in self.workload.todo if job.source.name in foreign]
+            known = [job for job in self.workload.todo if job.source.name not in foreign]
+            refused = ((job, _unknown_file(self.request, job)) for job in unknown)
+            started = time.perf_counter()
+            for number, (job, error) in enumerate(chain(refused, self.reader.examine(known)), 1):
                 if error is None:
                     todo.append(job)
                 else:
                     failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
                 if on_progress is not None:
                     on_progress(number, len(self.workload.todo))
+                started = time.perf_counter()
         # Printed after the bar has been removed.
         for result in failed:
             view.finished(result)
@@ -326,7 +354,9 @@ class _Run:
     def _decode(self, engine: Engine | Cluster, parallel: int, view: batch_view.View) -> None:
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
-            for _ in range(parallel)
+            # As many documents again are prompts already when a slot becomes free, so that the engine does not wait for a
+            # tokenizer or a disk.
+            for _ in range(parallel if isinstance(engine, Cluster) else 2 * parallel)
         ]
         left = len(self._waiting)
         for worker in self._workers:
@@ -373,14 +403,21 @@ class _Run:
 
     def _answer(self, engine: Engine | Cluster, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
         reader, name = self.reader, job.source.shown
-        job.stage = "reading"
-        document = reader.read(job)
-        if reader.may_split:
+        prompt = None
+        # One document at a time: threads that run Python, such as the reader of PDF, would take the GIL from the scheduler.
+        with self._reading:
+            if self._stopping.is_set():
+                raise KeyboardInterrupt
+            job.stage = "reading"
+            document = reader.read(job)
+            if not reader.may_split:
+                prompt = reader.prompt(name, document.text)
+        if prompt is None:
 
             def count(text: str) -> int:
                 if self._stopping.is_set():  # counting a book takes many pieces
                     raise KeyboardInterrupt
-                return len(reader.prompt(name, text).ids)
+                return reader.tokens(name, text)
 
             def call(text: str) -> Generation:
                 return self._generate(engine, job, reader.prompt(name, text))
@@ -388,7 +425,6 @@ class _Run:
             return mapreduce.answer(
                 name, document.text, budget=reader.budget, count=count, call=call
             ), document.warnings
-        prompt = reader.prompt(name, document.text)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
@@ -475,7 +511,11 @@ class _Run:
             if all(stats[name] for name in names):
                 rates = {name: stats[name] for name in names}
                 self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates)
-        stats |= {"wall_s": wall_s, "documents_per_hour": 3600 * done / wall_s if done else None}
+        stats |= {
+            "count_s": self._count_s,
+            "wall_s": wall_s,
+            "documents_per_hour": 3600 * done / wall_s if done else None,
+        }
         document = {
             "quantspec": __version__,
             "model": self.reader.model.name,
@@ -497,10 +537,21 @@ class _Run:
             if cut and self.reader.options.json_schema is not None:
                 render.note(
                     f"{len(cut)} answers were cut at {self.reader.options.max_new_tokens:,} tokens (-n), so their JSON "
-                    'is not whole: stop_reason "length" in results.jsonl'
+                    'is incomplete: stop_reason "length" in results.jsonl'
                 )
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)
+
+
+@contextmanager
+def _switching() -> Iterator[None]:
+    """Threads give the GIL back after `_SWITCH_S`."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _is_cut(outcome: Outcome) -> bool:
@@ -515,9 +566,15 @@ def _unknown_file(request: Request, job: Job) -> FileError:
 
 
 def _cluster(
-    address: str, request: Request, engine_options: EngineOptions, reader: Reader, *, context: int, model_print: str
-) -> Cluster:
-    """The workers of a Ray cluster, with room for the longest document."""
+    address: str,
+    request: Request,
+    engine_options: EngineOptions,
+    reader: Reader,
+    todo: Sequence[Job],
+    *,
+    model_print: str,
+) -> tuple[Cluster, int]:
+    """The workers of a Ray cluster, with room for the longest document, and the number of documents that decode together."""
     spec = WorkerSpec(
         model=request.model,
         revision=request.revision,
@@ -525,7 +582,7 @@ def _cluster(
         fingerprint=model_print,
         options=engine_options,
         prompt_cache=request.prompt_cache,
-        context=context,
+        context=longest(reader, todo),
         parallel=request.parallel,
     )
     cluster = Cluster(address, spec)
@@ -535,12 +592,15 @@ def _cluster(
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")
     if not request.quiet:
         render.note(f"{cluster.parallel} documents decode at once on {cluster.workers} workers of the Ray cluster")
-    return cluster
+    return cluster, min(cluster.parallel, len(todo))
 
 
-def _engine(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[Engine, int]:
+def _engine(
+    request: Request, engine_options: EngineOptions, reader: Reader, opening: Opening, todo: Sequence[Job]
+) -> tuple[Engine, int]:
     """An engine with room for the longest document that fits, and the number of documents that decode together."""
-    context, parallel, pool, fitting = room(request, engine_options, reader, todo)
+    opened = opening.take()
+    context, parallel, pool, fitting = room(request, engine_options, reader, todo, opened)
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
             reader.model,

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __version__, batch_view, output, prompts, render, sources
-from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
-from .model import planned
+from . import __version__, batch_view, mapreduce, output, plan, prompts, render, sources
+from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
+from .model import Written, planned
+from .predict import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
+    from . import _native
     from .engine import Stream
     from .journal import Row
     from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
-# Tokens of a page of the cache.
-PAGE = 128
+# Characters of documents that are counted together, on all processors: encoding takes over 100 bytes of memory per character.
+GROUP_CHARACTERS = 2_000_000
 
 # Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
-# Most documents that decode together with `--parallel auto`, by device.
-PARALLEL = {"cpu": 4, "cuda": 16}
+# Most documents that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most that are measured,
+# decode 1.3 to 1.4 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
+PARALLEL = {"cpu": 4, "cuda": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +194,10 @@ class Reader:
         Raises:
             DoesNotFitError: its length exceeds any possible tokenisation within the context.
         """
-        return self.model.prompt(
+        return self.model.encoded([self._written(name, text)])[0]
+
+    def _written(self, name: str, text: str) -> Written:
+        return self.model.written(
             text,
             instruction=self._request.instruction,
             system_prompt=self._request.system_prompt,
@@ -198,6 +206,10 @@ class Reader:
             # A text that may be split is counted at any length.
             context=len(text) + 1 if self.may_split else self.context,
         )
+
+    def tokens(self, name: str, text: str) -> int:
+        """Tokens of a text's prompt."""
+        return len(self.prompt(name, text).ids)
 
     def check(self, prompt: Prompt) -> None:
         """Refuses a prompt beyond the context."""
@@ -209,16 +221,44 @@ class Reader:
             error.hint += ", or use --long map-reduce"
             raise
 
-    def examine(self, job: Job) -> QuantspecError | None:
-        """Counts the document's tokens. Returns an error if it is known already that the document cannot be answered."""
-        try:
-            prompt = self.prompt(job.source.shown, self.read(job).text)
+    def examine(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, QuantspecError | None]]:
+        """Counts the documents' tokens, in groups that are encoded on all processors. Yields each document, with an error if
+        it is known already that it cannot be answered.
+        """
+        group: list[tuple[Job, Written | QuantspecError | None]] = []
+        characters = 0
+        for job in jobs:
+            found: Written | QuantspecError | None = None
+            try:
+                name, text = job.source.shown, self.read(job).text
+                if len(text) > mapreduce.COUNTED_CHARACTERS and self.may_split:
+                    job.tokens = mapreduce.tokens_of(text, partial(self.tokens, name))
+                else:
+                    found = self._written(name, text)
+                    characters += len(text)
+            except OF_DOCUMENT as error:
+                found = error
+            group.append((job, found))
+            if characters > GROUP_CHARACTERS:
+                yield from self._counted(group)
+                group, characters = [], 0
+        yield from self._counted(group)
+
+    def _counted(
+        self, group: Sequence[tuple[Job, Written | QuantspecError | None]]
+    ) -> Iterator[tuple[Job, QuantspecError | None]]:
+        texts = [(job, found) for job, found in group if isinstance(found, Written)]
+        errors = {id(job): found for job, found in group if isinstance(found, QuantspecError)}
+        prompts = self.model.encoded([text for _, text in texts])
+        for (job, _), prompt in zip(texts, prompts, strict=True):
             job.tokens = len(prompt.ids)
-            if not self.may_split:
-                self.check(prompt)
-        except OF_DOCUMENT as error:
-            return error
-        return None
+            try:
+                if not self.may_split:
+                    self.check(prompt)
+            except OF_DOCUMENT as error:
+                errors[id(job)] = error
+        for job, _ in group:
+            yield job, errors.get(id(job))
 
 
 def longest(reader: Reader, todo: Sequence[Job]) -> int:
@@ -245,12 +285,35 @@ class Room(NamedTuple):
     wanted: int
 
 
-def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> Room:
+class Opening:
+    """Opens a batch's device on a thread of its own, once for all plans and the engine."""
+
+    def __init__(self, model: Model, options: EngineOptions) -> None:
+        from . import _native
+
+        work = ThreadPoolExecutor(1)
+        self._device = [work.submit(_native.open_device, str(model.directory), device=options.device)]
+        work.shutdown(wait=False)
+
+    def take(self) -> _native.OpenDevice:
+        """The device, when it is open. It is closed with the last reference, so keep it until the engine is open."""
+        with native_errors():
+            return self._device.pop().result()
+
+
+def room(
+    request: Request,
+    engine_options: EngineOptions,
+    reader: Reader,
+    todo: Sequence[Job],
+    opened: _native.OpenDevice,
+) -> Room:
     """The number of concurrent sequences that memory holds on average, as they share its pages."""
     wanted = longest(reader, todo)
-    plan = planned(reader.model, engine_options, context=wanted)
-    context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
-    most = request.parallel or PARALLEL[plan["device"].partition(":")[0]]
+    plan_of = partial(planned, reader.model, engine_options, opened=opened)
+    alone = plan_of(context=wanted)
+    context = wanted if alone["fits"] else min(wanted, alone["longest_context"])
+    most = request.parallel or PARALLEL[alone["device"].partition(":")[0]]
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
@@ -259,7 +322,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
     sizes = sorted(sizes, reverse=True) or [_pages(context)]
     best, most_held = Room(context, 1, _pages(context), wanted), 1
     for parallel in range(min(most, len(sizes)), 1, -1):
-        pool = _fitting(reader.model, engine_options, context, parallel, sum(sizes[:parallel]))
+        pool = _fitting(plan_of, context, parallel, sum(sizes[:parallel]))
         held = min(parallel, pool * len(sizes) // sum(sizes))
         if held > most_held:
             best, most_held = Room(context, parallel, pool, wanted), held
@@ -270,21 +333,23 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 def _pages(tokens: int) -> int:
     """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
-    return max(tokens // PAGE, 1) * PAGE
+    return max(tokens // PAGE_TOKENS, 1) * PAGE_TOKENS
 
 
-def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, pool: int) -> int:
-    """The largest pool up to `pool` with which an engine of this many slots fits; 0 if the smallest does not."""
+def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int, pool: int) -> int:
+    """The largest pool up to `pool` with which an engine of this many slots fits; 0 if the smallest does not. `plan_of` is
+    `planned` for the batch's model, options and device.
+    """
     least = _pages(context)
-    large = planned(model, options, context=context, batch=parallel, pool=pool)
+    large = plan_of(context=context, batch=parallel, pool=pool)
     if large["fits"]:
         return pool
-    small = planned(model, options, context=context, batch=parallel, pool=least)
+    small = plan_of(context=context, batch=parallel, pool=least)
     if not small["fits"] or pool <= least:
         return 0
     # Memory grows evenly with the pages.
     per_token = (large["planned_bytes"] - small["planned_bytes"]) / (pool - least)
-    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE * PAGE
+    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def dry_run(
@@ -294,13 +359,15 @@ def dry_run(
     reader: Reader,
     rates: Mapping[str, Mapping[str, float]],
 ) -> output.Done:
-    """Prints the plan and writes nothing. The time is estimated from the rates of earlier runs into this folder."""
+    """Prints the plan and writes nothing. The time follows from the rates of earlier runs into this folder, or from
+    `quantspec plan`.
+    """
     options = reader.options
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []
+    opening = Opening(reader.model, engine_options)
     with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, job in enumerate(workload.todo, 1):
-            error = reader.examine(job)
+        for number, (job, error) in enumerate(reader.examine(workload.todo), 1):
             ready += [job] if error is None else []
             rows.append(
                 {
@@ -313,8 +380,9 @@ def dry_run(
             )
             if on_progress is not None:
                 on_progress(number, len(workload.todo))
-    context, parallel, pool, wanted = room(request, engine_options, reader, ready)
-    plan = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool)
+    opened = opening.take()
+    context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
+    held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
     if context < wanted:
         for row in rows:
             if (
@@ -339,14 +407,17 @@ def dry_run(
         "context": context,
         "parallel": parallel,
         "pool": pool,
-        **plan,
+        **held,
         "predicted_s": None,
+        "predicted_from": None,
         "results": rows,
     }
-    if measured := rates.get(plan["device"]):
+    measured = rates.get(held["device"])
+    if possible and (found := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
+        document["predicted_from"] = "run" if measured else "plan"
         document["predicted_s"] = (
-            document["prompt_tokens"] / measured["prefill_tokens_per_s"]
-            + document["new_tokens"] / measured["decode_tokens_per_s"]
+            document["prompt_tokens"] / found["prefill_tokens_per_s"]
+            + document["new_tokens"] / found["decode_tokens_per_s"]
         )
     if request.as_json:
         return output.Done(EXIT_DONE, document)
@@ -354,3 +425,29 @@ def dry_run(
     for line in batch_view.dry_run_lines(document):
         stdout.write(line + "\n")
     return output.Done(EXIT_DONE)
+
+
+def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """Rates that `quantspec plan` predicts for documents of average length; None if it cannot. A method that it does not
+    predict counts as plain decoding.
+    """
+    size = max(1, (document["prompt_tokens"] + document["new_tokens"]) // document["to_do"])
+    request = plan.Request(
+        model=str(model.directory),
+        revision=None,
+        offline=True,
+        ctx_size=size,
+        batch=max(1, min(document["parallel"], document["pool"] // size)),
+        acceptance=None,
+        as_json=True,
+    )
+    found = plan.examine(request, options)
+    predicted = found["predicted"]
+    if predicted is None or predicted["prefill_tokens_per_s"] is None:
+        return None
+    decode = {row["method"]: row["decode_tokens_per_s"] for row in found["methods"]}
+    decode["auto"] = predicted["decode_tokens_per_s"]
+    return {
+        "prefill_tokens_per_s": predicted["prefill_tokens_per_s"],
+        "decode_tokens_per_s": decode.get(options.method, decode["ar"]),
+    }

@@ -63,7 +63,8 @@ class View:
         from rich.table import Table
         from rich.text import Text
 
-        running = list(running)
+        # Prompts that wait for a slot come last.
+        running = sorted(running, key=lambda job: job.stage == "waiting")
         table = Table.grid(padding=(0, 2))
         for job in running[:_ROWS]:
             share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
@@ -122,7 +123,7 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
         render.note(
             f"{duration(stats['wall_s'])}, {render.number(stats['documents_per_hour'])} documents per hour, "
             f"prefill {render.rate(stats['prefill_tokens_per_s'])}, decode {render.rate(stats['decode_tokens_per_s'])}, "
-            f"{render.number(stats['batch_mean'])} sequences a round"
+            f"{render.number(stats['batch_mean'])} documents at once"
         )
     if interrupted:
         render.note("interrupted; run the same command to continue")
@@ -147,7 +148,15 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]
-    yield "no estimate before a first run" if predicted is None else f"about {duration(predicted)}"
+    if predicted is None:
+        yield "no estimate before a first run"
+    else:
+        basis = (
+            "as measured in an earlier run"
+            if document["predicted_from"] == "run"
+            else "predicted as in `quantspec plan`"
+        )
+        yield f"about {duration(predicted)}, {basis}"
 
 
 def duration(seconds: float) -> str:

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from .options import Command
     from .output import Done
 
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # QUANTSPEC_GAMMA and similar variables apply to every command with that flag.
-_CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "--help"], "max_content_width": 100}
+_CONTEXT = {"auto_envvar_prefix": settings.PREFIX, **_HELP}
 
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
@@ -124,7 +125,7 @@ class _Group(click.Group):
     command_class = _Command
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
+@click.group(cls=_Group, context_settings=_HELP, epilog=_EXIT_CODES)
 @click.version_option(__version__, prog_name="quantspec")
 @click.option(
     "--config",
@@ -136,7 +137,7 @@ class _Group(click.Group):
 def cli(ctx: click.Context, config: str | None) -> None:
     """Decode long documents faster without changing a token.
 
-    A Llama-family model drafts for itself with 4-bit weights and a 4-bit view of its cache, and verifies with full
+    A Llama-family model drafts for itself with 4-bit weights over a 4-bit view of its cache, and verifies with full
     weights over the 8-bit view. Flags override QUANTSPEC_* variables (QUANTSPEC_MODEL, ...), which override the
     settings file.
     """
@@ -146,7 +147,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
         ctx.obj = error
 
 
-@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Answer or continue documents.")
 @click.argument("documents", nargs=-1, metavar="[FILE]...")
 @model_flags
 @click.option(
@@ -154,11 +155,13 @@ def cli(ctx: click.Context, config: str | None) -> None:
     multiple=True,
     metavar="FILE",
     allow_from_autoenv=False,
-    help="The same as a FILE argument. Several documents decode together.",
+    help="The same as a FILE argument. Repeatable; the documents decode together.",
 )
-@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, after the files.")
-@click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
-@click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@click.option(
+    "--text", multiple=True, allow_from_autoenv=False, help="A prompt as text. Repeatable; texts follow the files."
+)
+@click.option("--instruction", metavar="TEXT", help="What to do with each document, through the model's chat template.")
+@click.option("--system-prompt", metavar="TEXT", help="System prompt, for the model's chat template.")
 @chat_flags
 @_output_flag(
     *("-o", "--output", "output"),
@@ -193,13 +196,13 @@ def run(
     template_arg: tuple[str, ...],
     **flags: Any,
 ) -> Done:
-    """Continue documents: text to stdout, statistics to stderr.
+    """Answer or continue documents: text to stdout, statistics to stderr.
 
     FILE is a text, Markdown, HTML, DOCX, EPUB or PDF document, or - for standard input.
     """
     if not flags["as_json"]:
         if ctx.get_parameter_source("logprobs") is ParameterSource.COMMANDLINE:
-            raise UsageError("--logprobs without --json", "add --json, in whose document they are")
+            raise UsageError("--logprobs without --json", "add --json: its document has them")
         flags["logprobs"] = None
     generate_options, engine_options = _options(flags, max_tokens, stop)
 
@@ -214,14 +217,18 @@ def run(
     return execute(request, engine_options, generate_options)
 
 
-@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@cli.command(
+    context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Answer a directory of documents, one file each."
+)
 @click.argument("paths", nargs=-1, metavar="PATH...")
 @click.option("--out", metavar="DIR", required=True, allow_from_autoenv=False, help="Folder of the answers.")
 @model_flags
-@click.option("--instruction", metavar="TEXT", help="What to do with each document; uses the model's chat template.")
-@click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@click.option("--instruction", metavar="TEXT", help="What to do with each document, through the model's chat template.")
+@click.option("--system-prompt", metavar="TEXT", help="System prompt, for the model's chat template.")
 @chat_flags
-@_choice_flag("--long", ("refuse", "map-reduce"), text="Treatment of a document beyond the context.")
+@_choice_flag(
+    "--long", ("refuse", "map-reduce"), text="A document beyond the context: refuse it, or answer it in parts."
+)
 @click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Suffix of the answer files.")
 @click.option(
     *("--parallel", "-np", "parallel"),
@@ -308,20 +315,20 @@ def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, .
     return {}
 
 
-@cli.command(context_settings=_CONTEXT)
+@cli.command(context_settings=_CONTEXT, short_help="Show what this machine supports.")
 @json_flag
 def doctor(as_json: bool) -> Done:
-    """Show what this machine offers: processor, GPU (or why it is unavailable), memory, model cache, versions."""
+    """Show what this machine supports: processor, GPU (or why it is unavailable), memory, models that fit, versions."""
     from .doctor import doctor as execute
 
     return execute(as_json=as_json)
 
 
-@cli.command(context_settings=_CONTEXT)
+@cli.command(context_settings=_CONTEXT, short_help="List draft weights and prompts on disk.")
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are recreated when needed."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the listed files; they are recreated when needed."
 )
-@click.option("--prompt-cache", metavar="DIR", help="List the prompts in this folder, too.")
+@click.option("--prompt-cache", metavar="DIR", help="Also list the prompts in this folder.")
 @json_flag
 def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """List the draft weights and prompts on disk: size, last use, model."""
@@ -330,7 +337,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     return execute(clear=clear, prompt_cache=prompt_cache, as_json=as_json)
 
 
-@cli.command(context_settings=_CONTEXT)
+@cli.command(context_settings=_CONTEXT, short_help="Verify that speculation changes no token.")
 @model_flags
 @_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @draft_model_flag
@@ -344,7 +351,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     return execute(options=options, **flags)
 
 
-@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Predict memory and speed of a model.")
 @model_flags
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 # bench has a list flag of the same name, whose value a variable may hold.
@@ -368,7 +375,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
 @device_flags
 @json_flag
 def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
-    """Show, before a download, whether a model fits on this machine, with which context and batch, and how fast it is.
+    """Predict, before a download, whether a model fits on this machine, with which context and batch, and how fast.
 
     Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
     memory bandwidth and compute rate, which take some seconds to measure.
@@ -403,10 +410,10 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
     if what is not None and ctx.params["compare"]:
         raise UsageError("bench kernels with --compare", "leave out one of them")
     compares = "bench --compare" if ctx.params["compare"] else "bench without kernels"
-    place = "bench kernels" if what == "kernels" else compares
+    form = "bench kernels" if what == "kernels" else compares
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        match place:
+        match form:
             case "bench --compare":
                 used = name in _OF_COMPARE
             case "bench kernels":
@@ -415,7 +422,7 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
                 used = name not in _ONLY_OF_KERNELS
         if not used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = settings.flag_of(parameter)
-            raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
+            raise UsageError(f"{flag} does not apply to {form}", f"leave out {flag}")
 
 
 def _refuse_two_forms(ctx: click.Context, form: str) -> None:
@@ -429,7 +436,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     return click.option(*names, cls=Lists, default=default, show_default=True, metavar="LIST", help=text)
 
 
-@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Measure prefill and decoding.")
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
 @_file_flag("--prompt", text="Text for the tests, - for standard input.  [default: a shipped novel]")
@@ -453,7 +460,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
 )
 @_choice_flag("--weights", WEIGHTS, text="The target's weights.")
-@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
+@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="Rounding of keys and values.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of the first repetition.")
@@ -472,7 +479,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     nargs=2,
     metavar="A B",
     allow_from_autoenv=False,
-    help="Measure nothing: compare the rows of two files that bench wrote, with their noise.",
+    help="Measure nothing, and compare the rows of two files that bench wrote, with their noise.",
 )
 @json_flag
 @click.pass_context
@@ -527,7 +534,9 @@ def bench(
     return measure.kernels(request, options, rows, depths=request.n_depth if asked else None)
 
 
-@cli.command("eval", context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@cli.command(
+    "eval", context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Score a text: views of the cache, and drafts."
+)
 @model_flags
 @_file_flag("-p", "--prompt", "prompt", text="Text to score, - for standard input.  [default: a shipped sample]")
 @click.option("--tokens", type=int, metavar="N", help="Score the first N tokens of the text.  [default: all]")
@@ -536,30 +545,32 @@ def bench(
     type=int,
     default=0,
     metavar="N",
-    help="The first N of these are a prompt, and the next one is only fed: N + 1 tokens are not scored.",
+    help="Process the first N tokens as a prompt. They and the next token are not scored.",
 )
 @click.option(
     "--draft-pages",
     cls=Lists,
     metavar="LIST",
-    help="Compare choices of this many pages for a draft: best, snap, window, and as many single best tokens.",
+    help="Compare ways to choose this many pages for a draft: best, snap, window, and single tokens.",
 )
-@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are also compared with the checkpoint's.")
+@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score. int8 and int4 are also compared with the checkpoint's.")
 @_choice_flag(
     "--kv-rounding",
     (*KV_ROUNDINGS, TRUNCATE),
-    text="How keys and values are rounded. With truncate, drafts cut balanced codes instead of reading their centre (CPU).",
+    text="Rounding of keys and values. truncate is an ablation: drafts read the least code of 16, not the centre (CPU).",
 )
 @click.option("--k-axis", type=click.Choice(AXES), help="Quantise keys along this axis (CPU).  [default: channel]")
 @click.option("--v-axis", type=click.Choice(AXES), help="Quantise values along this axis (CPU).  [default: token]")
 @click.option(
-    "--group", type=click.Choice(GROUPS), help="Most elements that share a scale in the cache (CPU).  [default: 128]"
+    "--group",
+    type=click.Choice(GROUPS),
+    help="Elements of the cache that share a scale, at most (CPU).  [default: 128]",
 )
 @draft_precision_flag
 @click.option(
     "--sensitivity",
     is_flag=True,
-    help="Also score the default draft with each kind of matrices in 8 bits, and what that gains for its bytes.",
+    help="Also score the default draft with each kind of matrix in 8 bits, and the gain per added byte.",
 )
 @click.option(
     "--sensitivity-layers",

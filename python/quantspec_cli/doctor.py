@@ -50,7 +50,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     report = [
         f"quantspec   {found['quantspec']}, Python {found['python']}, {found['platform']}",
         f"processor   {cpu['name']}, {cpu['threads']} threads, reads {render.number(cpu['read_gb_per_s'])} GB/s",
-        f"SIMD        {cpu['simd']}: {cpu['simd_reason']}",
+        f"SIMD        {cpu['simd_reason']}",
         f"memory      {render.size(found['memory_bytes'])}",
     ]
     if gpu["available"]:
@@ -67,7 +67,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _sizes() -> list[dict[str, Any]]:
-    """Model sizes that fit the device of `auto`; empty if it cannot be opened, as `gpu` then says."""
+    """Model sizes that fit the device of `auto`; empty if it cannot be opened: `gpu` has the reason."""
     with suppress(QuantspecError):
         return sizes.table("auto")
     return []
@@ -111,9 +111,9 @@ def _draft_cache() -> dict[str, Any] | None:
 def _drafts(cache: dict[str, Any] | None) -> str:
     if cache is None:
         said = os.environ.get("QUANTSPEC_DRAFT_CACHE") == "off"
-        return "off: " + ("QUANTSPEC_DRAFT_CACHE says so" if said else "no home directory is known")
+        return "off: " + ("QUANTSPEC_DRAFT_CACHE is off" if said else "no home directory is known")
     models = "model" if cache["files"] == 1 else "models"
-    return f"{one_line(cache['path'])}: {cache['files']} {models}, {render.size(cache['bytes'])}; delete it at will"
+    return f"{one_line(cache['path'])}: {cache['files']} {models}, {render.size(cache['bytes'])}; safe to delete"
 
 
 def _versions() -> dict[str, str]:

@@ -74,6 +74,8 @@ class Statistics(_OfMethods):
     mean_acceptance_length: float | None
     acceptance_rate_per_position: list[float] | None
     reused_tokens: int
+    reserved_pages: int
+    pool_waste: float | None
     weights_bytes: int
     draft_weights_bytes: int
     cache_upper_bytes: int
@@ -86,6 +88,8 @@ class Statistics(_OfMethods):
     peak_bytes: int | None
     batch_mean: float | None
     batch_peak: int
+    engine_s: float
+    longest_chunk_s: float
 
 
 class TokenLogprob(NamedTuple):
@@ -363,9 +367,9 @@ class Engine:
         prompt_cache: str | bool = False,
         on_loading: OnProgress | None = None,
     ) -> None:
-        """Loads the weights; `context` and `batch` are the longest sequence and the most concurrent sequences.
+        """Loads the weights. `context` is the most tokens of a sequence, `batch` the most concurrent sequences.
 
-        If the longest prompt is known, less memory is planned for reading it than for one that fills the context. `pool`
+        With `longest_prompt`, in tokens, less memory is planned for prefill than for a prompt that fills the context. `pool`
         is the number of tokens that all sequences share; None gives each sequence the longest context. `prompt_cache` as
         in `load`.
         """
@@ -429,11 +433,12 @@ class Engine:
             batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: the drafter: "quantspec" (4-bit cache and weights), "kv4" or "w4" (only one of them), "qspec" (4-bit
-                weights and activations), "window" (first and recent pages), "snapkv" (pages that the prompt's end attends
-                to), "draft-model" (another checkpoint), "ngram" (what followed the last tokens earlier in the text),
-                "auto" (whichever is fastest), or "ar" (nothing). "+ngram" after a name, as in "quantspec+ngram", also
-                copies earlier text. Settings that a method does not support are refused.
+            method: what drafts: "quantspec" (4-bit weights over the 4-bit view of the cache), "kv4" or "w4" (only one of
+                them in 4 bits), "qspec" (as w4, with 4-bit activations), "window" (as w4, over the first page and the
+                newest), "snapkv" (as quantspec, over pages that the prompt's end attends to), "draft-model" (another
+                checkpoint), "ngram" (what followed the last tokens earlier in the text), "auto" (the fastest of several,
+                as measured), or "ar" (no drafts). "+ngram" after a name, as in "quantspec+ngram", also copies earlier
+                text. Settings that a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
                 memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do
@@ -445,13 +450,13 @@ class Engine:
                 or "auto": on a CPU "down" if the cache outweighs the weights (`info` reports the choice).
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
-            page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
+            page_choice: with a number of pages, the "best" ones (the default), or a "window": the first and the newest.
             draft_refresh: with method "snapkv", number of new pages after which it chooses among all pages again; 0 is never.
             draft_model: with methods "draft-model" and "auto", a directory, a GGUF file or a hub id with the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
-            prompt_cache: common prefixes of prompts are processed once. True keeps prompts in memory, in at most an eighth
-                of what the engine leaves free, or half of a GPU's; a folder keeps them there, also for other processes;
-                False keeps none. No token depends on it.
+            prompt_cache: where processed prompts are kept, so that a common prefix is processed once. True: in memory, in
+                at most an eighth of what the engine leaves free, or half of a GPU's. A folder: there, also for other
+                processes. False: nowhere. No token depends on it.
             on_loading: called with (bytes done, total bytes).
 
         Raises:
@@ -645,4 +650,6 @@ class Engine:
         found["decode_tokens_per_s"] = kept / decode_s if found["rounds"] and decode_s > 0 else None
         found["batch_mean"] = scheduler.sequence_rounds / scheduler.rounds if scheduler.rounds else None
         found["batch_peak"] = scheduler.most_sequences
+        found["engine_s"] = scheduler.engine_s
+        found["longest_chunk_s"] = scheduler.longest_chunk_s
         return found

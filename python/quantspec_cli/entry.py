@@ -38,10 +38,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 def main() -> int:
     """The `quantspec` command; returns its exit code."""
     _open_standard_streams()
-    SIGNALS.listen()
+    arguments = sys.argv[1:]
+    as_json = _wants_json(arguments) and sys.stdout is not None
+    SIGNALS.listen(lambda number: _texts(interrupted(number), as_json=as_json))
     if "_QUANTSPEC_COMPLETE" in os.environ:  # the shell requests completions
         cli.main(prog_name="quantspec")
-    code = execute(sys.argv[1:])
+    code = execute(arguments)
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -193,15 +195,21 @@ def _print(document: str, code: int) -> int:
     return code
 
 
+def _texts(error: QuantspecError, *, as_json: bool) -> tuple[str, str]:
+    """What standard error and standard output get for an error."""
+    return error.render() + "\n", _line(error.to_json()) if as_json else ""
+
+
 def _fail(error: QuantspecError, *, as_json: bool) -> int:
     """Writes two lines to stderr, then the document; if one fails, the other is still written. The exit code does not
     change."""
+    lines, document = _texts(error, as_json=as_json and sys.stdout is not None)
     try:
-        sys.stderr.write(error.render() + "\n")
+        sys.stderr.write(lines)
         sys.stderr.flush()
     except OSError:
         redirect_to_null(sys.stderr)
-    if as_json and sys.stdout is not None:
+    if document:
         with suppress(OSError, KeyboardInterrupt):
-            _write(_line(error.to_json()))
+            _write(document)
     return error.exit_code

@@ -54,7 +54,7 @@ class Request:
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
-        sensitivity: also score the default draft with each kind of matrices in 8 bits.
+        sensitivity: also score the default draft with each kind of matrix in 8 bits.
         sensitivity_layers: also with each matrix of each layer alone; implies `sensitivity`.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.

@@ -109,7 +109,7 @@ def resolve_defaults(
         elif _needs_penalties(model, options, unset):
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in _OF_SMALL.items())
             notes.append(
-                f"penalties, as the model is small and recommends no sampling: {listed}; --repetition-penalty 1 is none"
+                f"penalties of small models without recommended sampling: {listed}; --repetition-penalty 1 turns them off"
             )
             chosen |= _OF_SMALL
     if "max_tokens" in unset:
@@ -146,7 +146,7 @@ def truncation_notes(
             continue
         where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
         if schema:
-            where += ", so its JSON is not whole: raise -n, or bound strings and lists in the schema"
+            where += ", so its JSON is incomplete: raise -n, or bound strings and lists in the schema"
             yield where
             continue
         if _repeats(answer.tokens):

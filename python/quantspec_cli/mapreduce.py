@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .engine import Generation
 
 # Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
-_COUNTED_CHARACTERS = 1_000_000
+COUNTED_CHARACTERS = 1_000_000
 
 # Borders at which a text may be split, best first: paragraphs, lines, sentences, words. The separator stays with the left
 # part.
@@ -85,11 +85,9 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
     A split is at the best border available: between paragraphs, lines, sentences or words. It is between characters only
     if a single word exceeds the budget.
     """
-    if len(text) <= _COUNTED_CHARACTERS and count(text) <= budget:
+    if len(text) <= COUNTED_CHARACTERS and count(text) <= budget:
         return [text]
-    # A long text is counted in pieces, each including the tokens around it: a slight overestimate.
-    pieces = (text[at : at + _COUNTED_CHARACTERS] for at in range(0, len(text), _COUNTED_CHARACTERS))
-    whole = sum(map(count, pieces))
+    whole = tokens_of(text, count)
     # Equal parts: a short last part would weigh as much in the reduced answer as a long one.
     empty = min(count("."), budget - 1)
     parts_wanted = max(2, -(-(whole - empty) // (budget - empty)))
@@ -108,6 +106,14 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
         parts.append(part)
         rest = rest[len(part) :]
     return parts
+
+
+def tokens_of(text: str, count: Callable[[str], int]) -> int:
+    """Tokens of the prompt made from a text. A long text is counted in pieces, each including the tokens around it: a slight
+    overestimate.
+    """
+    pieces = (text[at : at + COUNTED_CHARACTERS] for at in range(0, len(text), COUNTED_CHARACTERS))
+    return sum(map(count, pieces))
 
 
 def _head(text: str, length: int) -> str:

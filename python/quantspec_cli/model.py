@@ -11,13 +11,15 @@ from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import schema_text, shown
 from .prompts import check_utf8
+from .signals import SIGNALS
 from .text import Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from . import _native
     from .options import EngineOptions
 
 # A document of this size is encoded in 0.1 s and 15 MB, so the error that it does not fit can state its exact length.
@@ -54,6 +56,21 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Written:
+    """A prompt as text, in the model's format.
+
+    Attributes:
+        text: what is encoded; if it continues, the tokenizer adds its BOS.
+        continues, name, thinking: as in `Prompt`.
+    """
+
+    text: str
+    continues: bool = True
+    name: str = "the prompt"
+    thinking: Thinking | None = None
+
+
+@dataclass(frozen=True)
 class Model:
     """A checkpoint with its tokenizer, before any weight is loaded.
 
@@ -73,9 +90,18 @@ class Model:
 
     @classmethod
     def open(
-        cls, model: str | None = None, *, revision: str | None = None, offline: bool = False, progress: bool = False
+        cls,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: bool = False,
+        draft_model: str | None = None,
     ) -> Model:
-        """Finds (or downloads) a model and checks its configuration and tokenizer."""
+        """Finds (or downloads) a model and checks its configuration and tokenizer, and those of its draft model.
+
+        The command line names the draft model here, because Ctrl-C ends it without results while a tokenizer is parsed.
+        """
         from . import _native
 
         directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
@@ -86,14 +112,19 @@ class Model:
             )
         with native_errors():
             info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
+        with SIGNALS.ending():
+            tokenizer = Tokenizer(directory, info["vocab"])
+        opened = cls(model or hub.DEMO, directory, info, tokenizer, offline)
+        opened.draft_model(draft_model, progress=progress)
+        return opened
 
     def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
         """Path of the checkpoint that drafts for this one, None if none is given. Refuses one with another tokenizer."""
         if name is None or name in self._draft_models:
             return name and self._draft_models[name]
         draft = Model.open(name, offline=self.offline, progress=progress)
-        difference = self.tokenizer.difference(draft.tokenizer)
+        with SIGNALS.ending():
+            difference = self.tokenizer.difference(draft.tokenizer)
         if difference is not None:
             raise ModelError(
                 f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
@@ -166,6 +197,44 @@ class Model:
         `template_args` are arguments of the chat template: {"enable_thinking": True} turns on thinking in models that
         support it. A document that cannot fit the context (by default the model's) is refused before it is encoded.
         """
+        written = self.written(
+            document,
+            messages=messages,
+            instruction=instruction,
+            system_prompt=system_prompt,
+            template_args=template_args,
+            name=name,
+            context=context,
+        )
+        return self.encoded([written])[0]
+
+    def encoded(self, texts: Sequence[Written]) -> list[Prompt]:
+        """The prompts of texts from `written`; several are encoded on all processors."""
+        ids: list[list[int]] = [[]] * len(texts)
+        for special in (True, False):
+            places = [place for place, text in enumerate(texts) if text.continues is special]
+            found = (
+                self.tokenizer.encode_all([texts[place].text for place in places], special=special) if places else []
+            )
+            for place, of_text in zip(places, found, strict=True):
+                ids[place] = of_text
+        return [
+            Prompt(of_text, continues=text.continues, name=text.name, thinking=text.thinking)
+            for of_text, text in zip(ids, texts, strict=True)
+        ]
+
+    def written(
+        self,
+        document: str | None = None,
+        *,
+        messages: Iterable[Mapping[str, str]] | None = None,
+        instruction: str | None = None,
+        system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        name: str = "the prompt",
+        context: int | None = None,
+    ) -> Written:
+        """The text of `prompt`, not yet encoded."""
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
         turns = None if messages is None else conversation.checked(messages)
@@ -178,12 +247,15 @@ class Model:
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
                 check_text(what, text)
-        self._check_length(name, document, limit)
+        # A chat template may strip white space around the document.
+        self._check_length(name, document, document.strip(), limit)
         converses = turns is not None or instruction is not None or system_prompt is not None
         if converses and self.chat_template is not None:
             turns = turns or template.messages(document, instruction, system_prompt)
             text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
+            found = Written(text, continues=False, name=name, thinking=thinking)
+            self._check_length(name, document, found.text, limit)
+            return found
         if turns is not None or arguments:
             what = "template arguments" if turns is None else "messages"
             why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
@@ -191,15 +263,17 @@ class Model:
                 why, hint = "the model has none", "use an instruct model, or leave them out"
             option = "thinking" if template.THINKING in arguments else "template_arg"
             raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
-        if converses:
-            return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
-        return Prompt(self.tokenizer.encode(document), name=name)
+        text = template.plain(document, instruction, system_prompt) if converses else document
+        self._check_length(name, document, text, limit)
+        return Written(text, name=name)
 
-    def _check_length(self, name: str, document: str, limit: int) -> None:
-        """Refuses a document that cannot fit before encoding it, which takes over 100 bytes of memory per character."""
-        # Few texts have 8 characters per token. A chat template may strip white space around the document.
+    def _check_length(self, name: str, document: str, text: str, limit: int) -> None:
+        """Refuses a document if its prompt's text, or a part of that, cannot fit. Encoding would take over 100 bytes of
+        memory per character.
+        """
+        # Few texts have 8 characters per token.
         cheap = max(8 * limit, CHEAP_CHARACTERS)
-        if len(document) <= cheap or self.tokenizer.least_tokens(document.strip(), limit + 1) <= limit:
+        if len(text) <= cheap or self.tokenizer.least_tokens(text, limit + 1) <= limit:
             return
         larger = f"raise the context, up to the model's {self.context}, or " if limit < self.context else ""
         raise DoesNotFitError(
@@ -220,7 +294,7 @@ class Model:
         if context < self.context:
             hints.append(f"raise the context, up to the model's {self.context}")
         raise DoesNotFitError(
-            f"{prompt.name} has {length} tokens and {max_new_tokens} new ones make {needed}; the context is {context}",
+            f"{prompt.name} and its answer need {needed} tokens ({length} + {max_new_tokens}); the context is {context}",
             " or ".join(hints) or "choose a model with a longer context",
         )
 
@@ -244,7 +318,13 @@ class Model:
 
 
 def planned(
-    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
+    model: Model,
+    options: EngineOptions,
+    *,
+    context: int,
+    batch: int = 1,
+    pool: int | None = None,
+    opened: _native.OpenDevice | None = None,
 ) -> dict[str, Any]:
     """Memory of an engine, before any weight is read: `_native.plan` of these options."""
     from . import _native
@@ -256,6 +336,7 @@ def planned(
             slots=batch,
             pool_tokens=pool,
             draft_model=model.draft_model(options.draft_model),
+            opened=opened,
             **options.native(),
         )
 

@@ -24,7 +24,7 @@ class Method(NamedTuple):
     """A decoding method and the settings it supports.
 
     Attributes:
-        about: a short description of the drafter.
+        about: what a draft reads, for `--help`.
         drafts: whether it drafts at all.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
@@ -47,18 +47,28 @@ class Method(NamedTuple):
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
 METHODS = {
-    "auto": Method("whichever is fastest", draft_weights=True, draft_view="int4", chooses=True),
-    "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
-    "kv4": Method("4-bit cache", draft_view="int4"),
-    "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
-    "qspec": Method("4-bit weights and activations", draft_weights=True, draft_view="target"),
-    "window": Method("first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"),
+    "auto": Method("the fastest of several, as measured", draft_weights=True, draft_view="int4", chooses=True),
+    "quantspec": Method("4-bit weights, 4-bit cache", draft_weights=True, draft_view="int4"),
+    "kv4": Method("full weights, 4-bit cache", draft_view="int4"),
+    "w4": Method("4-bit weights, the target's cache", draft_weights=True, draft_view="target"),
+    "qspec": Method("as w4, with 4-bit activations", draft_weights=True, draft_view="target"),
+    "window": Method(
+        "as w4, over the first page and the newest",
+        draft_weights=True,
+        draft_view="target",
+        pages=16,
+        page_choice="window",
+    ),
     "snapkv": Method(
-        "pages that the prompt's end attends to", draft_weights=True, draft_view="int4", pages=16, page_choice="snap"
+        "as quantspec, over pages that the prompt's end attends to",
+        draft_weights=True,
+        draft_view="int4",
+        pages=16,
+        page_choice="snap",
     ),
     "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
-    "ngram": Method("earlier text"),
-    "ar": Method("nothing", drafts=False),
+    "ngram": Method("no network, copies earlier text"),
+    "ar": Method("no drafts", drafts=False),
 }
 WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 # Methods that copy earlier text if they find a continuation there, and draft as NAME otherwise.
@@ -70,8 +80,8 @@ COMBINED = {
 METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
-# Ablations of `eval`: drafts that read truncated codes; axes and sizes of groups in the cache. The engine's own are the first
-# axis of keys, the second of values, and the last size.
+# Ablations of `eval`: drafts that read truncated codes; axes and sizes of groups in the cache. The engine uses the first axis
+# for keys, the second for values, and the last size.
 TRUNCATE = "truncate"
 AXES = ("channel", "token")
 GROUPS = ("32", "64", "128")
@@ -88,6 +98,8 @@ PAGES_MIN = 2
 # More than any cache has, and small enough for the engine's integers.
 PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
+# More sequences than any memory holds, and small enough for the engine's integers.
+BATCH_MAX = 4096
 # More than any machine has, and small enough for the system's integers.
 THREADS_MAX = 4096
 # Longest n-grams that can be forbidden (NGRAM_MAX in quantspec-core), and most tokens of a position with log-probabilities.
@@ -454,7 +466,7 @@ def page_choice_flag(command: Command) -> Command:
         "--page-choice",
         type=click.Choice(PAGE_CHOICES),
         default=None,
-        help="With --draft-pages N or auto: the best-scoring pages or the recent ones.  [default: best]",
+        help="With --draft-pages N or auto: the best-scoring pages, or the first and the newest.  [default: best]",
     )(command)
 
 
@@ -488,7 +500,7 @@ def engine_flags(command: Command) -> Command:
         kind = click.Choice(choices)
         return click.option(flag, *aliases, name, type=kind, default=choices[0], show_default=True, help=text)
 
-    about = ", ".join(f"{name} ({method.about})" for name, method in METHODS.items() if name not in COMBINED)
+    about = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items() if name not in COMBINED)
     return _flags(
         click.option(
             *("--method", "--spec-type", "method"),
@@ -496,7 +508,7 @@ def engine_flags(command: Command) -> Command:
             metavar="METHOD",
             default="quantspec",
             show_default=True,
-            help=f"The drafter: {about}. NAME+ngram copies earlier text where that has proved reliable.",
+            help=f"What drafts. {about}. METHOD+ngram also copies earlier text where copies have proved reliable.",
         ),
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
@@ -504,16 +516,16 @@ def engine_flags(command: Command) -> Command:
             metavar="N|auto",
             default="auto",
             show_default=True,
-            help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto follows measured cost and acceptance.",
+            help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto chooses by measured cost and acceptance.",
         ),
         choice(
             "--weights",
             WEIGHTS,
-            "The target's weights, which define the output: checkpoint, as in the file; int8, half the memory, drafts "
-            "read the upper nibbles; int4, the upper nibbles alone; auto, int8 if the checkpoint's do not fit.",
+            "The target's weights, which define the output. checkpoint: as in the file; int8: half the memory, drafts "
+            "read the upper nibbles; int4: the upper nibbles alone; auto: int8 if the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
-        choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
+        choice("--kv-rounding", KV_ROUNDINGS, "Rounding of keys and values; paper is that of the QuantSpec paper."),
         choice("--draft-weights", DRAFT_WEIGHTS, "Weights that a draft reads in 4 bits: all, the MLP's, or none."),
         draft_precision_flag,
         click.option(
@@ -521,7 +533,7 @@ def engine_flags(command: Command) -> Command:
             type=NumberOr("all", "auto"),
             metavar="N|all|auto",
             default=None,
-            help="Pages of 128 tokens that a draft reads per KV head; auto chooses them together with gamma.  "
+            help="Pages of 128 tokens that a draft reads per KV head; auto chooses the number together with gamma.  "
             f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
         ),
         page_choice_flag,
@@ -546,28 +558,34 @@ def sampling_flags(command: Command) -> Command:
             type=int,
             metavar="N",
             default=MAX_NEW_TOKENS,
-            help=f"Maximum number of new tokens.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
+            help=f"Maximum number of new tokens.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} with a chat template, "
             f"{MAX_THOUGHTFUL_TOKENS} if the model may think first; less near the end of the context]",
         ),
         click.option(
             *("--temperature", "--temp", "temperature"),
             type=float,
             default=0.0,
-            help="0 is greedy.  [default: 0; through a chat template generation_config.json's, as are the next three]",
+            help="0 is greedy.  [default: 0. With a chat template, generation_config.json sets this and the next three]",
         ),
         click.option("--top-k", type=int, default=0, help="Keep the K most likely tokens; 0 is off.  [default: 0]"),
         click.option(
-            "--top-p", type=float, default=1.0, help="Keep the most likely tokens of mass P; 1 is off.  [default: 1]"
+            "--top-p",
+            type=float,
+            default=1.0,
+            help="Keep the most likely tokens of total probability P; 1 is off.  [default: 1]",
         ),
         click.option(
-            "--min-p", type=float, default=0.0, help="Drop tokens less likely than P times the likeliest.  [default: 0]"
+            "--min-p",
+            type=float,
+            default=0.0,
+            help="Drop tokens less likely than P times the most likely one.  [default: 0]",
         ),
         click.option(
             *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
             type=float,
             default=1.0,
             help="Divide positive logits of tokens in prompt or answer by this, multiply negative ones; 1 is off.  "
-            "[default: 1; through a chat template generation_config.json's]",
+            "[default: 1; with a chat template, from generation_config.json]",
         ),
         click.option(
             "--frequency-penalty",
@@ -579,7 +597,7 @@ def sampling_flags(command: Command) -> Command:
             "--presence-penalty",
             type=float,
             default=0.0,
-            help="Subtract this from the logits of the answer's tokens.  [default: 0]",
+            help="Subtract this once from the logits of tokens in the answer.  [default: 0]",
         ),
         click.option(
             *("--no-repeat-ngram", "--no-repeat-ngram-size", "no_repeat_ngram"),
@@ -587,7 +605,7 @@ def sampling_flags(command: Command) -> Command:
             metavar="N",
             default=0,
             help="Forbid tokens that would repeat N tokens of prompt or answer; 0 is off.  "
-            "[default: 0; through a chat template generation_config.json's]",
+            "[default: 0; with a chat template, from generation_config.json]",
         ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token."),
@@ -605,7 +623,7 @@ def chat_flags(command: Command) -> Command:
         click.option(
             "--thinking",
             type=click.Choice(("on", "off")),
-            help="Whether a model that can think does so before the answer, which excludes the thoughts.  [default: off]",
+            help="Whether the model thinks before it answers. Its thoughts are not part of the answer.  [default: off]",
         ),
         click.option(
             "--template-arg",

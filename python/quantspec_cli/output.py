@@ -115,6 +115,7 @@ class AtomicFile:
                 mode = stat.S_IMODE(replaced.st_mode) if replaced else 0o666
                 if replaced and not os.access(self._path, os.W_OK):
                     raise PermissionError(13, "permission denied")
+                SIGNALS.temporary.add(self._temporary)
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
                 # The mask applies to new files. Only root may change owners, and some file systems support neither.
@@ -152,6 +153,7 @@ class AtomicFile:
             self._file.close()
         if self._special:
             return
+        SIGNALS.temporary.discard(self._temporary)
         try:
             self._temporary.replace(self._path)
         except OSError as error:  # the path has changed meanwhile: the text is complete and stays in the temporary file
@@ -166,6 +168,7 @@ class AtomicFile:
             self._file.close()
         if not (self._special or self._kept):
             self._temporary.unlink(missing_ok=True)
+            SIGNALS.temporary.discard(self._temporary)
 
     def __enter__(self) -> AtomicFile:
         return self

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub, predict, render, sizes
 from .errors import DoesNotFitError, UsageError, native_errors, one_line
-from .options import whole
+from .options import BATCH_MAX, whole
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .options import EngineOptions
-
-# More sequences than any memory holds, and small enough for the engine's integers.
-BATCH_MAX = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

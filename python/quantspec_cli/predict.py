@@ -41,7 +41,6 @@ GPU: dict[str, Any] = {
 # an H200. Other GPUs are not measured.
 GPU_PROMPT = {"9.0": 590e12}
 
-
 # Tokens of a page.
 PAGE_TOKENS = 128
 
@@ -51,9 +50,8 @@ def row_flops(info: Mapping[str, Any], visible: float) -> tuple[float, float]:
     its attention. `info` is the result of `_native.model_info`.
     """
     width = info["heads"] * info["head_dim"]
-    return 2.0 * (info["layers"] * _layer(info) + info["hidden"] * info["vocab"]), 4.0 * info[
-        "layers"
-    ] * width * visible
+    weights = info["layers"] * _layer(info) + info["hidden"] * info["vocab"]
+    return 2.0 * weights, 4.0 * info["layers"] * width * visible
 
 
 def _layer(info: Mapping[str, Any]) -> int:

@@ -48,7 +48,7 @@ class Document:
 def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     """The documents of a command line: files first, then literal texts."""
     if not paths and not texts:
-        raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
+        raise UsageError("no prompt", "name a document, - for standard input, or give --text")
     if list(paths).count(STDIN) > 1:
         raise UsageError("standard input is given twice", "give '--prompt -' once")
     found = [read(path, "check the path; literal text is given with --text") for path in paths]

@@ -72,9 +72,7 @@ def note_of_prompts(engine: Engine) -> None:
 def note_of_weights(asked: str, info: dict[str, Any]) -> None:
     """Notes the weights that `auto` chose if they are not the checkpoint's."""
     if asked == "auto" and info["weights"] != "checkpoint":
-        note(
-            f"weights: {info['weights']}, for the checkpoint's do not fit into memory; the text is that of these weights"
-        )
+        note(f"weights: {info['weights']}, because the checkpoint's do not fit into memory; they define the text")
 
 
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:

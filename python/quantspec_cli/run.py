@@ -49,7 +49,7 @@ class Request:
 
 
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
-    """Runs a prompt; with `--json` the caller prints the report."""
+    """Decodes the prompts and prints the answers; the caller prints the document of `--json`."""
     with contextlib.ExitStack() as engines:
         return _run(request, engine_options, options, engines)
 
@@ -70,9 +70,12 @@ def _run(
             revision=request.revision,
             offline=request.offline,
             progress=render.on_terminal() and not request.quiet,
+            draft_model=engine_options.draft_model,
         )
         if not request.as_json and not request.quiet and _is_bare(request, model):
-            render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
+            render.note(
+                "the model has no chat template, so it continues the document and the instruction as plain text"
+            )
         if not request.quiet:
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)

@@ -22,7 +22,7 @@ from .errors import InputError, NotFiniteError, QuantspecError, UsageError, inte
 from .signals import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from . import _native
     from .text import Text
@@ -82,6 +82,8 @@ class Scheduler:
     Attributes:
         kept_tokens: tokens of answers without the first of each. A round may emit more than an answer takes.
         sequence_rounds: sequences per round, summed over all rounds; also rounds, and the most sequences in one.
+        engine_s: seconds of calls of the engine; the engine idles for the others.
+        longest_chunk_s: longest time that decoding sequences waited for a chunk of another prompt, in seconds.
     """
 
     def __init__(self, native: _native.Engine, slots: int) -> None:
@@ -91,6 +93,8 @@ class Scheduler:
         self.rounds = 0
         self.sequence_rounds = 0
         self.most_sequences = 0
+        self.engine_s = 0.0
+        self.longest_chunk_s = 0.0
         self._free = slots
         self._commands: SimpleQueue[Sequence[Request] | _Call | None] = SimpleQueue()
         self._waiting: deque[Request] = deque()
@@ -207,6 +211,16 @@ class Scheduler:
                 call.done.set_exception(error)
         return goes_on
 
+    @contextlib.contextmanager
+    def _engine(self) -> Iterator[None]:
+        """For calls of the engine: translates their errors, and takes their time."""
+        started = time.perf_counter()
+        try:
+            with native_errors():
+                yield
+        finally:
+            self.engine_s += time.perf_counter() - started
+
     def _drop_cancelled(self) -> None:
         for slot, request in list(self._running.items()):
             if request.cancelled:
@@ -226,7 +240,7 @@ class Scheduler:
         if request is self._too_large:
             return
         try:
-            with native_errors():
+            with self._engine():
                 if self._running and not self.native.has_room(request.ids, request.sampling["max_new_tokens"]):
                     self._too_large = request
                     return
@@ -245,19 +259,23 @@ class Scheduler:
         slot = self._reading
         if slot is None:
             return
-        request, rows = self._running[slot], self._chunk_rows if self._decoding() else _ALL_ROWS
+        request, waiting = self._running[slot], self._decoding()
+        rows = self._chunk_rows if waiting else _ALL_ROWS
         started = time.perf_counter()
         try:
-            with native_errors():
+            with self._engine():
                 first = self.native.prefill_chunk(slot, rows, self._progress(request))
         except _CancelledError:
             self._end(slot)
         except BaseException as error:  # includes a callback's exceptions
             self._remove(slot).deliver(error, True)
         else:
+            seconds = time.perf_counter() - started
+            if waiting:
+                self.longest_chunk_s = max(self.longest_chunk_s, seconds)
             if first is None:
                 # At most doubled: a prompt's first rows are cheaper than its last.
-                factor = CHUNK_S / (time.perf_counter() - started)
+                factor = CHUNK_S / seconds
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
                 self._reading = None
@@ -282,7 +300,7 @@ class Scheduler:
         self.sequence_rounds += len(slots)
         self.most_sequences = max(self.most_sequences, len(slots))
         try:
-            with native_errors():
+            with self._engine():
                 emitted = loop.step(self.native, slots)
         except (NotFiniteError, InputError):
             self._round_of_each(slots)
@@ -299,7 +317,7 @@ class Scheduler:
         """
         for slot in slots:
             try:
-                with native_errors():
+                with self._engine():
                     ((_, tokens),) = loop.step(self.native, [slot], lambda _: 0)
             except QuantspecError as error:
                 self._remove(slot).deliver(error, True)

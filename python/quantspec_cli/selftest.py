@@ -50,10 +50,16 @@ _SAMPLING = {
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a batch of prompts decoded in one way."""
+    """One comparison: a batch of prompts decoded in one way.
+
+    Attributes:
+        page_choice: how the pages of a draft are chosen; None if it reads all.
+        difference: the first difference from plain decoding, in words; None if there is none.
+    """
 
     method: str
     draft_pages: int | str
+    page_choice: str | None
     threads: int | None
     gamma: int | str
     accept: str
@@ -87,7 +93,9 @@ def selftest(
     """Runs all cases up to the first difference and prints the comparison; the caller prints `--json`'s report."""
     out = Stdout()
     render.warn_of_threads(options.threads)
-    opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
+    opened = Model.open(
+        model, revision=revision, offline=offline, progress=render.on_terminal(), draft_model=draft_model
+    )
     prompts = cut_prompts(opened)
     device, weights, references = _references(opened, options, prompts)
     options = replace(options, weights=weights)
@@ -195,6 +203,7 @@ def _cases(
                     case = Case(
                         method=way.method,
                         draft_pages=way.pages_of_draft,
+                        page_choice=None if way.pages_of_draft == "all" else way.choice_of_pages,
                         threads=way.threads,
                         gamma=gamma,
                         accept=accept,
@@ -243,7 +252,8 @@ def _decode(
 
 
 def _line(case: Case) -> str:
-    pages = f"{case.draft_pages} pages"
+    choice = "" if case.page_choice is None else f" ({case.page_choice})"
+    pages = f"{case.draft_pages} pages{choice}"
     threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
     return (
         f"{case.method:15} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "

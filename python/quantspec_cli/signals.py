@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
     from types import FrameType
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is unknown to Windows
@@ -22,24 +24,43 @@ WAIT_S = 0.1
 
 
 class Signals:
-    """The signals received, and whether one ends the command immediately."""
+    """The signals received, and whether one ends the command immediately.
+
+    Attributes:
+        temporary: files that the end of the command removes.
+    """
 
     def __init__(self) -> None:
         self._received: list[int] = []
         self._echo_until = 0.0
         self._held = False
+        self._answers: dict[int, tuple[str, str]] = {}
+        self.temporary: set[Path] = set()
 
     @property
     def number(self) -> int:
         """What interrupted the command."""
         return self._received[0] if self._received else signal.SIGINT
 
-    def listen(self) -> None:
-        """From here on a signal raises KeyboardInterrupt."""
+    def listen(self, answer: Callable[[int], tuple[str, str]]) -> None:
+        """From here on a signal raises KeyboardInterrupt. `answer` has the texts for standard error and standard output of a
+        command that a signal ends before it has results.
+        """
         for number in (getattr(signal, name) for name in _ENDING if hasattr(signal, name)):
             # The parent process may have set them to be ignored (nohup).
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 signal.signal(number, self._arrived)
+                self._answers[number] = answer(number)
+
+    def ending(self) -> AbstractContextManager[None]:
+        """In the body a signal ends the process at once, even if a package holds the GIL. It must be on the main thread, and
+        before the command has results. Without effect in a program that uses the library.
+        """
+        if not self._answers:
+            return nullcontext()
+        from . import _native
+
+        return _native.SignalWatch(self._answers, list(self.temporary))
 
     def hold(self) -> None:
         """From here on the first signal is only recorded, as half a document is useless. Writing may block on a reader that

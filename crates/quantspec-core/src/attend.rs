@@ -4,7 +4,7 @@
 //! precision ([`crate::cache`]). A draft may read a subset of the pages. It ranks them by an upper bound of their scores,
 //! which the page's quantised key parameters give without reading the keys.
 
-use crate::cache::{BUFFER_TOKENS, G, buffer_slot, first_visible, visible_buffer, visible_pages, visible_quantised};
+use crate::cache::{BUFFER_TOKENS, G, first_visible, ring_index, visible_buffer, visible_pages, visible_quantised};
 use crate::config::{Pages, Rounding, View};
 use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
@@ -30,7 +30,7 @@ pub struct Cache<'a> {
     pub pages: &'a [Page],
     /// Full-precision pages in the order of their tokens.
     pub full: &'a [FullPage<'a>],
-    /// Ring of recent keys, `[BUFFER_TOKENS][head_dim]`; token t is in slot [`buffer_slot`].
+    /// Ring of recent keys, `[BUFFER_TOKENS][head_dim]`; token t is at [`ring_index`].
     pub buffer_keys: &'a [f16],
     /// Ring of recent values, likewise.
     pub buffer_values: &'a [f16],
@@ -60,7 +60,7 @@ impl Cache<'_> {
     }
 
     fn buffer_token(&self, token: usize) -> Token {
-        let at = buffer_slot(token) * self.head_dim;
+        let at = ring_index(token) * self.head_dim;
         let row = at..at + self.head_dim;
         (widen(&self.buffer_keys[row.clone()]), widen(&self.buffer_values[row]))
     }
@@ -270,12 +270,12 @@ mod tests {
                 quantize_page(&keys[range.clone()], &values[range], D, rounding).unwrap()
             };
             let pages = (0..tokens / G).map(page).collect();
-            // Ring slots that were never written hold values that no query may read.
+            // Entries of the ring that were never written hold values that no query may read.
             let ring = |x: &[f16]| {
                 let mut ring = vec![f16::NAN; BUFFER_TOKENS * D];
                 for token in 0..tokens {
-                    let slot = buffer_slot(token) * D;
-                    ring[slot..slot + D].copy_from_slice(&x[token * D..(token + 1) * D]);
+                    let at = ring_index(token) * D;
+                    ring[at..at + D].copy_from_slice(&x[token * D..(token + 1) * D]);
                 }
                 ring
             };

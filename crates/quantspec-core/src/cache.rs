@@ -40,8 +40,8 @@ pub const fn first_visible(position: usize, reach: usize) -> usize {
     (position + 1).saturating_sub(reach)
 }
 
-/// Ring slot of a token. Pages keep their alignment: page b occupies slots `(b mod 3)·G ..`.
-pub const fn buffer_slot(position: usize) -> usize {
+/// Index of a token in the ring. Pages keep their alignment: page b begins at `(b mod 3)·G`.
+pub const fn ring_index(position: usize) -> usize {
     position % BUFFER_TOKENS
 }
 

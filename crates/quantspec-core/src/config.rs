@@ -54,7 +54,7 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
-    /// Whether a layer rotates its queries and keys.
+    /// Returns true if a layer rotates its queries and keys.
     pub fn rotates(&self, layer: usize) -> bool {
         !self.no_rope.get(layer).copied().unwrap_or(false)
     }
@@ -300,15 +300,15 @@ pub enum Pages {
     /// The first page, the newest, and those with the highest score bound: `n` in total per KV head.
     Best(usize),
     /// Of the pages that the end of the prompt sees: the first, the newest, and those that the prompt's last queries attend to most
-    /// ([`crate::attend::page_masses`]), `pages` in all per KV head. They stay. Pages that become visible later are all read.
+    /// ([`crate::attend::page_masses`]), `pages` in all per KV head. The choice is kept; pages that become visible later are all read.
     Snap {
         /// Pages of the prompt.
         pages: usize,
         /// New pages after which all visible ones are chosen among again, as by [`Pages::Best`]; 0 is never.
         refresh: usize,
     },
-    /// Every visible page, of which each query head takes its `n` tokens of the highest scores. The yardstick of any choice of pages:
-    /// it saves nothing, and only backends on the CPU have it.
+    /// Every visible page; each query head attends to the `n` tokens with the highest scores. `eval` compares choices of pages with
+    /// it: it saves no reads, and only CPU backends support it.
     Tokens(usize),
 }
 

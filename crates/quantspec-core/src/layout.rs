@@ -1,4 +1,4 @@
-//! Byte layout of a page: the place of every code and parameter of a [`Page`], for each fast backend.
+//! Byte layout of a page: the position of every code and parameter of a [`Page`], for each fast backend.
 //!
 //! Both layouts split a page of one KV head into an upper block, which a draft reads alone, and a lower block:
 //!
@@ -97,7 +97,7 @@ pub struct Blocks {
     pub lower: Vec<u8>,
 }
 
-/// Where one nibble is: its word in the plane, and its place in the upper word.
+/// Position of a nibble: its word in the plane, and its index in the upper word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NibbleIndex {
     /// 32-bit word of the plane.
@@ -145,8 +145,8 @@ impl Layout {
         self.offsets(head_dim).lower_bytes
     }
 
-    /// Place of a key's nibble in the key planes.
-    pub const fn key_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
+    /// Position of a key's nibble in the key planes.
+    pub const fn key_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(token % 16, channel % 16);
@@ -162,8 +162,8 @@ impl Layout {
         }
     }
 
-    /// Place of a value's nibble in the value planes.
-    pub const fn value_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
+    /// Position of a value's nibble in the value planes.
+    pub const fn value_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(channel % 16, token % 16);
@@ -183,7 +183,7 @@ impl Layout {
     }
 
     /// Scale and zero of a key channel, as f16 indices into the key parameters.
-    pub const fn key_params_place(self, head_dim: usize, channel: usize) -> (usize, usize) {
+    pub const fn key_params_index(self, head_dim: usize, channel: usize) -> (usize, usize) {
         match self {
             Layout::Cuda => {
                 let (tile, k) = (channel / 16, channel % 16);
@@ -195,7 +195,7 @@ impl Layout {
     }
 
     /// Scale and zero of a token's values, as f16 indices into the value parameters.
-    pub const fn value_params_place(self, token: usize) -> (usize, usize) {
+    pub const fn value_params_index(self, token: usize) -> (usize, usize) {
         match self {
             Layout::Cuda => {
                 let at = (token / 16 * 8 + token % 8) * 4 + token % 16 / 8 * 2;
@@ -226,20 +226,20 @@ impl Layout {
         for token in 0..G {
             for channel in 0..head_dim {
                 let at = token * head_dim + channel;
-                let place = self.key_place(head_dim, token, channel);
+                let place = self.key_nibble(head_dim, token, channel);
                 place.write_upper(&mut blocks.upper[offsets.key_plane..], page.key_upper[at]);
                 place.write_lower(&mut blocks.lower, page.key_lower[at]);
-                let place = self.value_place(head_dim, token, channel);
+                let place = self.value_nibble(head_dim, token, channel);
                 place.write_upper(&mut blocks.upper[offsets.value_plane..], page.value_upper[at]);
                 place.write_lower(&mut blocks.lower[offsets.lower_value_plane..], page.value_lower[at]);
             }
         }
         for (channel, &params) in page.key_params.iter().enumerate() {
-            let place = self.key_params_place(head_dim, channel);
+            let place = self.key_params_index(head_dim, channel);
             write_params(&mut blocks.upper[offsets.key_params..], place, params);
         }
         for (token, &params) in page.value_params.iter().enumerate() {
-            write_params(&mut blocks.upper[offsets.value_params..], self.value_params_place(token), params);
+            write_params(&mut blocks.upper[offsets.value_params..], self.value_params_index(token), params);
         }
         Ok(blocks)
     }
@@ -259,8 +259,8 @@ impl Layout {
         for token in 0..G {
             for channel in 0..head_dim {
                 let at = token * head_dim + channel;
-                let key = self.key_place(head_dim, token, channel);
-                let value = self.value_place(head_dim, token, channel);
+                let key = self.key_nibble(head_dim, token, channel);
+                let value = self.value_nibble(head_dim, token, channel);
                 page.key_upper[at] = key.read_upper(&upper[offsets.key_plane..]);
                 page.value_upper[at] = value.read_upper(&upper[offsets.value_plane..]);
                 if let Some(lower) = lower {
@@ -270,10 +270,10 @@ impl Layout {
             }
         }
         for (channel, params) in page.key_params.iter_mut().enumerate() {
-            *params = read_params(&upper[offsets.key_params..], self.key_params_place(head_dim, channel));
+            *params = read_params(&upper[offsets.key_params..], self.key_params_index(head_dim, channel));
         }
         for (token, params) in page.value_params.iter_mut().enumerate() {
-            *params = read_params(&upper[offsets.value_params..], self.value_params_place(token));
+            *params = read_params(&upper[offsets.value_params..], self.value_params_index(token));
         }
         Ok(page)
     }
@@ -325,7 +325,7 @@ impl NibbleIndex {
         plane[byte] |= ((lower + 8) as u8 & 15) << shift;
     }
 
-    /// The upper nibble, 0..=15, at this place of `plane`, which starts with the key plane or the value plane.
+    /// The upper nibble, 0..=15, at this position of `plane`, which starts with the key plane or the value plane.
     fn read_upper(self, plane: &[u8]) -> u8 {
         let (byte, shift) = self.byte(self.nibble);
         plane[byte] >> shift & 15
@@ -440,19 +440,19 @@ mod tests {
                 let (mut keys, mut values) = (HashSet::new(), HashSet::new());
                 for token in 0..G {
                     for channel in 0..head_dim {
-                        let key = layout.key_place(head_dim, token, channel);
-                        let value = layout.value_place(head_dim, token, channel);
+                        let key = layout.key_nibble(head_dim, token, channel);
+                        let value = layout.value_nibble(head_dim, token, channel);
                         assert!(4 * key.word + 4 <= offsets.lower_value_plane && key.nibble < 8);
                         assert!(4 * value.word + 4 <= offsets.lower_bytes - offsets.lower_value_plane);
                         assert!(keys.insert((key.word, key.nibble)) && values.insert((value.word, value.nibble)));
                     }
                 }
                 let mut params = HashSet::new();
-                for (scale, zero) in (0..head_dim).map(|channel| layout.key_params_place(head_dim, channel)) {
+                for (scale, zero) in (0..head_dim).map(|channel| layout.key_params_index(head_dim, channel)) {
                     assert!(scale.max(zero) * 2 < offsets.key_plane && params.insert(scale) && params.insert(zero));
                 }
                 params.clear();
-                for (scale, zero) in (0..G).map(|token| layout.value_params_place(token)) {
+                for (scale, zero) in (0..G).map(|token| layout.value_params_index(token)) {
                     assert!(scale.max(zero) < 2 * G && params.insert(scale) && params.insert(zero));
                 }
             }

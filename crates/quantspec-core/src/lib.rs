@@ -10,6 +10,7 @@ pub mod ablation;
 pub mod attend;
 pub mod cache;
 pub mod config;
+mod costs;
 pub mod error;
 pub mod forecast;
 pub mod grammar;

@@ -1,8 +1,8 @@
 //! Physical pages: which are free, which sequences read each, and the page table of every slot.
 //!
 //! A page that prefill has completed is a function of the tokens up to its end, so sequences whose prompts begin alike read
-//! the same physical pages. A page is free when its last reader has left. Every backend allocates by this type; a physical
-//! page is a number that stands for the page of every layer and KV head.
+//! the same physical pages. A page without readers is free. Every backend allocates by this type; a physical page
+//! is a number that stands for the page of every layer and KV head.
 
 use crate::plan::pages;
 use crate::{Error, Result};
@@ -16,7 +16,7 @@ pub struct Prefix {
     pub pages: usize,
 }
 
-/// See the module.
+/// The pages of an engine and the page tables of its slots.
 #[derive(Clone, Debug)]
 pub struct PagePool {
     /// The next page to take is the last.

@@ -13,7 +13,6 @@
 //!   row; DRY, the alternative, compares suffixes of any length.
 
 use crate::error::{Error, Result};
-use crate::sample::Sampler;
 use std::borrow::Cow;
 use std::collections::HashMap;
 
@@ -223,9 +222,9 @@ pub fn penalised<'a>(logits: &'a [f32], history: Option<&History>, drafted: &[u3
     }
 }
 
-/// The history that a sampler needs for a prompt; `None` without penalties.
-pub fn history(prompt: &[u32], sampler: &Sampler, answer: usize) -> Option<History> {
-    (!sampler.penalties.is_none()).then(|| History::new(prompt, sampler.penalties, answer))
+/// The history that penalties need for a prompt; `None` if all are off.
+pub fn history(prompt: &[u32], penalties: Penalties, answer: usize) -> Option<History> {
+    (!penalties.is_none()).then(|| History::new(prompt, penalties, answer))
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ const _: () = assert!(upper_page_bytes(128) == 17_408);
 const _: () = assert!(lower_page_bytes(128) == 16_384);
 const _: () = assert!(full_page_bytes(128) == 65_536);
 
-/// Complete pages of a sequence of `tokens`. Each is quantised when it is complete, so each needs a slot in the pool.
+/// Complete pages of a sequence of `tokens`. Each is quantised when it is complete, so each needs a page of the pool.
 pub const fn pages(tokens: usize) -> usize {
     tokens / G
 }
@@ -72,7 +72,7 @@ impl CacheBytes {
         }
     }
 
-    /// Sum of all parts.
+    /// Sum of all four.
     pub fn total(&self) -> usize {
         [self.upper_bytes, self.lower_bytes, self.full_bytes, self.buffer_bytes]
             .into_iter()

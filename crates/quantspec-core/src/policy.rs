@@ -9,9 +9,9 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
+use crate::costs::{Costs, RELIABLE, Timings};
 use crate::forecast::expected_tokens;
 use crate::stop::Stop;
-use std::collections::BTreeMap;
 
 /// Share of the time that may be lost against plain decoding; probes may lose as much against the fastest choice.
 const SHARE: f64 = 0.005;
@@ -26,13 +26,8 @@ const FIRST_ROWS: usize = 8;
 /// Budget, in plain steps, at which a probe begins, and most drafted tokens of its rounds.
 const PROBE: f64 = 1.0;
 const PROBE_GAMMA: usize = 4;
-/// Timings kept per entry; timings after which an entry counts regardless of the others; rounds after which an unused row
-/// count is dropped.
-const KEPT: usize = 7;
-const RELIABLE: usize = 2;
+/// Rounds after which an unused row count is dropped from the cost table.
 const STALE_ROUNDS: usize = 256;
-/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
-const SLOPE: f64 = 0.02;
 /// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
 /// A plain step is timed again, up to this many times, if more rows took less than this share of it.
@@ -125,58 +120,6 @@ impl Ratio {
     }
 }
 
-/// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
-#[derive(Clone, Debug, Default)]
-struct Timings {
-    recent: Vec<f64>,
-    /// Their lower quartile, because interruptions only ever add time.
-    seconds: f64,
-    round: usize,
-}
-
-impl Timings {
-    fn observe(&mut self, seconds: f64, round: usize) {
-        if seconds.is_finite() && seconds > 0.0 {
-            self.recent.drain(..(self.recent.len() + 1).saturating_sub(KEPT));
-            self.recent.push(seconds);
-            let mut sorted = self.recent.clone();
-            sorted.sort_unstable_by(f64::total_cmp);
-            (self.seconds, self.round) = (sorted[(sorted.len() - 1) / 4], round);
-        }
-    }
-}
-
-/// Timings of verification by rows, over all sequences.
-#[derive(Clone, Debug, Default)]
-struct Costs(BTreeMap<usize, Timings>);
-
-impl Costs {
-    /// Measured seconds, or those interpolated between the neighbours. A single timing may be a slow first call: it is
-    /// limited to the line through row counts that were timed more often.
-    fn seconds(&self, rows: usize) -> Option<f64> {
-        match self.0.get(&rows) {
-            None => self.line(rows, 1),
-            Some(own) if own.recent.len() >= RELIABLE => Some(own.seconds),
-            Some(own) => Some(self.line(rows, RELIABLE).map_or(own.seconds, |line| line.min(own.seconds))),
-        }
-    }
-
-    /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
-    /// half the lower timing.
-    fn line(&self, rows: usize, times: usize) -> Option<f64> {
-        let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
-        let mut below = self.0.range(..rows).rev().filter_map(point);
-        let mut above = self.0.range(rows..).filter_map(point);
-        let (left, right) = match (below.next(), above.next()) {
-            (Some(left), None) => below.next().map_or((left, None), |before| (before, Some(left))),
-            (Some(left), right) => (left, right),
-            (None, right) => (right?, above.next()),
-        };
-        let slope = right.map_or(SLOPE * left.1, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
-        Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
-    }
-}
-
 impl Policy {
     /// Always γ = `gamma`.
     pub fn fixed(gamma: usize) -> Policy {
@@ -237,7 +180,6 @@ impl Policy {
     /// Candidate 0 always can. The highest are tried first; those below the fastest choice's rate are not tried.
     pub fn observe_forecasts(&mut self, forecasts: &[f64]) {
         self.candidates.iter_mut().zip(forecasts).for_each(|(own, &forecast)| own.forecast = forecast);
-        self.candidates[0].forecast = self.candidates[0].forecast.max(f64::MIN_POSITIVE);
         self.next.candidate *= usize::from(self.candidates[self.next.candidate].forecast > 0.0);
     }
 
@@ -323,11 +265,8 @@ impl Policy {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
         // A step reads less than a plain one, so it is slower only at first, for example while a GPU records a graph.
-        let step = match &candidate.step {
-            own if own.recent.len() < RELIABLE => own.seconds.min(plain),
-            own => own.seconds,
-        };
-        let cost = (step * self.steps as f64 + verify) / plain;
+        let slowest = if candidate.step.recent.len() < RELIABLE { plain } else { f64::INFINITY };
+        let cost = (candidate.step.seconds.min(slowest) * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
         // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
         let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
@@ -335,11 +274,9 @@ impl Policy {
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
-        let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
+        let missed = if self.next.probe && !self.only_copied() { tokens / self.rate - cost } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
-        // If drafts pay, more candidates are worth more probes.
-        let share = SHARE * if self.rate > 1.0 { (self.candidates.len() as f64).sqrt() } else { 1.0 };
-        self.probing = (self.probing + share * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
+        self.probing = (self.probing + SHARE * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }
 
     fn choose(&mut self) -> Choice {
@@ -365,6 +302,7 @@ impl Policy {
             let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
             return if drafts && candidate == fastest.candidate { fastest } else { explore };
         }
+        // In plain decoding, candidates that measured badly earlier are probed again: the text may have changed.
         let known = |index: usize| forecast(index) > rate || !drafts && self.candidates[index].rounds > 0;
         let others = || usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
         let (plain_idle, probe_plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
@@ -373,11 +311,11 @@ impl Policy {
         let retime =
             own.is_some_and(|own| own.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * own.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
-        let (goes_on, was_plain) = (self.next.probe && (self.probing > 0.0 || self.cold), self.next.gamma == 0);
-        if plain_idle && (retime || goes_on && was_plain) {
+        let continues = self.next.probe && (self.probing > 0.0 || self.cold);
+        if plain_idle && (retime || continues && self.next.gamma == 0) {
             return probe_plain;
         }
-        if goes_on && !was_plain && others().any(|index| index == self.next.candidate) {
+        if continues && self.next.gamma > 0 && others().any(|index| index == self.next.candidate) {
             return Choice { gamma, ..self.next };
         }
         // The oldest measurement: of a candidate that is not in use, or of plain decoding.

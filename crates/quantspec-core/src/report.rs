@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Counters of one of several methods.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
+pub struct MethodCounters {
     /// Verification steps, counted per sequence.
     pub rounds: usize,
     /// Drafted or copied tokens.
@@ -32,7 +32,9 @@ pub struct Stats {
     /// Tokens of earlier text that a draft network checked, and those that it chose as well.
     guessed: (usize, usize),
     accepted_tokens: usize,
-    by_method: BTreeMap<&'static str, Share>,
+    /// Pages of the pool that ended sequences reserved, and those of them that were filled.
+    pool_pages: (usize, usize),
+    by_method: BTreeMap<&'static str, MethodCounters>,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
     accepted_at: Vec<usize>,
 }
@@ -55,7 +57,7 @@ impl Stats {
         self.verify_s += seconds;
     }
 
-    /// Adds one sequence's part of a round: `gamma` tokens drafted (0 for a plain step), the first `accepted` of them
+    /// Adds one sequence's round: `gamma` tokens drafted (0 for a plain step), the first `accepted` of them
     /// accepted.
     pub fn round(&mut self, gamma: usize, accepted: usize) {
         self.rounds += 1;
@@ -68,7 +70,7 @@ impl Stats {
     }
 
     /// Records the method of a sequence's round, one of several.
-    pub fn method(&mut self, name: &'static str, round: Share) {
+    pub fn method(&mut self, name: &'static str, round: MethodCounters) {
         let sum = self.by_method.entry(name).or_default();
         sum.rounds += round.rounds;
         sum.drafted_tokens += round.drafted_tokens;
@@ -89,6 +91,12 @@ impl Stats {
     /// Adds the pages that a sequence's drafts read in a round: `pages` per KV head, summed over its drafted tokens.
     pub fn pages(&mut self, pages: usize) {
         self.drafted_pages += pages;
+    }
+
+    /// Adds a sequence that ended: pages of the pool that it reserved, and those of them that it filled. Pages that it shared
+    /// are neither.
+    pub fn pool_pages(&mut self, reserved: usize, filled: usize) {
+        self.pool_pages = (self.pool_pages.0 + reserved, self.pool_pages.1 + filled);
     }
 
     /// Prompt tokens processed.
@@ -172,8 +180,19 @@ impl Stats {
         self.accepted_tokens
     }
 
+    /// Pages of the pool that ended sequences reserved.
+    pub fn reserved_pages(&self) -> usize {
+        self.pool_pages.0
+    }
+
+    /// Share of these pages that were never filled; `None` if no page was reserved.
+    pub fn pool_waste(&self) -> Option<f64> {
+        let (reserved, filled) = self.pool_pages;
+        (reserved > 0).then(|| (reserved - filled) as f64 / reserved as f64)
+    }
+
     /// Counters of each of several methods; empty with a single one.
-    pub fn by_method(&self) -> &BTreeMap<&'static str, Share> {
+    pub fn by_method(&self) -> &BTreeMap<&'static str, MethodCounters> {
         &self.by_method
     }
 
@@ -250,12 +269,23 @@ mod tests {
     fn methods_are_counted_apart() {
         let mut stats = Stats::default();
         assert!(stats.by_method().is_empty());
-        let round = Share { rounds: 1, drafted_tokens: 4, accepted_tokens: 3, drafted_pages: 40 };
+        let round = MethodCounters { rounds: 1, drafted_tokens: 4, accepted_tokens: 3, drafted_pages: 40 };
         for name in ["kv4", "ar", "kv4"] {
             stats.method(name, round);
         }
-        let twice = Share { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
+        let twice = MethodCounters { rounds: 2, drafted_tokens: 8, accepted_tokens: 6, drafted_pages: 80 };
         assert_eq!(stats.by_method().iter().collect::<Vec<_>>(), [(&"ar", &round), (&"kv4", &twice)]);
+    }
+
+    #[test]
+    fn waste_is_the_share_of_reserved_pages_without_tokens() {
+        let mut stats = Stats::default();
+        assert_eq!((stats.reserved_pages(), stats.pool_waste()), (0, None));
+        stats.pool_pages(0, 0);
+        assert_eq!(stats.pool_waste(), None);
+        stats.pool_pages(30, 27);
+        stats.pool_pages(10, 10);
+        assert_eq!((stats.reserved_pages(), stats.pool_waste()), (40, Some(0.075)));
     }
 
     #[test]

@@ -160,8 +160,11 @@ impl Judge {
         }
         for row in logits {
             check_left(row)?;
-            if drafted.iter().any(|token| *token as usize >= row.len()) {
-                return Err(Error::internal("a drafted token is outside the vocabulary"));
+            if let Some(token) = drafted.iter().find(|token| **token as usize >= row.len()) {
+                return Err(Error::internal(format!(
+                    "drafted token {token} is outside the vocabulary of {}",
+                    row.len()
+                )));
             }
         }
         match sampler.accept {

@@ -10,7 +10,7 @@ const VOCAB: usize = 4;
 /// Tokens of a text after its first one, which is 0.
 const LENGTH: usize = 4;
 
-/// Texts there are.
+/// Number of different texts.
 const TEXTS: usize = VOCAB.pow(LENGTH as u32);
 
 /// Logits after a token.
@@ -69,7 +69,7 @@ fn texts(gamma: usize, seeds: u64, penalties: Penalties) -> (Vec<f64>, usize) {
     let mut judge = Judge::new();
     for seed in 0..seeds {
         let sampler = sampler(seed).penalised(penalties);
-        let mut committed = history(&[0], &sampler, 0);
+        let mut committed = history(&[0], sampler.penalties, 0);
         let (mut text, mut reached) = (vec![0u32], 0usize);
         while text.len() <= LENGTH {
             // A token's position is its index in the text.

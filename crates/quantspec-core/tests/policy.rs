@@ -98,7 +98,7 @@ fn crowded(rows: usize) -> f64 {
     10.0 + 2.0 * (rows as f64 - 32.0).max(0.0)
 }
 
-/// What decoding came to.
+/// Result of decoding.
 #[derive(Debug)]
 struct Run {
     seconds: f64,
@@ -534,7 +534,7 @@ fn batches_are_costed_by_their_rows() {
     let run = World { batch: 16, ..world }.run(&mut policy, 1_000);
     let ones = run.gammas.iter().filter(|round| round.0 == 1).count();
     assert!(ones * 10 > run.gammas.len() * 9, "{ones} of {}", run.gammas.len());
-    // One sequence is left: rows are free again, and γ must rise.
+    // With one sequence, rows are free, and γ must rise.
     let run = world.run(&mut policy, 2_000);
     let long = run.gammas[50..].iter().filter(|round| round.0 >= 4).count();
     assert!(long * 10 > run.gammas.len() * 8, "{long} of {}", run.gammas.len());
@@ -691,7 +691,7 @@ fn fixed_gamma_still_chooses_a_candidate() {
     let (_, used) = LIBRARY.run(&mut policy, &ALL, 1_000);
     assert_eq!(policy.gamma(), 4);
     assert!(share_of_few(&used) > 0.9, "{}", share_of_few(&used));
-    // A shorter text takes its place.
+    // A shorter text follows in the same slot.
     policy.observe_forecasts(&[0.0; 4]);
     assert_eq!(policy.candidate(), 0);
 }

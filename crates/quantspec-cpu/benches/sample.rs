@@ -76,7 +76,7 @@ fn warp(bencher: Bencher, warpers: &str) {
     each(bencher, |logits, _| sample::warp(logits, &sampler));
 }
 
-/// What replaces a rejected token.
+/// The token that replaces a rejected one.
 #[divan::bench]
 fn draw(bencher: Bencher) {
     let sampler = sampler("off", Accept::Rejection);

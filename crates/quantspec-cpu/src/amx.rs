@@ -6,50 +6,18 @@
 //!
 //! Rust's tile intrinsics are not stable, so tiles are used in inline assembly.
 
-use crate::dispatch::{AHEAD, FAR_AHEAD, cpuid};
+use crate::dispatch::{AHEAD, FAR_AHEAD};
 use crate::elementwise::PANEL_TOKENS;
-use crate::linear::{Matrix, PANEL};
+use crate::panel::PANEL;
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
-use std::sync::OnceLock;
 
 /// Rows of a tile at most.
 pub(crate) const TILE_ROWS: usize = 16;
 
 /// Most bytes of a tile row.
 pub(crate) const TILE_BYTES: usize = 64;
-
-/// What BF16 and int8 tiles need and this machine lacks; computed once.
-pub(crate) fn missing() -> Vec<&'static str> {
-    static MISSING: OnceLock<Vec<&'static str>> = OnceLock::new();
-    MISSING.get_or_init(find_missing).clone()
-}
-
-fn find_missing() -> Vec<&'static str> {
-    let leaf7 = if cpuid(0).eax >= 7 { cpuid(7).edx } else { 0 };
-    let features = [("amx-bf16", 22), ("amx-tile", 24), ("amx-int8", 25)];
-    let mut missing: Vec<_> =
-        features.into_iter().filter(|(_, bit)| leaf7 >> bit & 1 == 0).map(|(name, _)| name).collect();
-    if missing.is_empty() && !system_grants_tiles() {
-        missing.push("the system's permission for tile registers");
-    }
-    missing
-}
-
-/// Requests permission to use tiles; returns true if granted. Linux 5.16 or newer saves their 8 KiB on request. The
-/// permission covers all threads, including those already running.
-fn system_grants_tiles() -> bool {
-    #[cfg(target_os = "linux")]
-    {
-        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-        const XFEATURE_XTILEDATA: libc::c_long = 18;
-        // SAFETY: the request takes a number and does not access this process's memory; a kernel without it returns an error.
-        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-    }
-    #[cfg(not(target_os = "linux"))]
-    false
-}
 
 /// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
@@ -124,7 +92,7 @@ pub(crate) unsafe fn tiles_for_rows(m: usize) -> Tiles {
 /// The tiles are those of [`tiles_for_rows`] of m.
 pub(crate) unsafe fn rows(_tiles: &Tiles, w: &[u16], x: &[u16], stride: usize, m: usize, out: &mut [f32]) {
     let (steps, rest) = (w.len() / STEP_LEN, w.len() % STEP_LEN);
-    assert!(w.len() == Matrix::panel_len(w.len() / PANEL) && out.len() == m * PANEL);
+    assert!(w.len().is_multiple_of(2 * PANEL) && out.len() == m * PANEL);
     assert!(stride >= (w.len() / PANEL).next_multiple_of(2 * STEP) && x.len() >= m * stride);
     // Pairs after k are zero on both sides. A tile load there would read the next panel, or past the end.
     let mut padded = [0u16; STEP_LEN];

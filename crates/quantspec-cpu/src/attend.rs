@@ -432,13 +432,13 @@ pub(crate) struct Partials<'a> {
 }
 
 impl<'a> Partials<'a> {
-    /// The slot of one partial result.
+    /// The numbers of one partial result.
     ///
     /// # Safety
-    /// No two threads use the same slot in one dispatch.
+    /// No two threads access the same partial result in one dispatch.
     pub(crate) unsafe fn at(&self, row: usize, head: usize, part: usize) -> &'a mut [f32] {
         let stride = 2 + self.d;
-        // SAFETY: slots do not overlap; each is used by one thread, by the caller's promise.
+        // SAFETY: partial results do not overlap; each is accessed by one thread, by the caller's promise.
         unsafe { self.data.slice(((row * self.heads + head) * self.parts + part) * stride, stride) }
     }
 }

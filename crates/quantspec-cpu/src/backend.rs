@@ -9,7 +9,7 @@ mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
 use crate::cache::{Cache, CacheSizes};
-use crate::dispatch::{self, Choice};
+use crate::dispatch::{self, ChosenPath};
 use crate::pool::Pool;
 use crate::prompt::Prompt;
 use crate::quantize;
@@ -27,7 +27,7 @@ use quantspec_model::rope::RopeTable;
 pub struct CpuBackend {
     config: ModelConfig,
     options: Options,
-    choice: Choice,
+    choice: ChosenPath,
     pool: Pool,
     hooks: Hooks,
     model: Model,
@@ -109,7 +109,12 @@ impl CpuBackend {
     ///
     /// # Errors
     /// As [`CpuBackend::load`].
-    pub fn load_on(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks, choice: Choice) -> Result<CpuBackend> {
+    pub fn load_on(
+        checkpoint: &Checkpoint,
+        options: &Options,
+        mut hooks: Hooks,
+        choice: ChosenPath,
+    ) -> Result<CpuBackend> {
         let config = checkpoint.config().clone();
         check(&config)?;
         let missing = choice.simd.missing();

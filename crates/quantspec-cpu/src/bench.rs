@@ -6,11 +6,12 @@
 
 use crate::attend::{self, CHUNK, Shape, State};
 use crate::causal::{self, Causal};
-use crate::dispatch::{Choice, Simd, choose};
+use crate::dispatch::{ChosenPath, Simd, choose};
 use crate::elementwise::{LANES, PANEL_TOKENS, activate_mul, rms_norm, rms_norm_panel, rope};
 use crate::lanes::{bf16_bits, f16_bits, widen};
-use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
+use crate::linear::{self, Input, Matrix, Store, Weight, row_stride};
 use crate::memory::{Array, DisjointSlice};
+use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
@@ -925,7 +926,7 @@ impl BestPages {
             threads,
             ..Options::new(1, context + 2 * G)
         };
-        let choice = Choice { simd, reason: String::new() };
+        let choice = ChosenPath { simd, reason: String::new() };
         let mut backend = CpuBackend::load_on(&BestPages::model(layers)?, &options, Hooks::default(), choice)?;
         backend.open(0, options.capacity)?;
         let tokens: Vec<u32> = (0..G as u32).map(|token| token % PANEL as u32).collect();

@@ -73,7 +73,7 @@ impl CacheSizes {
     }
 }
 
-/// See the module. Arrays of unused planes are empty.
+/// Pages and rings of all slots. Arrays of unused planes are empty.
 pub(crate) struct Cache {
     pub(crate) sizes: CacheSizes,
     pub(crate) pages: PagePool,

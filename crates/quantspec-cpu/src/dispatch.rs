@@ -1,6 +1,8 @@
 //! The SIMD path of this process: chosen once, or forced by `QUANTSPEC_SIMD`.
 
 use quantspec_core::{Error, Result};
+#[cfg(target_arch = "x86_64")]
+use std::sync::OnceLock;
 
 /// A set of kernels. Each path is row-invariant to the bit; two paths agree within stated bounds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,7 +21,7 @@ pub enum Simd {
 
 /// The path in use, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct ChosenPath {
     /// The path.
     pub simd: Simd,
     /// One line for `doctor`.
@@ -73,7 +75,7 @@ impl Simd {
             #[cfg(target_arch = "x86_64")]
             Simd::Amx => {
                 let mut missing = Simd::Avx512.missing();
-                missing.extend(crate::amx::missing());
+                missing.extend(missing_for_tiles());
                 missing
             }
             #[cfg(not(target_arch = "x86_64"))]
@@ -83,11 +85,45 @@ impl Simd {
     }
 }
 
+/// What BF16 and int8 tiles need and this machine lacks; computed once.
+#[cfg(target_arch = "x86_64")]
+fn missing_for_tiles() -> Vec<&'static str> {
+    static MISSING: OnceLock<Vec<&'static str>> = OnceLock::new();
+    MISSING.get_or_init(find_missing_for_tiles).clone()
+}
+
+#[cfg(target_arch = "x86_64")]
+fn find_missing_for_tiles() -> Vec<&'static str> {
+    let leaf7 = if cpuid(0).eax >= 7 { cpuid(7).edx } else { 0 };
+    let features = [("amx-bf16", 22), ("amx-tile", 24), ("amx-int8", 25)];
+    let mut missing: Vec<_> =
+        features.into_iter().filter(|(_, bit)| leaf7 >> bit & 1 == 0).map(|(name, _)| name).collect();
+    if missing.is_empty() && !system_grants_tiles() {
+        missing.push("the system's permission for tile registers");
+    }
+    missing
+}
+
+/// Requests permission to use tiles; returns true if granted. Linux 5.16 or newer saves their 8 KiB on request. The
+/// permission covers all threads, including those already running.
+#[cfg(target_arch = "x86_64")]
+fn system_grants_tiles() -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_long = 18;
+        // SAFETY: the request takes a number and does not access this process's memory; a kernel without it returns an error.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
 /// The path of this process: the best the machine has, or the one that `QUANTSPEC_SIMD` names.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] if the variable names no path, or one this machine lacks.
-pub fn choose() -> Result<Choice> {
+pub fn choose() -> Result<ChosenPath> {
     let forced = std::env::var_os("QUANTSPEC_SIMD");
     match forced.as_ref().map(|value| value.to_string_lossy()) {
         Some(name) if !name.is_empty() => force(&name),
@@ -95,7 +131,7 @@ pub fn choose() -> Result<Choice> {
     }
 }
 
-fn best() -> Choice {
+fn best() -> ChosenPath {
     let (mut reason, mut chosen) = (Vec::new(), Simd::Scalar);
     // Paths of other architectures are not listed.
     for simd in Simd::ALL.into_iter().filter(|simd| match simd {
@@ -111,10 +147,10 @@ fn best() -> Choice {
         reason.push(format!("no {}: this machine lacks {}", simd.name(), missing.join(", ")));
     }
     reason.insert(0, format!("{} is the best this machine has", chosen.name()));
-    Choice { simd: chosen, reason: reason.join("; ") }
+    ChosenPath { simd: chosen, reason: reason.join("; ") }
 }
 
-fn force(name: &str) -> Result<Choice> {
+fn force(name: &str) -> Result<ChosenPath> {
     let Some(simd) = Simd::ALL.into_iter().find(|simd| simd.name() == name) else {
         return Err(Error::usage(
             format!("QUANTSPEC_SIMD is {name:?}"),
@@ -128,7 +164,7 @@ fn force(name: &str) -> Result<Choice> {
             format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
-    Ok(Choice { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
+    Ok(ChosenPath { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
 }
 
 /// Prefetch distance into L1 on Intel server cores, in bytes. On Sapphire Rapids, weights for one row arrive 1.5 times as

@@ -17,8 +17,8 @@ use crate::dispatch::{Simd, portable};
 #[cfg(any(target_arch = "x86_64", test))]
 use crate::lanes::bf16_bits;
 use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
-use crate::linear::{PANEL, groups};
 use crate::memory::Array;
+use crate::panel::{PANEL, groups};
 use crate::w4::{Group, halves};
 use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
 use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO, grid_of};

@@ -22,6 +22,7 @@ mod lanes;
 mod linear;
 mod masses;
 mod memory;
+mod panel;
 mod pool;
 mod prefill;
 mod prompt;

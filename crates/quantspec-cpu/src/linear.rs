@@ -13,14 +13,12 @@ use crate::dispatch::{Simd, portable};
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
+use crate::panel::{PANEL, groups};
 use crate::pool::{Pool, WorkQueues, share};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 use std::ops::Range;
-
-/// Outputs of a panel.
-pub(crate) const PANEL: usize = 32;
 
 /// Rows that share one pass over a panel: twelve pairs of accumulators take 24 of AVX-512's 32 registers.
 const GROUP: usize = 6;
@@ -239,7 +237,7 @@ pub(crate) fn run(
         _ => false,
     };
     if !fits {
-        return Err(Error::internal("a linear layer was given activations of another shape"));
+        return Err(Error::internal(format!("activations of another shape than {m} rows of a linear layer")));
     }
     let units = WorkQueues::new(units, threads);
     pool.run(&|thread| {
@@ -328,15 +326,6 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
         }
         _ => unreachable!("`run` refuses other pairs"),
     }
-}
-
-/// Splits m rows into groups of at most `most`, as even as possible: (first row, rows).
-pub(crate) fn groups(m: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = m.div_ceil(most);
-    (0..count).map(move |i| {
-        let (first, end) = (m * i / count, m * (i + 1) / count);
-        (first, end - first)
-    })
 }
 
 /// Conversion of a stored pair of k to two f32 per lane.

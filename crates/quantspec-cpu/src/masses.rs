@@ -1,10 +1,9 @@
 //! The last queries of the current prompt, and their attention to its pages, by which `Pages::Snap` chooses.
 
-use crate::dispatch::portable;
+use crate::dispatch::{Simd, portable};
 use crate::lanes::{exp2, madd, widen};
 use crate::memory::{Array, DisjointSlice};
-use crate::pool::share;
-use crate::prompt::Machine;
+use crate::pool::{Pool, share};
 use quantspec_core::Result;
 use quantspec_core::attend::SNAP_QUERIES;
 use quantspec_core::cache::{G, visible_pages};
@@ -97,14 +96,15 @@ impl PageMasses {
     /// See [`crate::prompt::Prompt::page_masses`]. `keys`: `[kv head][room][D]` halves.
     pub(crate) fn masses(
         &mut self,
-        machine: &Machine,
+        simd: Simd,
+        pool: &Pool,
         keys: &[u16],
         room: usize,
         kv_heads: usize,
         tokens: usize,
     ) -> Result<(Vec<f32>, usize)> {
         let (rows, pages, visible) = (std::mem::take(&mut self.rows), tokens.div_ceil(G), visible_pages(tokens));
-        let (simd, threads) = (machine.simd, machine.pool.threads());
+        let threads = pool.threads();
         let (heads, d, group) = (self.heads, self.d, self.heads / kv_heads);
         let mut masses = vec![0.0; kv_heads * visible];
         if visible == 0 {
@@ -112,7 +112,7 @@ impl PageMasses {
         }
         let queries = rows.len() * group;
         let (q, sums) = (&self.q, DisjointSlice::new(&mut self.sums));
-        machine.pool.run(&|thread| {
+        pool.run(&|thread| {
             let (mut wide, mut scores) = (vec![0f32; G * d], [0f32; G]);
             for item in share(kv_heads * pages, thread, threads) {
                 let (kv_head, page) = (item / pages, item % pages);
@@ -131,7 +131,7 @@ impl PageMasses {
         })?;
         let sums = &self.sums;
         let out = DisjointSlice::new(&mut masses);
-        machine.pool.run(&|thread| {
+        pool.run(&|thread| {
             for kv_head in share(kv_heads, thread, threads) {
                 // SAFETY: a KV head is one item.
                 let out = unsafe { out.slice(kv_head * visible, visible) };
@@ -183,7 +183,6 @@ fn add_shares<const FMA: bool>(sums: &[f32], out: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::Pool;
     use crate::testing::{Noise, paths};
     use half::f16;
     use quantspec_core::attend::page_masses;
@@ -193,9 +192,7 @@ mod tests {
         let (d, kv_heads, group) = (40, 2, 3);
         let heads = kv_heads * group;
         let pool = Pool::new(2).expect("pool");
-        let mut poll = || Ok(());
         for simd in paths() {
-            let machine = Machine { simd, pool: &pool, poll: &mut poll };
             // The window within one block, over three blocks, and cut by a cached prefix; a prompt without visible pages.
             for (tokens, blocks) in [
                 (2 * G, vec![0, 2 * G]),
@@ -229,7 +226,7 @@ mod tests {
                             to.iter_mut().zip(from).for_each(|(to, q)| *to = q * scale);
                         }
                     }
-                    let (masses, visible) = last.masses(&machine, &bits, room, kv_heads, tokens).expect("masses");
+                    let (masses, visible) = last.masses(simd, &pool, &bits, room, kv_heads, tokens).expect("masses");
                     assert_eq!((visible, masses.len()), (visible_pages(tokens), kv_heads * visible));
                     let first = blocks[0].max(tokens.saturating_sub(SNAP_QUERIES));
                     for kv_head in 0..kv_heads {

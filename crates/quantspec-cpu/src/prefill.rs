@@ -15,8 +15,9 @@ use crate::elementwise::{LANES, PANEL_TOKENS};
 #[cfg(target_arch = "x86_64")]
 use crate::hierarchy::Planes;
 use crate::lanes::{bf16_bits, madd, widen};
-use crate::linear::{Matrix, PANEL, Store, pairs_of};
+use crate::linear::{Matrix, Store, pairs_of};
 use crate::memory::DisjointSlice;
+use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use quantspec_core::{Error, Result};
 
@@ -108,7 +109,11 @@ pub(crate) fn gemm(
 ) -> Result<()> {
     let (k, n, threads) = (matrix.k, matrix.panels * PANEL, pool.threads());
     if x.len() < panels * panel_len(k) || y.len() < panels * n * PANEL_TOKENS {
-        return Err(Error::internal("a prefill matrix was given panels of another shape"));
+        return Err(Error::internal(format!(
+            "panels of {} and {} numbers for {panels} panels of a matrix of {k} inputs and {n} outputs",
+            x.len(),
+            y.len()
+        )));
     }
     if takes_pairs(simd, matrix) {
         x.chunks_exact_mut(panel_len(k)).take(panels).for_each(|x| x[tile_padding(k)].fill(0.0));
@@ -536,7 +541,7 @@ mod tests {
                     assert!(crate::linear::repack16(&raw, k, true, 0x7f80, &mut w[i * len..(i + 1) * len]));
                 }
                 Store::F32(w) => repack32(rows, k, &mut w[i * len..(i + 1) * len]),
-                Store::F16(_) | Store::Planes(_) => unreachable!("not asked for"),
+                Store::F16(_) | Store::Planes(_) => unreachable!("the test uses BF16 and F32"),
             }
         }
         (matrix, weights)

@@ -6,9 +6,9 @@ use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
 use crate::lanes::{f16_bits, f16_is_finite, gelu, silu, take};
-use crate::linear::PANEL;
 use crate::masses::PageMasses;
 use crate::memory::{Array, DisjointSlice};
+use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
@@ -573,7 +573,7 @@ impl Prompt {
     /// Masses `[kv head][page]` of the pages that a query after the prompt's `tokens` sees, and the number of these pages.
     /// They are core's `page_masses` for the layer's last queries.
     pub(crate) fn page_masses(&mut self, machine: &Machine, tokens: usize) -> Result<(Vec<f32>, usize)> {
-        self.masses.masses(machine, &self.keys, self.tokens, self.config.kv_heads, tokens)
+        self.masses.masses(machine.simd, machine.pool, &self.keys, self.tokens, self.config.kv_heads, tokens)
     }
 
     /// Tokens there is room for.

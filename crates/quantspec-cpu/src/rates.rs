@@ -2,7 +2,7 @@
 //! them up.
 
 use crate::bench::{Attention, AttentionCase, Gemm, PromptAttention, PromptMatrix, Stored, machine};
-use crate::linear::PANEL;
+use crate::panel::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Dtype, ModelConfig, TargetWeights, View, Weights};

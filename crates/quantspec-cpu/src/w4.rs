@@ -10,8 +10,8 @@
 
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, madd, rint, rint_i32, sum16};
-use crate::linear::{PANEL, groups};
 use crate::memory::Array;
+use crate::panel::{PANEL, groups};
 use quantspec_core::quantize::{FITS, SCALE_MIN, SHRINK, WEIGHT_GROUP};
 use quantspec_core::{Error, Result};
 

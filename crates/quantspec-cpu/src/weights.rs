@@ -4,8 +4,9 @@
 use crate::dispatch::Simd;
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_value, f16_value};
-use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
+use crate::linear::{Matrix, Store, Weight, repack16, repack32};
 use crate::memory::{Array, DisjointSlice};
+use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
 use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};

@@ -10,7 +10,7 @@ use quantspec_core::config::{DraftWeights, Pages, Planes, Sensitive, TargetWeigh
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
-use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_cpu::{CpuBackend, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::draft::SelfQuantised;
@@ -220,8 +220,8 @@ fn a_logit_may_mask_its_own_token_only() {
 }
 
 /// Every path this machine has.
-fn choices() -> impl Iterator<Item = Choice> {
-    paths::paths().into_iter().map(|simd| Choice { simd, reason: String::new() })
+fn choices() -> impl Iterator<Item = ChosenPath> {
+    paths::paths().into_iter().map(|simd| ChosenPath { simd, reason: String::new() })
 }
 
 #[test]
@@ -494,7 +494,7 @@ fn misuse_is_an_error() {
     let error = forward::step(&mut pair, &apart).expect_err("an error");
     assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 are not contiguous"));
     let foreign = Simd::ALL.into_iter().find(|simd| !simd.missing().is_empty()).expect("no CPU has every path");
-    let choice = Choice { simd: foreign, reason: String::new() };
+    let choice = ChosenPath { simd: foreign, reason: String::new() };
     let error = CpuBackend::load_on(&checkpoint, &options(1, 256), Hooks::default(), choice).err().expect("an error");
     assert_eq!(error.kind, ErrorKind::Usage);
     // More memory than any machine has.

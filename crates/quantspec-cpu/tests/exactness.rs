@@ -98,7 +98,7 @@ impl Model {
 
 impl Decode for Model {
     fn decode(&mut self, case: &Case, requests: &[Request]) -> Vec<Answer> {
-        // Tests run in parallel, and pools that share cores would mostly wait for each other.
+        // Tests run in parallel; pools of all cores would spend most of the time waiting for processors.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(&self.0).expect("checkpoint");
@@ -377,7 +377,7 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
     assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
 }
 
-/// Bans that leave no token are reported as such, on the first token and on later ones. They end no text if only drafted
+/// Penalties that forbid all tokens are reported as such, on the first token and on later ones. They end no text if only drafted
 /// tokens are affected.
 #[test]
 fn an_answer_without_a_token_left_says_so() {

@@ -19,7 +19,7 @@ const GAMMA: usize = 9;
 /// Drafts of the second sequence are shorter. The first crosses a page border, where a fourth page becomes visible.
 const PROMPTS: [(usize, usize); 2] = [(5 * G - 4, GAMMA), (2 * G + 9, 6)];
 
-/// Guesses what was drafted before, but every `wrong`-th token of a sequence is another one.
+/// Guesses the tokens of an earlier draft, with every `wrong`-th token of a sequence replaced.
 struct Script<'a> {
     drafted: &'a [Vec<u32>],
     wrong: usize,
@@ -90,7 +90,7 @@ fn guesses_change_no_bit_of_a_draft() {
         for sampler in &samplers {
             let turn = |(slot, (length, gamma)): (usize, (usize, usize))| {
                 let text = random::tokens(shape.vocab, length, 5 + slot as u64);
-                let history = penalty::history(&text, sampler, 0).map(Arc::new);
+                let history = penalty::history(&text, sampler.penalties, 0).map(Arc::new);
                 Turn { history, ..Turn::new(slot, length, gamma, sampler.clone()) }
             };
             let turns: Vec<Turn> = PROMPTS.into_iter().enumerate().map(turn).collect();

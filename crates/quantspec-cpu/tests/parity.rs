@@ -12,7 +12,7 @@ use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{Extent, G};
 use quantspec_core::config::{Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
-use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_model::backend::{Backend, Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
@@ -20,7 +20,7 @@ use quantspec_model::reference::ReferenceBackend;
 use random::Shape;
 
 fn load(checkpoint: &Checkpoint, options: &Options, simd: Simd) -> CpuBackend {
-    let choice = Choice { simd, reason: String::new() };
+    let choice = ChosenPath { simd, reason: String::new() };
     CpuBackend::load_on(checkpoint, options, Hooks::default(), choice).expect("load")
 }
 

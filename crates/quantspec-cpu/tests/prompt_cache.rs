@@ -10,7 +10,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::CpuBackend;
-use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_model::backend::{DraftConfig, Hooks, Options, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
@@ -38,7 +38,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
         threads: 2,
         ..Options::new(slots, CAPACITY)
     };
-    let choice = Choice { simd, reason: String::new() };
+    let choice = ChosenPath { simd, reason: String::new() };
     let backend = CpuBackend::load_on(checkpoint, &options, hooks, choice).expect("load");
     // The prompt's last queries choose its pages, and a known beginning leaves fewer of them.
     let pages = Pages::Snap { pages: 2, refresh: 0 };
@@ -289,7 +289,7 @@ fn damage_is_one_warning_and_never_a_token() {
         if let Some(note) = note {
             assert!(note.contains("damaged") && note.contains("processed again") && !note.contains('\n'), "{note}");
         }
-        // A sound file took its place.
+        // A sound file has replaced it.
         assert_eq!(answer(&mut engine, &prompt, usize::MAX), (answer_of(&expected), 640), "case {case}");
         assert_eq!(self::note(&mut engine), None);
         assert_eq!(fs::read(folder.file()).expect("file"), sound, "case {case}");

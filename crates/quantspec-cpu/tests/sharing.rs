@@ -12,7 +12,7 @@ use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Planes, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_cpu::CpuBackend;
-use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_model::backend::{DraftConfig, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
@@ -32,7 +32,7 @@ fn text(tokens: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
-/// What the engines of a case have in common.
+/// The settings that the engines of a case share.
 struct Case {
     simd: Simd,
     document: usize,
@@ -61,7 +61,7 @@ impl Case {
             threads: 2,
             ..Options::new(slots, capacity)
         };
-        let choice = Choice { simd: self.simd, reason: String::new() };
+        let choice = ChosenPath { simd: self.simd, reason: String::new() };
         let backend = CpuBackend::load_on(checkpoint, &options, Hooks::default(), choice).expect("load");
         let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: self.drafted };
         let method =

@@ -3,6 +3,7 @@
 use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
+use crate::images;
 use crate::linear::{GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
 use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
@@ -30,7 +31,7 @@ const HALF_SM_PAGES: usize = 16;
 /// is faster with 4 and with 8 MB, and slower with 16 MB.
 const PREFETCH_BYTES: usize = 64 << 10;
 /// Most rows of one launch. More rows take several launches, which keeps partial results small.
-pub(crate) const PASS_ROWS: usize = 64;
+pub(crate) const SLICE_ROWS: usize = 64;
 
 /// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
 #[repr(C)]
@@ -70,10 +71,10 @@ pub struct Merged {
     unused: i32,
 }
 
-/// Input of a page choice; `Choice` in kernels/attend.cu.
+/// Input of a page choice; `PageChoice` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Choice {
+pub struct PageChoice {
     /// Row of q whose group chooses.
     pub row: i32,
     /// Slot.
@@ -87,7 +88,7 @@ pub struct Choice {
 }
 
 const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
-const _: () = assert!(size_of::<Choice>() == 20);
+const _: () = assert!(size_of::<PageChoice>() == 20);
 
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for Span {}
@@ -96,7 +97,7 @@ unsafe impl Plain for QueryTile {}
 // SAFETY: see above.
 unsafe impl Plain for Merged {}
 // SAFETY: see above.
-unsafe impl Plain for Choice {}
+unsafe impl Plain for PageChoice {}
 
 /// The pages that a slot's draft reads, as numbers of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,16 +108,16 @@ pub struct Chosen {
     pub visible: usize,
 }
 
-/// A launch: spans over rows `first_row .. first_row + rows` of the step.
+/// Up to [`SLICE_ROWS`] rows of a step, which one launch attends: spans over rows `first_row ..`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pass {
+pub struct StepSlice {
     /// Spans.
     pub spans: Vec<Span>,
     /// Tiles of query rows.
     pub tiles: Vec<QueryTile>,
-    /// Items to merge for each row of the pass.
+    /// Items to merge for each row of the slice.
     pub merged: Vec<Merged>,
-    /// First row of the step.
+    /// Row of the step at which the slice begins.
     pub first_row: usize,
     /// Tokens that a row sees, for a local layer.
     reach: Option<usize>,
@@ -127,9 +128,9 @@ pub struct Pass {
     partial_rows: usize,
 }
 
-impl Pass {
-    /// Everything except addresses that determines the launches of this pass.
-    pub(crate) fn launches(&self) -> [u64; 7] {
+impl StepSlice {
+    /// Everything except addresses that determines the launches of this slice.
+    pub(crate) fn key(&self) -> [u64; 7] {
         let (rows, short) = (self.merged.len(), usize::from(self.short()));
         [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
     }
@@ -201,7 +202,7 @@ fn instances(
     half_sm: bool,
 ) -> impl Iterator<Item = &'static shapes::Attend> {
     let is = (d, view_number(view), half_sm, tma);
-    table.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
+    table.iter().filter(move |of| (of.d, of.view, of.half_sm, of.stages > 0) == is)
 }
 
 /// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
@@ -216,7 +217,7 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
 
 /// What [`Attend::partial_rows`] returns at most for this model and device, before the device is open.
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
-    let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
+    let blocks = if images::has_tma(architecture) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
 }
 
@@ -227,11 +228,6 @@ pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
-}
-
-/// Returns true if kernels use TMA: those compiled for compute capability 9.0.
-pub(crate) fn has_tma(architecture: u32) -> bool {
-    architecture == 90
 }
 
 const fn view_name(view: View) -> &'static str {
@@ -259,9 +255,9 @@ pub struct Layer {
     pub lists: u64,
 }
 
-/// Device addresses of a pass's description and of the partial results.
+/// Device addresses of a slice's description and of the partial results.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct PassAddresses {
+pub struct SliceAddresses {
     /// `Span`s.
     pub spans: u64,
     /// `QueryTile`s.
@@ -338,7 +334,7 @@ unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
 unsafe impl Plain for MergeArgs {}
 
-/// Plans and launches decode attention for one model on one device.
+/// Splits steps into work items and launches decode attention, for one model on one device.
 #[derive(Debug)]
 pub struct Attend {
     device: Arc<Device>,
@@ -368,7 +364,7 @@ impl Attend {
         check_head(&device.info, d)?;
         // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
         // order of sums.
-        let engine = device.has_tma();
+        let tma = device.has_tma();
         let variant = |name: String, of: &shapes::Attend, stages: usize| {
             let shared = of.shared + stages * of.stage_bytes;
             Ok::<_, Error>(Variant {
@@ -381,10 +377,10 @@ impl Attend {
         };
         let split = |view: View, registers: usize| -> Result<Split> {
             let variants = |table, stem: &str| -> Result<Vec<Variant>> {
-                let fitting = instances(table, view, d, engine, false).filter_map(|of| {
+                let fitting = instances(table, view, d, tma, false).filter_map(|of| {
                     // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
                     let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
-                    let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
+                    let stages = if tma { of.stages } else { [4, 2].into_iter().find(fits)? };
                     Some(variant(format!("{stem}_{}_{d}_{}", view_name(view), of.rows), of, stages))
                 });
                 fitting.collect()
@@ -393,12 +389,12 @@ impl Attend {
                 if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
             let smallest = instances(shapes::ATTEND, view, d, false, false).find(|of| of.rows == 8);
             let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
-            let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
+            let blocks = if tma { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
-        let half_sm = instances(shapes::ATTEND, View::Upper, d, engine, true).map(|of| {
-            let variant = variant(format!("attend_beside_{d}_{}", of.rows), of, of.stages)?;
+        let half_sm = instances(shapes::ATTEND, View::Upper, d, tma, true).map(|of| {
+            let variant = variant(format!("attend_half_{d}_{}", of.rows), of, of.stages)?;
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
         });
@@ -433,34 +429,34 @@ impl Attend {
         }
     }
 
-    /// Most rows of partial results of a pass with `rows` rows.
+    /// Most rows of partial results of a slice with `rows` rows.
     pub fn partial_rows(&self, rows: usize) -> usize {
         let splits = [self.upper.items, self.both.items, self.full.items];
         most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
-    /// Splits the rows of a step into passes. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
+    /// Splits the rows of a step into slices. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
     /// this step chooses the list, so it is ready only when the previous kernel has ended. `drafts`: rows of drafts, whose
     /// division into items may depend on the number of sequences; a target's may not.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
-    pub fn passes(
+    pub fn slices(
         &self,
         view: View,
         rows: &[Row],
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
         drafts: bool,
-    ) -> Result<Vec<Pass>> {
+    ) -> Result<Vec<StepSlice>> {
         self.divide(view, rows, None, chosen, fresh, drafts)
     }
 
-    /// As [`Attend::passes`], for local layers whose queries see `reach` tokens: of every page of these.
+    /// As [`Attend::slices`], for local layers whose queries see `reach` tokens: of every page of these.
     ///
     /// # Errors
-    /// As [`Attend::passes`].
-    pub fn local_passes(&self, view: View, rows: &[Row], reach: usize, drafts: bool) -> Result<Vec<Pass>> {
+    /// As [`Attend::slices`].
+    pub fn local_slices(&self, view: View, rows: &[Row], reach: usize, drafts: bool) -> Result<Vec<StepSlice>> {
         self.divide(view, rows, Some(reach), |_| None, |_| false, drafts)
     }
 
@@ -472,13 +468,13 @@ impl Attend {
         chosen: impl Fn(usize) -> Option<Chosen>,
         fresh: impl Fn(usize) -> bool,
         drafts: bool,
-    ) -> Result<Vec<Pass>> {
+    ) -> Result<Vec<StepSlice>> {
         let split = self.split(view);
         let variants = if reach.is_some() { &split.local } else { &split.variants };
         let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
-        let mut passes = Vec::new();
-        for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
-            let mut pass = Pass { first_row: index * PASS_ROWS, reach, ..Pass::default() };
+        let mut slices = Vec::new();
+        for (index, chunk) in rows.chunks(SLICE_ROWS).enumerate() {
+            let mut slice = StepSlice { first_row: index * SLICE_ROWS, reach, ..StepSlice::default() };
             // Rows of a sequence are adjacent.
             let sequences = chunk.chunk_by(|row, next| row.slot == next.slot).count();
             let items = |pages: usize| if drafts { draft_items(split.items, sequences, pages) } else { split.items };
@@ -501,10 +497,10 @@ impl Attend {
                     chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
                 let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
                 let (_, (chunk_pages, chunks)) = length(&first);
-                let number = pass.spans.len() as i32;
+                let number = slice.spans.len() as i32;
                 let span = Span {
                     slot: first.slot as i32,
-                    row: (pass.first_row + start) as i32,
+                    row: (slice.first_row + start) as i32,
                     queries: queries as i32,
                     position: first.position as i32,
                     chunk_pages: chunk_pages as i32,
@@ -513,60 +509,60 @@ impl Attend {
                     list: first.slot as i32,
                     listed: list.map_or(-1, |list| list.listed as i32),
                     cap: cap as i32,
-                    partial: pass.partial_rows as i32,
+                    partial: slice.partial_rows as i32,
                     fresh: (list.is_some() && fresh(first.slot)).into(),
                 };
                 let total = queries * self.group;
                 let tile_rows = total.div_ceil(total.div_ceil(most_rows));
                 for row in (0..total).step_by(tile_rows) {
                     let rows = tile_rows.min(total - row) as i32;
-                    pass.tiles.push(QueryTile { span: number, row: row as i32, rows, first: pass.items as i32 });
-                    pass.items += chunks * self.kv_heads;
+                    slice.tiles.push(QueryTile { span: number, row: row as i32, rows, first: slice.items as i32 });
+                    slice.items += chunks * self.kv_heads;
                 }
-                pass.tile_rows = pass.tile_rows.max(tile_rows);
-                pass.merged.extend((0..queries).map(|query| Merged {
-                    first: (pass.partial_rows + query * self.group) as i32,
+                slice.tile_rows = slice.tile_rows.max(tile_rows);
+                slice.merged.extend((0..queries).map(|query| Merged {
+                    first: (slice.partial_rows + query * self.group) as i32,
                     items: chunks as i32,
                     total: total as i32,
                     unused: 0,
                 }));
-                pass.longest = pass.longest.max(chunk_pages);
-                pass.partial_rows += chunks * total * self.kv_heads;
-                pass.spans.push(span);
+                slice.longest = slice.longest.max(chunk_pages);
+                slice.partial_rows += chunks * total * self.kv_heads;
+                slice.spans.push(span);
                 start += queries;
             }
-            passes.push(pass);
+            slices.push(slice);
         }
-        Ok(passes)
+        Ok(slices)
     }
 
-    /// Attention of a pass's rows in one layer, into the partial results.
+    /// Attention of a slice's rows in one layer, into the partial results.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the pass was planned for more rows than kernels of the view take. Device
+    /// [`quantspec_core::ErrorKind::Internal`] if the slice was planned for more rows than kernels of the view take. Device
     /// errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must stay valid until the stream has completed this
-    /// call; `places` must hold `pass` and room for its partial rows.
+    /// call; `places` must hold `slice` and room for its partial rows.
     pub unsafe fn run(
         &self,
         view: View,
-        pass: &Pass,
+        slice: &StepSlice,
         q: u64,
         layer: &Layer,
-        places: &PassAddresses,
+        places: &SliceAddresses,
         neighbours: Neighbours,
     ) -> Result<()> {
-        let (split, local) = (self.split(view), pass.reach.is_some());
+        let (split, local) = (self.split(view), slice.reach.is_some());
         let half_sm =
-            self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && pass.short() && !local);
+            self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short() && !local);
         let mut variants = half_sm.chain(if local { &split.local } else { &split.variants });
-        let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
-        let Variant { kernel, stages, shared, threads, .. } =
-            *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
+        let variant = variants.find(|variant| variant.rows >= slice.tile_rows);
+        let Variant { kernel, stages, shared, threads, .. } = *variant
+            .ok_or_else(|| Error::internal(format!("attention of {} query rows per KV head", slice.tile_rows)))?;
         // With TMA a block has an SM, or half of one, and loops over items.
-        let engine = self.device.has_tma();
+        let tma = self.device.has_tma();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -581,15 +577,15 @@ impl Attend {
             list_pitch: places.list_pitch as i32,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
-            tile_count: pass.tiles.len() as i32,
-            items: pass.items as i32,
-            stages: if engine { EARLY } else { stages as i32 },
+            tile_count: slice.tiles.len() as i32,
+            items: slice.items as i32,
+            stages: if tma { EARLY } else { stages as i32 },
             centre: self.centre,
             prefetch: neighbours.prefetch.0,
             prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
-            reach: pass.reach.unwrap_or(0) as i32,
+            reach: slice.reach.unwrap_or(0) as i32,
         };
-        let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
+        let blocks = if tma { slice.items.min(self.device.sms) } else { slice.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
@@ -601,7 +597,7 @@ impl Attend {
         }
     }
 
-    /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8
+    /// Merges the items of a slice's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8
     /// with its scales `xs`, in `panels` as of [`crate::linear::Linear::panels`].
     ///
     /// # Errors
@@ -612,13 +608,13 @@ impl Attend {
     #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn merge(
         &self,
-        pass: &Pass,
+        slice: &StepSlice,
         dtype: Option<Dtype>,
         x: u64,
         xs: u64,
         pitch: usize,
         panels: usize,
-        places: &PassAddresses,
+        places: &SliceAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
             Some(Dtype::Bf16) => self.merge[0],
@@ -636,12 +632,12 @@ impl Attend {
             group: self.group as i32,
             head_dim: self.head_dim as i32,
             pitch: pitch as i32,
-            first_row: pass.first_row as i32,
+            first_row: slice.first_row as i32,
             panels: panels as i32,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
-        let kernel = if groups * pass.merged.len() > self.device.sms { wide } else { narrow };
-        let grid = [groups as u32, pass.merged.len() as u32, 1];
+        let kernel = if groups * slice.merged.len() > self.device.sms { wide } else { narrow };
+        let grid = [groups as u32, slice.merged.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
@@ -649,14 +645,14 @@ impl Attend {
     }
 
     /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, and all after
-    /// [`Choice::scored`], into the lists of their slots. The first `scoring` choices are scored before. With `scores` 0, the
+    /// [`PageChoice::scored`], into the lists of their slots. The first `scoring` choices are scored before. With `scores` 0, the
     /// newest count as best.
     ///
     /// # Errors
     /// Device errors of the two launches, named by the kernel.
     ///
     /// # Safety
-    /// As [`Attend::run`]; `choices` are `count` [`Choice`]s, `scores` f32 `[Choice::scores][kv_heads][table_pitch]` or 0.
+    /// As [`Attend::run`]; `choices` are `count` [`PageChoice`]s, `scores` f32 `[PageChoice::scores][kv_heads][table_pitch]` or 0.
     #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn choose(
         &self,
@@ -667,7 +663,7 @@ impl Attend {
         q: u64,
         scores: u64,
         layer: &Layer,
-        places: &PassAddresses,
+        places: &SliceAddresses,
     ) -> Result<()> {
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
@@ -759,7 +755,7 @@ mod tests {
         for of in shapes::ATTEND.iter().chain(shapes::ATTEND_LOCAL) {
             // Shared memory of a block on Hopper, and of each of two blocks that share an SM's 228 KiB; the driver reserves 1
             // KiB per block.
-            let most = if of.beside { 113 * 1024 } else { 227 * 1024 };
+            let most = if of.half_sm { 113 * 1024 } else { 227 * 1024 };
             assert!(of.shared + of.stages * of.stage_bytes <= most, "{of:?}");
         }
     }

@@ -12,7 +12,7 @@ mod prompt;
 mod prompt_rows;
 mod sampler;
 mod workspace;
-use crate::attend::{Attend, PASS_ROWS, check_head};
+use crate::attend::{Attend, SLICE_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::DraftGemms;
@@ -24,7 +24,7 @@ use crate::prefill::{self, Path, Prefill, Shape, activate_mul};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Expanded, Full, Weights as Stored};
-use describe::{STAGES, StepLayout};
+use describe::StepLayout;
 use executor::Clock;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
@@ -36,7 +36,7 @@ use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 use std::sync::Arc;
-use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
+use workspace::{PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
 
 /// Kernels that the backend launches itself.
 #[derive(Debug)]
@@ -44,6 +44,8 @@ struct Kernels {
     embed: Kernel,
     /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
+    /// [`Kernels::norm`]'s first for the rows of a prompt.
+    norm_prompt: Kernel,
     norm_i8: Kernel,
     /// Normalises f32 rows: a branch, or queries and keys.
     norm_rows: Kernel,
@@ -64,6 +66,41 @@ struct Kernels {
     flush: Kernel,
     store: Kernel,
     keep_recent: Kernel,
+}
+
+impl Kernels {
+    /// Those for a model whose head takes inputs of type `head`.
+    fn new(device: &Arc<Device>, config: &ModelConfig, embedding: &Full, head: Dtype) -> Result<Kernels> {
+        let (d, dtype, page_shared) = (config.head_dim, config.dtype, page_shared(config.head_dim));
+        Ok(Kernels {
+            embed: match embedding {
+                Full::Whole(table) => device.kernel(&format!("embed_{}", name(table.dtype)), 0)?,
+                Full::Nibbles(_) => device.kernel("embed_planes", 0)?,
+            },
+            norm: [
+                device.kernel(&format!("norm_{}", name(dtype)), 0)?,
+                device.kernel(&format!("norm_{}", name(head)), 0)?,
+            ],
+            norm_prompt: device.kernel(&format!("norm_prompt_{}", name(dtype)), 0)?,
+            norm_i8: device.kernel("norm_i8", 0)?,
+            norm_rows: device.kernel("norm_rows", 0)?,
+            convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
+            convert_i8: device.kernel("convert_i8", 0)?,
+            add_rows: device.kernel("add_rows", 0)?,
+            coarse_i8: device.kernel("coarse_i8", 0)?,
+            coarse: match dtype {
+                Dtype::F32 => None,
+                Dtype::Bf16 | Dtype::F16 => Some(device.kernel(&format!("coarse_{}", name(dtype)), 0)?),
+            },
+            activate: device.kernel(&format!("{}_{}", activate_mul(config.activation), name(dtype)), 0)?,
+            activate_i8: device.kernel(&format!("{}_i8", activate_mul(config.activation)), 0)?,
+            append: device.kernel(&format!("append_{d}"), 0)?,
+            scale_queries: device.kernel("scale_queries", 0)?,
+            flush: device.kernel(&format!("flush_{d}"), page_shared)?,
+            store: device.kernel(&format!("store_{d}"), page_shared)?,
+            keep_recent: device.kernel("keep_recent", 0)?,
+        })
+    }
 }
 
 /// A model on one GPU.
@@ -130,7 +167,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let config = checkpoint.config();
     let (sms, architecture) = (device.sms, device.architecture);
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
-    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, PASS_ROWS));
+    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, SLICE_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let path = Path::of(architecture, config.dtype);
     Memory {
@@ -216,70 +253,12 @@ impl CudaBackend {
             weights::load(checkpoint, device, &linear, hierarchies.as_ref(), options, sampling.shared(), &mut hooks)?;
         let with_room = |hierarchies| Ok((hierarchies, Expanded::new(device, &config)?));
         let nibbles = hierarchies.map(with_room).transpose()?;
-        let d = config.head_dim;
-        let dtype = config.dtype;
-        let page_shared = page_shared(d);
         let head = weights::head_inputs(checkpoint, options);
-        let kernels = Kernels {
-            embed: match &weights.embedding {
-                Full::Whole(table) => device.kernel(&format!("embed_{}", name(table.dtype)), 0)?,
-                Full::Nibbles(_) => device.kernel("embed_planes", 0)?,
-            },
-            norm: [
-                device.kernel(&format!("norm_{}", name(dtype)), 0)?,
-                device.kernel(&format!("norm_{}", name(head)), 0)?,
-            ],
-            norm_i8: device.kernel("norm_i8", 0)?,
-            norm_rows: device.kernel("norm_rows", 0)?,
-            convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
-            convert_i8: device.kernel("convert_i8", 0)?,
-            add_rows: device.kernel("add_rows", 0)?,
-            coarse_i8: device.kernel("coarse_i8", 0)?,
-            coarse: match dtype {
-                Dtype::F32 => None,
-                Dtype::Bf16 | Dtype::F16 => Some(device.kernel(&format!("coarse_{}", name(dtype)), 0)?),
-            },
-            activate: device.kernel(&format!("{}_{}", activate_mul(config.activation), name(dtype)), 0)?,
-            activate_i8: device.kernel(&format!("{}_i8", activate_mul(config.activation)), 0)?,
-            append: device.kernel(&format!("append_{d}"), 0)?,
-            scale_queries: device.kernel("scale_queries", 0)?,
-            flush: device.kernel(&format!("flush_{d}"), page_shared)?,
-            store: device.kernel(&format!("store_{d}"), page_shared)?,
-            keep_recent: device.kernel("keep_recent", 0)?,
-        };
-        let partial = attend.partial_rows(options.step_rows.clamp(1, PASS_ROWS));
+        let kernels = Kernels::new(device, &config, &weights.embedding, head)?;
+        let partial = attend.partial_rows(options.step_rows.clamp(1, SLICE_ROWS));
         let sizes = Sizes::new(&config, options, partial);
-        let step = StepSpace {
-            hidden: device.allocate(sizes.rows * config.hidden * 4)?,
-            normed: Input::new(device, sizes.rows, config.hidden, dtype)?,
-            attended: Input::new(device, sizes.rows, config.q_width(), dtype)?,
-            gated: Input::new(device, sizes.rows, config.intermediate, dtype)?,
-            last: Input::new(device, sizes.rows, config.hidden, head)?,
-            y: device.allocate(sizes.y)?,
-            q: device.allocate(sizes.rows * config.q_width() * 2)?,
-            logits: device.allocate(sizes.logits)?,
-            partial: device.allocate(partial * d * 4)?,
-            extremes: device.allocate(partial * 8)?,
-            description: device.allocate(sizes.description)?,
-            staging: (0..STAGES).map(|_| device.pinned(sizes.description)).collect::<Result<_>>()?,
-        };
-        let own = tokens_own(&config, options, most);
-        let bytes = prompt_bytes(&config, options, own);
-        let prompt = PromptSpace {
-            hidden: device.allocate(bytes[0])?,
-            scratch: device.allocate(bytes[1])?,
-            own,
-            borrows: [false; 2],
-            cos_sin: device.allocate(bytes[2])?,
-            tokens: device.allocate(bytes[3])?,
-            normed: device.zeroed(bytes[4])?,
-            q: device.allocate(bytes[5])?,
-            attended: device.zeroed(bytes[6])?,
-            gated: device.zeroed(bytes[7])?,
-        };
-        let clock = Clock { start: device.mark()?, drafted: device.mark()?, ran: false };
         let mut backend = CudaBackend {
-            clock,
+            clock: Clock { start: device.mark()?, drafted: device.mark()?, ran: false },
             ahead: None,
             unreduced: None,
             residual: None,
@@ -299,8 +278,8 @@ impl CudaBackend {
             attend,
             prefill,
             weights,
-            step,
-            prompt,
+            step: StepSpace::new(device, &config, &sizes, head)?,
+            prompt: PromptSpace::new(device, &config, options, most)?,
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
             masses: PageMasses::new(device, &config, options)?,
             recorded: Recorded::new(),

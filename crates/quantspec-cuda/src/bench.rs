@@ -1,10 +1,10 @@
 //! Times of the kernels at a model's shapes, with the bytes that each must move at least.
 //!
 //! A measurement is a graph of one kernel over buffers that together far exceed the L2 cache; the median of several replays
-//! counts. Contents are small numbers of the right format, since no kernel's speed depends on them otherwise.
+//! is reported. Contents are small finite numbers of the right format; kernel speed does not depend on their values.
 
 use crate::args;
-use crate::attend::{Attend, Choice, Layer, Neighbours, Pass, PassAddresses};
+use crate::attend::{Attend, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
@@ -204,11 +204,11 @@ impl Bench {
         for &count in rows {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
-            let mut launches: Vec<(Pass, PassAddresses, [Buffer; 3])> = Vec::new();
-            for pass in attend.passes(view, &steps, |_| None, |_| false, false)? {
+            let mut launches: Vec<(StepSlice, SliceAddresses, [Buffer; 3])> = Vec::new();
+            for slice in attend.slices(view, &steps, |_| None, |_| false, false)? {
                 let described =
-                    [device.copied(&pass.spans)?, device.copied(&pass.tiles)?, device.copied(&pass.merged)?];
-                let places = PassAddresses {
+                    [device.copied(&slice.spans)?, device.copied(&slice.tiles)?, device.copied(&slice.merged)?];
+                let places = SliceAddresses {
                     spans: described[0].at(0),
                     tiles: described[1].at(0),
                     merged: described[2].at(0),
@@ -218,7 +218,7 @@ impl Bench {
                     partial: partial.at(0),
                     extremes: extremes.at(0),
                 };
-                launches.push((pass, places, described));
+                launches.push((slice, places, described));
             }
             let seconds = seconds(device, || {
                 for layer in 0..layers {
@@ -232,11 +232,11 @@ impl Bench {
                         ring_v: ring,
                         lists: 0,
                     };
-                    for (pass, places, _) in &launches {
+                    for (slice, places, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, pass, q.at(0), &at, places, Neighbours::default())?;
-                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
+                            attend.run(view, slice, q.at(0), &at, places, Neighbours::default())?;
+                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
                         }
                     }
                 }
@@ -261,10 +261,11 @@ impl Bench {
         if view != View::Upper || visible <= LISTED {
             return Ok(());
         }
-        let choice = device.copied(&[Choice { pages: visible as i32, scored: visible as i32, ..Choice::default() }])?;
+        let choice =
+            device.copied(&[PageChoice { pages: visible as i32, scored: visible as i32, ..PageChoice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
         let places =
-            PassAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..PassAddresses::default() };
+            SliceAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..SliceAddresses::default() };
         let seconds = seconds(device, || {
             (0..layers).try_for_each(|layer| {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);

@@ -66,7 +66,7 @@ impl DeviceInfo {
     }
 }
 
-/// Whether a GPU can be used, and why not.
+/// The GPUs of this machine, and why none can be used if that is so.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detection {
     /// At least one device can run the kernels.

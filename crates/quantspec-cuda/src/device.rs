@@ -15,7 +15,7 @@ use std::{fmt, ptr};
 pub(crate) const LOADS_PERCENT: i32 = 30;
 /// Carve-out of small kernels between GEMMs with pipelines in shared memory: all, so that an SM's split stays constant within
 /// a step.
-const RINGS_PERCENT: i32 = 100;
+const PIPELINES_PERCENT: i32 = 100;
 
 /// A GPU with the crate's kernels loaded. Work is queued on one stream, in order.
 #[derive(Debug)]
@@ -231,7 +231,8 @@ impl Device {
         if portable {
             info.architecture = images::PTX;
         }
-        let ordinal = i32::try_from(index).map_err(|_| Error::internal("device index out of range after detection"))?;
+        let ordinal =
+            i32::try_from(index).map_err(|_| Error::internal(format!("device index {index} after detection")))?;
         let mut device = Device {
             context: ptr::null_mut(),
             handle: 0,
@@ -301,7 +302,7 @@ impl Device {
     /// for more shared memory than a block may have.
     pub fn kernel(&self, name: &str, shared: usize) -> Result<Kernel> {
         self.bind()?;
-        let symbol = CString::new(name).map_err(|_| Error::internal("kernel name holds a NUL"))?;
+        let symbol = CString::new(name).map_err(|_| Error::internal(format!("kernel name {name:?} holds a NUL")))?;
         for &module in &self.modules {
             let mut function = ptr::null_mut();
             // SAFETY: the module is loaded and the name NUL-terminated.
@@ -320,7 +321,7 @@ impl Device {
                 }
                 let kernel = Kernel { function, name: kept(name) };
                 if shared == 0 {
-                    self.prefer_shared(kernel, if self.has_tma() { RINGS_PERCENT } else { LOADS_PERCENT })?;
+                    self.prefer_shared(kernel, if self.has_tma() { PIPELINES_PERCENT } else { LOADS_PERCENT })?;
                 }
                 return Ok(kernel);
             }
@@ -330,7 +331,7 @@ impl Device {
 
     /// True if kernels use TMA.
     pub(crate) fn has_tma(&self) -> bool {
-        crate::attend::has_tma(self.info.architecture)
+        images::has_tma(self.info.architecture)
     }
 
     /// Sets the kernel's preferred shared-memory carve-out to `percent` of an SM's memory.
@@ -355,7 +356,11 @@ impl Device {
         let mut values = [0u64; 40];
         let mut pointers = [ptr::null_mut::<c_void>(); 40];
         if arguments.len() > values.len() {
-            return Err(Error::internal("a kernel with more than 40 arguments"));
+            return Err(Error::internal(format!(
+                "a kernel with {} arguments; up to {} are passed",
+                arguments.len(),
+                values.len()
+            )));
         }
         for (index, argument) in arguments.iter().enumerate() {
             values[index] = match *argument {
@@ -710,7 +715,7 @@ impl Buffer {
     pub unsafe fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
-            return Err(Error::internal("copy beyond a page-locked buffer"));
+            return Err(Error::internal(format!("{bytes} bytes at {start} of a page-locked buffer of {}", from.bytes)));
         }
         self.device.bind()?;
         // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to
@@ -729,7 +734,7 @@ impl Buffer {
     pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if bytes > to.bytes {
-            return Err(Error::internal("copy beyond a page-locked buffer"));
+            return Err(Error::internal(format!("{bytes} bytes to a page-locked buffer of {}", to.bytes)));
         }
         self.device.bind()?;
         // SAFETY: both ranges were checked, and the wait below ends the copy before `to` can be used again.

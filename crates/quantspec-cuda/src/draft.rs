@@ -4,7 +4,7 @@ use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
 use crate::hierarchy::Hierarchy;
 use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
-use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER};
+use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER, MERGE_SHARED, UPPER_BLOCK};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ const STAGES_MIN: usize = DRAFT_AHEAD;
 /// Shared memory that the driver reserves per block, in bytes.
 const KEPT: usize = 1024;
 /// Bytes of an upper plane for 16 outputs and 128 inputs.
-const UPPER_BLOCKS: usize = 2 * crate::hierarchy::UPPER_BLOCK;
+const UPPER_BLOCKS: usize = 2 * UPPER_BLOCK;
 /// Shared memory of a block of `merge` (kernels/attend.cu) with the driver's share. If it fits next to two GEMM blocks, the
 /// following GEMM can start early.
-const SMALL: usize = 3072 + KEPT;
+const SMALL: usize = MERGE_SHARED + KEPT;
 
 /// The hidden stream, f32 `[rows][width]`, and the norm before a GEMM.
 #[derive(Clone, Copy, Debug)]
@@ -119,7 +119,7 @@ pub struct DraftGemms {
 /// Pipeline stages and shared memory of a block: chunks of weights, in blocks of `block` bytes, that fit next to the inputs
 /// of `rows` rows in `most` bytes. Leaves room for a small block next to two of these, if that costs no stage (`DraftShared`
 /// in kernels/draft.cu).
-fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
+fn pipeline(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
     let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
     let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_CHUNK_TILES * WARPS * block + 16);
@@ -172,7 +172,7 @@ impl DraftGemms {
 
     fn has_room(&self, kernels: &Kernels, k: usize, rows: usize) -> bool {
         let block = kernels.block;
-        (1..=ROWS_MAX).contains(&rows) && ring(self.shared, block, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
+        (1..=ROWS_MAX).contains(&rows) && pipeline(self.shared, block, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
     }
 
     unsafe fn launch(
@@ -191,7 +191,7 @@ impl DraftGemms {
         if bits != 4 || !self.has_room(kernels, k, rows) {
             return Err(Error::internal(format!("a draft GEMM of {rows} rows and {k} inputs")));
         }
-        let (stages, shared) = ring(self.shared, kernels.block, groups, rows);
+        let (stages, shared) = pipeline(self.shared, kernels.block, groups, rows);
         let mut arguments = args![address, groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.sms) as u32, 1, 1];
@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rings_share_a_multiprocessor() {
+    fn two_blocks_share_an_sm() {
         const HOPPER: usize = 228 * 1024;
         for (inputs, rows, chunks, small) in [
             (4096, 1, 6, true),
@@ -341,7 +341,7 @@ mod tests {
             (11_008, 2, 5, false),
             (27_648, 2, 3, false),
         ] {
-            let (stages, shared) = ring(HOPPER / 2 - KEPT, block_bytes(4), inputs / GROUP, rows);
+            let (stages, shared) = pipeline(HOPPER / 2 - KEPT, block_bytes(4), inputs / GROUP, rows);
             assert_eq!(stages, chunks, "{inputs} inputs, {rows} rows");
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
@@ -349,7 +349,7 @@ mod tests {
         // Blocks of an upper plane are 1/17 larger.
         for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
             assert_eq!(
-                ring(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,
+                pipeline(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,
                 chunks,
                 "{inputs} inputs, {rows} rows"
             );

@@ -4,15 +4,11 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
 use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, name};
-use crate::shapes;
+use crate::shapes::{self, LOWER_BLOCK, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
-
-/// Bytes of a block of 16 outputs and [`GROUP`] inputs: codes and parameters of the upper plane, codes of the lower one.
-pub(crate) const UPPER_BLOCK: usize = TILE * GROUP / 2 + TILE * 4;
-const LOWER_BLOCK: usize = TILE * GROUP / 2;
 
 // A warp processes a group of these weights where it processes an atom of 16-bit weights.
 const _: () = assert!(GROUP == ATOM);
@@ -34,9 +30,9 @@ pub struct Hierarchy {
 /// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// Every plane there is, as the target does.
+    /// All planes, as the target reads them.
     All,
-    /// The upper one alone, as a draft does.
+    /// The upper plane alone, as a draft reads it.
     Upper,
 }
 
@@ -84,8 +80,8 @@ impl Hierarchy {
 
 /// Pipeline of a GEMM with this many row tiles on Hopper; None if it has none.
 fn pipeline(planes: usize, tiles: usize) -> Option<GemmPipeline> {
-    let ring = shapes::PLANE_RING.iter().find(|ring| (ring.planes, ring.nt) == (planes, tiles))?;
-    Some(GemmPipeline::new(ring.shared, ring.hand_over, ring.cluster))
+    let of = shapes::PLANE_PIPELINE.iter().find(|of| (of.planes, of.nt) == (planes, tiles))?;
+    Some(GemmPipeline::new(of.shared, of.hand_over, of.cluster))
 }
 
 /// Launches quantisers, GEMMs and dequantisation of matrices in nibbles.

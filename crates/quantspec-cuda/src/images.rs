@@ -65,6 +65,11 @@ pub(crate) fn architecture(capability: u32) -> Option<u32> {
     stems().map(|stem| choose(stem, capability).map(compiled)).min().flatten()
 }
 
+/// Returns true if kernels of this architecture use TMA: those compiled for compute capability 9.0.
+pub(crate) fn has_tma(architecture: u32) -> bool {
+    architecture == 90
+}
+
 /// The PTX image of a stem.
 pub(crate) fn portable(stem: &str) -> Option<&'static Image> {
     IMAGES.iter().find(|image| image.stem == stem && image.architecture == 0)

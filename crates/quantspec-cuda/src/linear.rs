@@ -2,7 +2,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, LOADS_PERCENT, Launch};
-use crate::shapes;
+use crate::shapes::{self, PANEL_ROWS, WIDE_THREADS};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(crate) const WARPS: usize = shapes::LINEAR_WARPS;
 /// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
 const RESIDENT: usize = 2;
 
-/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh).
+/// Pipeline of a GEMM on Hopper (`Pipeline` in kernels/linear.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GemmPipeline {
     /// Bytes of shared memory.
@@ -37,11 +37,11 @@ impl GemmPipeline {
     /// The pipeline for weights of `bits` bits and `tiles` row tiles.
     fn of(bits: usize, tiles: usize) -> Option<GemmPipeline> {
         if bits == 16 {
-            let ring = shapes::RING.iter().find(|ring| ring.nt == tiles)?;
-            return Some(GemmPipeline::new(ring.shared, ring.hand_over, ring.cluster));
+            let of = shapes::PIPELINE.iter().find(|of| of.nt == tiles)?;
+            return Some(GemmPipeline::new(of.shared, of.hand_over, of.cluster));
         }
-        let ring = shapes::DRAFT_RING.iter().find(|ring| ring.nt == tiles)?;
-        Some(GemmPipeline::new(if bits == 4 { ring.shared4 } else { ring.shared8 }, ring.hand_over, ring.cluster))
+        let of = shapes::DRAFT_PIPELINE.iter().find(|of| of.nt == tiles)?;
+        Some(GemmPipeline::new(if bits == 4 { of.shared4 } else { of.shared8 }, of.hand_over, of.cluster))
     }
 }
 
@@ -166,10 +166,6 @@ impl Family {
 
 /// Rows of a step from which draft GEMMs on Hopper are `linear_{w4,w8}_wide_{N}` and read panels.
 const WIDE_FROM: usize = 17;
-/// Rows of a panel, as in kernels/panel.cuh.
-pub(crate) const PANEL_ROWS: usize = 64;
-/// Threads of a block of these kernels: four warpgroups that multiply, one that loads.
-const WIDE_THREADS: u32 = 640;
 
 /// A kernel for draft weights of 17 and more rows on Hopper.
 #[derive(Clone, Copy, Debug)]
@@ -195,13 +191,13 @@ impl Wide {
 
 /// A kernel for draft weights: row tiles, and weight blocks per warp in flight.
 #[derive(Clone, Copy, Debug)]
-struct WarpRing {
+struct WarpPipeline {
     tiles: usize,
     stages: usize,
     kernel: Kernel,
 }
 
-impl WarpRing {
+impl WarpPipeline {
     /// Dynamic shared memory: weights in flight, and the activations if the kernel has one row tile.
     const fn shared(&self, bits: usize, groups: usize, rows: usize) -> usize {
         let staged = if self.tiles == 1 { rows * (groups * (GROUP + 8) + 64) } else { 0 };
@@ -210,41 +206,47 @@ impl WarpRing {
 
     /// Total shared memory of a block, including the warps' sums and the driver's share.
     const fn resident(&self, shared: usize) -> usize {
-        shared + self.tiles * WARPS * 128 * 4 + 1024
+        shared + static_bytes(self.tiles)
     }
+}
+
+/// Static shared memory of a kernel with this many row tiles, and the driver's share, in bytes.
+const fn static_bytes(tiles: usize) -> usize {
+    tiles * WARPS * 128 * 4 + 1024
 }
 
 /// Kernels of one width of draft weights, in the order of preference: deep pipelines first, activations from L1 last.
 #[derive(Debug)]
-struct WarpRings {
-    kernels: Vec<WarpRing>,
+struct WarpPipelines {
+    kernels: Vec<WarpPipeline>,
+    /// Row tiles of the largest.
+    tiles_max: usize,
 }
 
-impl WarpRings {
-    fn new(device: &Device, stem: &str, shapes: &[(usize, usize)]) -> Result<WarpRings> {
-        let kernels = shapes.iter().map(|&(tiles, stages)| {
-            let kernel = device.kernel(&format!("{stem}_{tiles}_{stages}"), device.shared_bytes - STATIC_MAX)?;
-            Ok(WarpRing { tiles, stages, kernel })
+impl WarpPipelines {
+    fn new(device: &Device, bits: usize) -> Result<WarpPipelines> {
+        let shapes = || shapes::QUANT.iter().filter(move |of| of.bits == bits);
+        let tiles_max = shapes().map(|of| of.nt).max().unwrap_or(0);
+        let shared = device.shared_bytes - static_bytes(tiles_max);
+        let kernels = shapes().map(|&shapes::Quant { nt: tiles, stages, .. }| {
+            let kernel = device.kernel(&format!("linear_w{bits}_{tiles}_{stages}"), shared)?;
+            Ok(WarpPipeline { tiles, stages, kernel })
         });
-        Ok(WarpRings { kernels: kernels.collect::<Result<_>>()? })
+        Ok(WarpPipelines { kernels: kernels.collect::<Result<_>>()?, tiles_max })
     }
 
     /// The first kernel that takes the rows at once (the largest takes them in turns) and leaves room for a second block;
     /// otherwise the last, which is small.
-    fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpRing> {
-        let fits = |ring: &&WarpRing| {
-            let shared = ring.shared(bits, groups, rows);
-            ring.tiles * 8 >= rows.min(8 * TILES_MAX) && RESIDENT * ring.resident(shared) <= device.shared_per_sm
+    fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpPipeline> {
+        let fits = |pipeline: &&WarpPipeline| {
+            let shared = pipeline.shared(bits, groups, rows);
+            pipeline.tiles * 8 >= rows.min(8 * self.tiles_max)
+                && RESIDENT * pipeline.resident(shared) <= device.shared_per_sm
         };
-        let ring = self.kernels.iter().find(fits).or(self.kernels.last());
-        ring.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
+        let pipeline = self.kernels.iter().find(fits).or(self.kernels.last());
+        pipeline.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
     }
 }
-
-/// Row tiles of the largest kernel for draft weights.
-const TILES_MAX: usize = 4;
-/// Its static shared memory and the driver's share, in bytes.
-const STATIC_MAX: usize = TILES_MAX * WARPS * 128 * 4 + 1024;
 
 /// Launches GEMMs.
 #[derive(Debug)]
@@ -252,8 +254,8 @@ pub struct Linear {
     device: Arc<Device>,
     bf16: Family,
     f16: Family,
-    w4: WarpRings,
-    w8: WarpRings,
+    w4: WarpPipelines,
+    w8: WarpPipelines,
     /// Draft weights of 4 and of 8 bits on Hopper: of up to 16 rows, and of more.
     pipeline: Option<[(Family, Vec<Wide>); 2]>,
     single: Kernel,
@@ -272,13 +274,13 @@ impl Linear {
         };
         let family =
             |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| GemmPipeline::of(bits, tiles));
-        let draft = |bits| Ok((family(&format!("linear_w{bits}_ring"), bits, &[1, 2])?, Wide::new(device, bits)?));
+        let draft = |bits| Ok((family(&format!("linear_w{bits}_pipeline"), bits, &[1, 2])?, Wide::new(device, bits)?));
         Ok(Linear {
             bf16: family("linear_bf16", 16, &[1, 2, 4, 8])?,
             f16: family("linear_f16", 16, &[1, 2, 4, 8])?,
             pipeline: if device.has_tma() { Some([draft(4)?, draft(8)?]) } else { None },
-            w4: WarpRings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
-            w8: WarpRings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
+            w4: WarpPipelines::new(device, 4)?,
+            w8: WarpPipelines::new(device, 8)?,
             single: device.kernel("linear_f32", 0)?,
             quantise: [quantise(4)?, quantise(8)?],
             device: device.clone(),
@@ -337,18 +339,18 @@ impl Linear {
                 let Wide { kernel, shared, .. } = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
                 let clusters = (self.device.sms / 2).max(1).min(tiles);
                 let grid = [2 * clusters as u32, rows.div_ceil(PANEL_ROWS) as u32, 1];
-                (*kernel, Launch { grid, block: WIDE_THREADS, shared: *shared as u32, overlap: true })
+                (*kernel, Launch { grid, block: WIDE_THREADS as u32, shared: *shared as u32, overlap: true })
             }
             // Bulk copies are multiples of 16 bytes: {scale, sum} of two groups of a row.
             Some((family, _)) if groups.is_multiple_of(2) => family.launch(&self.device, rows, tiles)?,
             _ => {
-                let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
-                let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
-                let shared = ring.shared(weights.bits, groups, rows);
-                let resident = (self.device.shared_per_sm / ring.resident(shared)).clamp(1, RESIDENT);
+                let pipelines = if weights.bits == 4 { &self.w4 } else { &self.w8 };
+                let pipeline = pipelines.choose(&self.device, weights.bits, groups, rows)?;
+                let shared = pipeline.shared(weights.bits, groups, rows);
+                let resident = (self.device.shared_per_sm / pipeline.resident(shared)).clamp(1, RESIDENT);
                 let blocks = tiles.min(self.device.sms * resident) as u32;
-                let grid = [blocks, rows.div_ceil(8 * ring.tiles) as u32, 1];
-                (ring.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
+                let grid = [blocks, rows.div_ceil(8 * pipeline.tiles) as u32, 1];
+                (pipeline.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
             }
         };
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
@@ -399,7 +401,7 @@ impl Linear {
             Dtype::F32 => 2,
         };
         let kernel = of_bits.and_then(|kernels| kernels.get(index)).copied();
-        let kernel = kernel.ok_or_else(|| Error::internal("no such quantiser"))?;
+        let kernel = kernel.ok_or_else(|| Error::internal(format!("draft weights of {} bits", to.bits)))?;
         let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.

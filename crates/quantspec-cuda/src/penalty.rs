@@ -3,7 +3,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Plain};
-use crate::shapes::{PENALTY_THREADS, PENALTY_TOKENS};
+use crate::shapes::{COMMIT_TOKENS, PENALTY_THREADS, PENALTY_TOKENS};
 use quantspec_core::grammar::{Mask, words};
 use quantspec_core::penalty::History;
 use quantspec_core::{Error, Result};
@@ -12,8 +12,6 @@ use std::sync::Arc;
 
 /// Blocks that search a text for n-grams: enough to read 100,000 tokens at full bandwidth.
 const SEARCHERS: u32 = 32;
-/// Most tokens sent with a commit; a longer text is copied separately.
-const MORE: usize = 30;
 
 /// A slot's penalties; `History` in kernels/penalty.cu.
 #[repr(C)]
@@ -36,7 +34,8 @@ struct DeviceCommit {
     slot: i32,
     more: i32,
     history: DeviceHistory,
-    tokens: [u32; MORE],
+    /// The new tokens if they fit; otherwise they are copied separately.
+    tokens: [u32; COMMIT_TOKENS],
 }
 
 /// Bytes of a [`DeviceHistory`] and of a [`DeviceCommit`].
@@ -174,7 +173,7 @@ impl Penalising {
                 prompt: history.prompt_tokens() as i32,
                 unused: 0,
             },
-            tokens: [0; MORE],
+            tokens: [0; COMMIT_TOKENS],
         };
         match commit.tokens.get_mut(..more.len()) {
             Some(place) => place.copy_from_slice(more),

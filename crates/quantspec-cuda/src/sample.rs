@@ -6,7 +6,7 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
 use crate::penalty::Penalising;
-use crate::shapes::{SAMPLE_CHUNK, SAMPLE_THREADS};
+use crate::shapes::{CUT_BYTES, RACE_BYTES, SAMPLE_CHUNK, SAMPLE_THREADS, SAMPLE_VOCAB_MAX};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -16,10 +16,8 @@ use std::sync::Arc;
 
 /// Bytes of a row's partial results, one `Race` (kernels/sample.cu) per block.
 const fn race_bytes(vocab: usize) -> usize {
-    16 * vocab.div_ceil(SAMPLE_CHUNK)
+    RACE_BYTES * vocab.div_ceil(SAMPLE_CHUNK)
 }
-/// Most tokens that `sample_cut` supports: their masses, at most 2^13 each, fit in the 32 bits of a bin.
-const VOCAB_MAX: usize = (1 << 19) - 1;
 /// Byte offsets in [`Sampling::shared`], which begins with the target's error flag: the logit margin of a proposed token, the
 /// error flag of drafts, the verdicts.
 const MARGIN_AT: usize = 4;
@@ -60,9 +58,6 @@ const _: () = assert!(SAMPLER_BYTES == 48 && TURN_BYTES == 20);
 unsafe impl Plain for DeviceSampler {}
 // SAFETY: see above.
 unsafe impl Plain for DeviceTurn {}
-
-/// Bytes of a `Cut` (kernels/sample.cu).
-const CUT_BYTES: usize = 24;
 
 /// Features that the choices of some slots need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -133,10 +128,10 @@ pub(crate) struct Sampling {
 
 /// Refuses vocabularies that the kernels do not support.
 pub(crate) fn check(vocab: usize) -> Result<()> {
-    if vocab > VOCAB_MAX {
+    if vocab > SAMPLE_VOCAB_MAX {
         return Err(Error::model(
             format!("a vocabulary of {vocab} tokens on the GPU"),
-            format!("the kernels support up to {VOCAB_MAX}; use --device cpu"),
+            format!("the kernels support up to {SAMPLE_VOCAB_MAX}; use --device cpu"),
         ));
     }
     Ok(())
@@ -476,7 +471,7 @@ impl Sampling {
         self.shared.read_pinned(0, &mut self.result, MARGIN_AT + 4)?;
         match self.result.bytes().get(MARGIN_AT..MARGIN_AT + 4) {
             Some(&[a, b, c, d]) => Ok(f32::from_le_bytes([a, b, c, d])),
-            _ => Err(Error::internal("no margin")),
+            _ => Err(Error::internal("the round's results hold no logit margin")),
         }
     }
 
@@ -488,13 +483,13 @@ impl Sampling {
         }
         self.choose(false, rows, 1, logits, features)?;
         let token = self.choices.read::<u32>(0, 1)?;
-        token.first().copied().ok_or_else(|| Error::internal("no choice"))
+        token.first().copied().ok_or_else(|| Error::internal("the device chose no token"))
     }
 
     /// Turns in the device's format. `rows` are those of the verification.
     pub(crate) fn describe(&self, rows: &[Row], turns: &[Turn]) -> Result<Vec<DeviceTurn>> {
         if turns.len() > self.slots {
-            return Err(Error::internal("more turns than slots"));
+            return Err(Error::internal(format!("{} turns of {} slots", turns.len(), self.slots)));
         }
         let described = turns.iter().map(|turn| {
             let first = rows.iter().position(|row| row.slot == turn.slot);

@@ -1,11 +1,12 @@
 //! Kernel shapes for launchers. build.rs reads the tables and numbers from the kernel sources, which assert the values
 //! derived from a row.
 
-use quantspec_core::cache::G;
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
+use quantspec_core::penalty;
 
-/// A 16-bit GEMM on Hopper: `RING` in kernels/linear.cu.
+/// A 16-bit GEMM on Hopper: `PIPELINE` in kernels/linear.cu.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ring {
+pub(crate) struct Pipeline {
     /// Row tiles of 8.
     pub(crate) nt: usize,
     /// Blocks of a cluster, which share copies of the inputs.
@@ -16,16 +17,27 @@ pub(crate) struct Ring {
     pub(crate) shared: usize,
 }
 
-/// A GEMM with draft weights on Hopper: `DRAFT_RING` in kernels/linear.cu.
+/// A GEMM with draft weights on Hopper: `DRAFT_PIPELINE` in kernels/linear.cu.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DraftRing {
-    /// As in [`Ring`].
+pub(crate) struct DraftPipeline {
+    /// As in [`Pipeline`].
     pub(crate) nt: usize,
     pub(crate) cluster: usize,
     pub(crate) hand_over: bool,
     /// Bytes of shared memory with weights of four and of eight bits.
     pub(crate) shared4: usize,
     pub(crate) shared8: usize,
+}
+
+/// A GEMM with draft weights and a pipeline for each warp: `QUANT` in kernels/linear.cu.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Quant {
+    /// Bits of a weight.
+    pub(crate) bits: usize,
+    /// Row tiles of 8.
+    pub(crate) nt: usize,
+    /// Blocks of weights that a warp has in flight.
+    pub(crate) stages: usize,
 }
 
 /// A GEMM of many rows with draft weights on Hopper: `WIDE` in kernels/linear.cu.
@@ -39,12 +51,12 @@ pub(crate) struct Wide {
     pub(crate) shared: usize,
 }
 
-/// A GEMM with planes on Hopper: `PLANE_RING` in kernels/hierarchy.cu.
+/// A GEMM with planes on Hopper: `PLANE_PIPELINE` in kernels/hierarchy.cu.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PlaneRing {
+pub(crate) struct PlanePipeline {
     /// Number of planes to read.
     pub(crate) planes: usize,
-    /// As in [`Ring`].
+    /// As in [`Pipeline`].
     pub(crate) nt: usize,
     pub(crate) cluster: usize,
     pub(crate) hand_over: bool,
@@ -63,7 +75,7 @@ pub(crate) struct Attend {
     /// Pipeline stages of a ring filled by TMA; 0 if threads copy, with stages chosen at launch.
     pub(crate) stages: usize,
     /// True for blocks of half an SM.
-    pub(crate) beside: bool,
+    pub(crate) half_sm: bool,
     /// Threads.
     pub(crate) block: usize,
     /// Bytes of shared memory per pipeline stage.
@@ -89,4 +101,5 @@ pub(crate) struct Tile {
 
 include!(concat!(env!("OUT_DIR"), "/shapes.rs"));
 
-const _: () = assert!(PAGE == G);
+const _: () = assert!(PAGE == G && RING == BUFFER_TOKENS);
+const _: () = assert!(NGRAM_MAX == penalty::NGRAM_MAX && WINDOW_MAX >= GAMMA_MAX);

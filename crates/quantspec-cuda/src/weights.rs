@@ -355,7 +355,7 @@ impl Loader<'_> {
     }
 
     fn matrix(&mut self, pieces: &[Piece]) -> Result<Matrix> {
-        let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without parts")) };
+        let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without tensors")) };
         let (dtype, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
         let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
         let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;

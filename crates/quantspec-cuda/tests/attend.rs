@@ -11,12 +11,12 @@ use quantspec_core::attend::{
     Cache, FullPage, SNAP_QUERIES, attend, attend_local, page_bound, page_masses, select_pages, snap_pages,
     window_pages,
 };
-use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
+use quantspec_core::cache::{BUFFER_TOKENS, G, ring_index, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, Local, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
-use quantspec_cuda::attend::{Attend, Choice, Chosen, Layer, Neighbours, Pass, PassAddresses};
+use quantspec_cuda::attend::{Attend, Chosen, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::masses::PageMasses;
 use quantspec_model::backend::{Block, Options, Row};
@@ -132,7 +132,7 @@ impl World {
             let mut ring = vec![f16::ZERO; SLOTS * heads * BUFFER_TOKENS * d];
             for (head, from) in from.iter().enumerate() {
                 for token in tokens.saturating_sub(BUFFER_TOKENS)..tokens {
-                    let at = ((SLOT * heads + head) * BUFFER_TOKENS + buffer_slot(token)) * d;
+                    let at = ((SLOT * heads + head) * BUFFER_TOKENS + ring_index(token)) * d;
                     ring[at..at + d].copy_from_slice(&from[token * d..(token + 1) * d]);
                 }
             }
@@ -167,16 +167,16 @@ impl World {
         }
     }
 
-    fn places(&self, pass: &Pass, list_pitch: usize) -> (PassAddresses, Vec<Buffer>) {
-        let rows = self.attend.partial_rows(pass.merged.len());
+    fn places(&self, slice: &StepSlice, list_pitch: usize) -> (SliceAddresses, Vec<Buffer>) {
+        let rows = self.attend.partial_rows(slice.merged.len());
         let buffers = vec![
-            self.device.copied(&pass.spans).unwrap(),
-            self.device.copied(&pass.tiles).unwrap(),
-            self.device.copied(&pass.merged).unwrap(),
+            self.device.copied(&slice.spans).unwrap(),
+            self.device.copied(&slice.tiles).unwrap(),
+            self.device.copied(&slice.merged).unwrap(),
             poisoned(&self.device, rows * self.config.head_dim * 4),
             poisoned(&self.device, rows * 8),
         ];
-        let places = PassAddresses {
+        let places = SliceAddresses {
             spans: buffers[0].at(0),
             tiles: buffers[1].at(0),
             merged: buffers[2].at(0),
@@ -209,15 +209,15 @@ impl World {
         let neighbours = Neighbours { half_sm: true, prefetch: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
-        let pass = self.attend.passes(View::Upper, rows, list, |_| false, false).unwrap().remove(0);
-        let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
+        let slice = self.attend.slices(View::Upper, rows, list, |_| false, false).unwrap().remove(0);
+        let (places, _keep) = self.places(&slice, chosen.map_or(0, |(.., pitch)| pitch));
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
         unsafe {
-            self.attend.run(View::Upper, &pass, q.at(0), &layer, &places, neighbours).unwrap();
-            self.attend.merge(&pass, None, x.at(0), xs.at(0), groups * 128, 0, &places).unwrap();
+            self.attend.run(View::Upper, &slice, q.at(0), &layer, &places, neighbours).unwrap();
+            self.attend.merge(&slice, None, x.at(0), xs.at(0), groups * 128, 0, &places).unwrap();
             let (x, xs) = (panel.at(0), panel_scales.at(0));
-            self.attend.merge(&pass, None, x, xs, groups * 128, rows.len(), &places).unwrap();
+            self.attend.merge(&slice, None, x, xs, groups * 128, rows.len(), &places).unwrap();
         }
         let all = (x.read::<i8>(0, rows.len() * groups * 128).unwrap(), xs.read::<f32>(0, rows.len() * groups * 2));
         let (codes, scales) = arranged(&all.0, &all.1.unwrap(), rows.len(), groups, rows.len());
@@ -247,7 +247,7 @@ impl World {
         self.run_divided(view, rows, q, chosen, false)
     }
 
-    /// `drafts` as in [`Attend::passes`].
+    /// `drafts` as in [`Attend::slices`].
     fn run_divided(
         &self,
         view: View,
@@ -260,17 +260,17 @@ impl World {
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
         let list = |_| chosen.map(|(chosen, ..)| chosen);
-        let passes = match &self.config.local {
-            Some(local) => self.attend.local_passes(view, rows, local.reach, drafts),
-            None => self.attend.passes(view, rows, list, |_| true, drafts),
+        let slices = match &self.config.local {
+            Some(local) => self.attend.local_slices(view, rows, local.reach, drafts),
+            None => self.attend.slices(view, rows, list, |_| true, drafts),
         };
-        for pass in passes.unwrap() {
-            let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
+        for slice in slices.unwrap() {
+            let (places, _keep) = self.places(&slice, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
             unsafe {
-                self.attend.run(view, &pass, q.at(0), &layer, &places, Neighbours::default()).unwrap();
-                self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, 0, &places).unwrap();
+                self.attend.run(view, &slice, q.at(0), &layer, &places, Neighbours::default()).unwrap();
+                self.attend.merge(&slice, Some(Dtype::F32), x.at(0), 0, width, 0, &places).unwrap();
             }
             self.device.synchronize().unwrap();
         }
@@ -289,7 +289,7 @@ impl World {
             let ring = |from: &[f16]| -> Vec<f16> {
                 let mut ring = vec![f16::ZERO; BUFFER_TOKENS * d];
                 for token in visible_quantised(at)..=at {
-                    ring[buffer_slot(token) * d..][..d].copy_from_slice(&from[token * d..(token + 1) * d]);
+                    ring[ring_index(token) * d..][..d].copy_from_slice(&from[token * d..(token + 1) * d]);
                 }
                 ring
             };
@@ -413,7 +413,7 @@ fn check_local(device: &Arc<Device>, shapes: &[(usize, usize, usize)]) {
     }
 }
 
-/// Rows alone, in windows of every size, and among rows of another slot in more passes than one.
+/// Rows alone, in windows of every size, and among rows of another slot in several slices.
 #[test]
 fn rows_of_local_layers_do_not_depend_on_each_other() {
     let Some(device) = device() else { return };
@@ -536,7 +536,7 @@ fn other_work_changes_no_bit() {
 fn rows_do_not_depend_on_the_batch() {
     let Some(device) = device() else { return };
     for (heads, kv_heads, d) in [(4, 4, 128), (8, 2, 128), (4, 2, 64), (4, 1, 256)] {
-        // More rows than a pass takes, in windows of two slots; the other slot is short and not compared.
+        // More rows than a slice has, in windows of two slots; the other slot is short and not compared.
         for position in [300, 5000, 21_000] {
             let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + 64, 3);
             let windows = [(0, 17), (9, 1), (20, 16), (2, 9), (31, 17), (15, 4)];
@@ -615,7 +615,7 @@ fn lists_by_any_scores_equal_core() {
             let choices = device
                 .copied(&[1, 0].map(|slot| {
                     let (pages, scores) = (pages as i32, 1 - slot);
-                    Choice { row: 0, slot, pages, scored: pages, scores }
+                    PageChoice { row: 0, slot, pages, scored: pages, scores }
                 }))
                 .unwrap();
             for best in [true, false] {
@@ -647,7 +647,7 @@ fn pages_that_are_not_chosen_among_are_all_listed() {
             // Masses are scores 1. Entries beyond the chosen-among pages have no effect.
             let scores: Vec<f32> = (0..2 * score_pitch).map(|_| random.normal().abs()).collect();
             let on_device = device.copied(&scores).unwrap();
-            let choice = Choice { row: 0, slot: 0, pages: pages as i32, scored: scored as i32, scores: 1 };
+            let choice = PageChoice { row: 0, slot: 0, pages: pages as i32, scored: scored as i32, scores: 1 };
             let choices = device.copied(&[choice]).unwrap();
             let lists = poisoned(&device, list_pitch * 4);
             let arguments = args![on_device.at(0), score_pitch, &choices, &lists, list_pitch, 1usize, n];
@@ -743,18 +743,18 @@ fn chosen_pages_equal_core() {
             let lists = poisoned(&device, SLOTS * kv_heads * pitch * 4);
             let scores = poisoned(&device, kv_heads * (world.table.len() / SLOTS) * 4);
             let choices = device
-                .copied(&[Choice {
+                .copied(&[PageChoice {
                     slot: SLOT as i32,
                     pages: visible as i32,
                     scored: visible as i32,
-                    ..Choice::default()
+                    ..PageChoice::default()
                 }])
                 .unwrap();
-            let places = PassAddresses {
+            let places = SliceAddresses {
                 tables: world.tables.at(0),
                 table_pitch: world.table.len() / SLOTS,
                 list_pitch: pitch,
-                ..PassAddresses::default()
+                ..SliceAddresses::default()
             };
             let centre = if world.rounding == Rounding::Balanced { 1.0f32 / 32.0 } else { 0.0 };
             for best in [true, false] {

@@ -54,7 +54,7 @@ fn launch(device: &Arc<Device>, from: &Buffer, to: &Buffer, grid: [u32; 3], bloc
     device.synchronize()
 }
 
-/// The error of what must fail.
+/// The error of an operation that must fail.
 fn refused<T>(result: Result<T>, kind: ErrorKind) -> Error {
     let error = result.err().expect("it must be refused");
     assert_eq!(error.kind, kind, "{}", error.message);
@@ -142,7 +142,7 @@ fn a_model_that_does_not_fit_returns_all_memory() {
     let _alone = alone();
     let Some(device) = device() else { return };
     let checkpoint = &checkpoints(&device, 512)[0];
-    // Memory that a first load leaves, such as kernel code, is not the model's.
+    // Memory that remains allocated after a first load, such as kernel code, is not the model's.
     drop(load(&device, checkpoint, &options(512, 1)).unwrap());
     let (free, total) = device.memory().unwrap();
     // Some of its parts fit.

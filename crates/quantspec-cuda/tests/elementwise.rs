@@ -81,6 +81,14 @@ fn norms_add_the_branch_and_normalise() {
                     let alone = download(&alone, width, dtype);
                     assert!(alone == got[row * pitch..][..width], "row {row} of {kernel} alone");
                 }
+                if !with {
+                    let (h, x) = (device.copied(&hidden).unwrap(), poisoned(&device, rows * pitch * dtype.bytes()));
+                    let kernel = format!("norm_prompt_{}", name(dtype));
+                    run(&device, &kernel, [rows, 1, 1], 128, 0, &args![&h, &weight_on, &x, eps, width, pitch]);
+                    let of_prompt = download(&x, rows * pitch, dtype);
+                    let same = of_prompt.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "{kernel} of {width} differs from a step's norm");
+                }
             }
             // Int8: codes and scales must equal core's for the f32 result.
             let exact = poisoned(&device, rows * pitch * 4);
@@ -126,7 +134,7 @@ fn rows_are_normalised_in_place_or_added() {
         let (x, to) = (random.normals(rows * pitch), random.normals(rows * width));
         let weight = random.normals(width);
         let weight_on = device.copied(&weight).unwrap();
-        // The channel at a place of a row.
+        // The channel at an index of a row.
         let channel = |at: usize| match paired {
             0 => at,
             d => at / d * d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2),
@@ -191,7 +199,7 @@ fn queries_grow_with_their_position() {
             assert_eq!(factor == 1.0, position < scale.original);
             for (&got, &before) in got.iter().zip(before) {
                 let want = f16::from_f32(f16::from_bits(before).to_f32() * factor);
-                // The device's logarithm may differ in a last place, which may change a tie.
+                // The device's logarithm may differ in the last bit, which may change a tie.
                 let apart = i32::from(got & 0x7fff) - i32::from(want.to_bits() & 0x7fff);
                 assert!(apart.abs() <= i32::from(factor != 1.0), "{got:x} at {position}, {want}");
             }

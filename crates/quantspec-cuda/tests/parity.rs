@@ -18,7 +18,7 @@ use quantspec_core::cache::{Extent, G, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, Pages, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::weights::{GROUP, quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
-use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
@@ -221,11 +221,11 @@ const WITH_LOCAL_LAYERS: [Model; 4] = [
     Model::new("gemma3_text", "F32", (4, 2, 64)).sized((120, 136, 259)),
 ];
 
-type Plan = (Weights, View, Pages);
+type StepConfig = (Weights, View, Pages);
 
-/// What verifies and commits.
-const TARGET: Plan = (Weights::Full, View::Both, Pages::All);
-const PLANS: [Plan; 9] = [
+/// The target's configuration.
+const TARGET: StepConfig = (Weights::Full, View::Both, Pages::All);
+const CONFIGS: [StepConfig; 9] = [
     (Weights::Full, View::Full, Pages::All),
     TARGET,
     (Weights::Full, View::Upper, Pages::All),
@@ -233,7 +233,7 @@ const PLANS: [Plan; 9] = [
     (Weights::Draft, View::Upper, Pages::Best(2)),
     (Weights::Draft, View::Upper, Pages::Best(3)),
     (Weights::Draft, View::Full, Pages::Window(2)),
-    // Of two pages of the prompt none is in doubt; the others came into being later.
+    // Two pages of the prompt: the first and the newest, whatever the scores. The other pages become visible later.
     (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
     (Weights::Draft, View::Both, Pages::All),
 ];
@@ -242,14 +242,14 @@ const PLANS: [Plan; 9] = [
 /// up to two rows use separate kernels.
 const ROWS: [([usize; 2], bool); 4] = [([1, 0], true), ([1, 1], true), ([2, 0], false), ([3, 2], false)];
 
-/// Tokens committed of either sequence, by rounds; and whether all plans run before that. The second round begins two tokens
+/// Tokens committed of either sequence, by rounds; and whether all configs run before that. The second round begins two tokens
 /// before a page is complete; the fifth reads that page.
 const ROUNDS: [(bool, [usize; 2]); 5] =
     [(true, [7, 3]), (true, [5, 4]), (true, [70, 0]), (false, [56, 0]), (true, [1, 1])];
 
 /// The logits of a step or of a prompt.
 struct Seen {
-    plan: Plan,
+    config: StepConfig,
     /// Rows of either sequence; 0 for a prompt.
     rows: [usize; 2],
     logits: Vec<Vec<f32>>,
@@ -261,7 +261,7 @@ fn step<B: Backend>(
     texts: &[Vec<u32>; 2],
     extents: &[Extent; 2],
     rows: [usize; 2],
-    (weights, view, pages): Plan,
+    (weights, view, pages): StepConfig,
     choose_pages: bool,
 ) -> Seen {
     let mut of_step = Vec::new();
@@ -274,22 +274,27 @@ fn step<B: Backend>(
     }
     forward::step(backend, &Step { weights, view, pages, choose_pages, rows: &of_step }).unwrap();
     let logits = (0..of_step.len()).map(|row| backend.logits(row).unwrap()).collect();
-    Seen { plan: (weights, view, pages), rows, logits }
+    Seen { config: (weights, view, pages), rows, logits }
 }
 
 /// Decodes both texts; returns all logits on the way.
-fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], second_prompt: usize, plans: &[Plan]) -> Vec<Seen> {
+fn decode<B: Backend>(
+    backend: &mut B,
+    texts: &[Vec<u32>; 2],
+    second_prompt: usize,
+    configs: &[StepConfig],
+) -> Vec<Seen> {
     let mut seen = Vec::new();
     let mut extents = [Extent::default(), Extent::default()];
     for (slot, length) in [PROMPT, second_prompt].into_iter().enumerate() {
         backend.open(slot, CAPACITY).unwrap();
         forward::prefill(backend, slot, &texts[slot][..length], BLOCK_ROWS, &mut |_, _| ()).unwrap();
         let logits = vec![backend.logits(0).unwrap()];
-        seen.push(Seen { plan: (Weights::Full, View::Full, Pages::All), rows: [0; 2], logits });
+        seen.push(Seen { config: (Weights::Full, View::Full, Pages::All), rows: [0; 2], logits });
         extents[slot].commit(length);
     }
     for (all, commits) in ROUNDS {
-        for &plan in plans.iter().filter(|_| all) {
+        for &config in configs.iter().filter(|_| all) {
             for (rows, choose) in ROWS {
                 // Drafts have one row per sequence in a step, so backends may differ after a border that a page list does not
                 // include.
@@ -297,8 +302,8 @@ fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], second_prompt: usi
                     let first = extents[slot].committed();
                     rows[slot] > 0 && visible_pages(first) != visible_pages(first + rows[slot] - 1)
                 };
-                if plan.2 == Pages::All || !(border(0) || border(1)) {
-                    seen.push(step(backend, texts, &extents, rows, plan, choose));
+                if config.2 == Pages::All || !(border(0) || border(1)) {
+                    seen.push(step(backend, texts, &extents, rows, config, choose));
                 }
             }
         }
@@ -323,7 +328,10 @@ struct Apart {
 
 impl Apart {
     fn of(found: &Seen, expected: &Seen) -> Apart {
-        assert_eq!((found.plan, found.rows, found.logits.len()), (expected.plan, expected.rows, expected.logits.len()));
+        assert_eq!(
+            (found.config, found.rows, found.logits.len()),
+            (expected.config, expected.rows, expected.logits.len())
+        );
         found.logits.iter().zip(&expected.logits).fold(Apart::default(), |worst, (found, expected)| {
             assert_eq!(found.len(), expected.len());
             let n = expected.len() as f32;
@@ -356,7 +364,7 @@ fn most(a: f32, b: f32) -> f32 {
 ///
 /// Defects exceed these bounds ([`defects_exceed_the_bounds`]): an absent bias, norm weights of 1, two exchanged heads, wrong page
 /// lists, view Upper for Both. Another row's norm factor or int8 scale exceeds them in some models only.
-fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
+fn bound(model: &Model, (weights, view, _): StepConfig) -> Apart {
     let [full, both, upper, draft, draft_upper] = match model.shape.dtype {
         "BF16" => [0.05, 0.07, 0.2, 0.12, 0.25],
         "F16" => [0.01, 0.03, 0.2, 0.1, 0.25],
@@ -376,7 +384,7 @@ fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
 
 /// The CPU backend without SIMD.
 fn slow(checkpoint: &Checkpoint, options: &Options) -> CpuBackend {
-    let choice = Choice { simd: Simd::Scalar, reason: String::new() };
+    let choice = ChosenPath { simd: Simd::Scalar, reason: String::new() };
     CpuBackend::load_on(checkpoint, options, Hooks::default(), choice).unwrap()
 }
 
@@ -391,23 +399,23 @@ fn compare(models: &[Model]) {
         let (checkpoint, options, texts) =
             (model.checkpoint(seed, &|_, _| ()), model.options(), model.texts(99 + seed));
         let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-        let found = decode(&mut gpu, &texts, model.second_prompt, &PLANS);
-        let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &PLANS);
+        let found = decode(&mut gpu, &texts, model.second_prompt, &CONFIGS);
+        let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &CONFIGS);
         failures.extend(report(model, &found, &expected));
     }
     // All models run before any assertion, so that one run reports all.
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Errors by plan and number of rows: the worst over all such steps.
-fn by_plan(found: &[Seen], expected: &[Seen]) -> Vec<(Plan, [usize; 2], Apart)> {
+/// Errors by config and number of rows: the worst over all such steps.
+fn by_config(found: &[Seen], expected: &[Seen]) -> Vec<(StepConfig, [usize; 2], Apart)> {
     assert_eq!(found.len(), expected.len());
-    let mut all: Vec<(Plan, [usize; 2], Apart)> = Vec::new();
+    let mut all: Vec<(StepConfig, [usize; 2], Apart)> = Vec::new();
     for (found, expected) in found.iter().zip(expected) {
         let apart = Apart::of(found, expected);
-        match all.iter_mut().find(|(plan, rows, _)| (*plan, *rows) == (found.plan, found.rows)) {
+        match all.iter_mut().find(|(config, rows, _)| (*config, *rows) == (found.config, found.rows)) {
             Some((_, _, worst)) => *worst = worst.most(apart),
-            None => all.push((found.plan, found.rows, apart)),
+            None => all.push((found.config, found.rows, apart)),
         }
     }
     all
@@ -417,15 +425,15 @@ fn by_plan(found: &[Seen], expected: &[Seen]) -> Vec<(Plan, [usize; 2], Apart)> 
 fn report(model: &Model, found: &[Seen], expected: &[Seen]) -> Vec<String> {
     let Shape { family, dtype, heads, kv_heads, head_dim, .. } = model.shape;
     let mut failures = Vec::new();
-    for (plan, rows, apart) in by_plan(found, expected) {
-        let (weights, view, pages) = plan;
+    for (config, rows, apart) in by_config(found, expected) {
+        let (weights, view, pages) = config;
         let of = if rows == [0; 2] { "prompts".to_owned() } else { format!("{} + {} rows", rows[0], rows[1]) };
         let line = format!(
             "{family} {dtype} {heads}/{kv_heads}x{head_dim} {weights:?} {view:?} {pages:?} {of}: {:.4}, one {:.3}",
             apart.row, apart.one
         );
         eprintln!("{line}");
-        let bound = bound(model, plan);
+        let bound = bound(model, config);
         if !apart.within(bound) {
             failures.push(format!("{line}; allowed {}, one {}", bound.row, bound.one));
         }
@@ -476,7 +484,7 @@ fn weights_in_nibbles() {
         FAMILIES[6],
         WITH_LOCAL_LAYERS[1],
     ];
-    let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
+    let configs: Vec<StepConfig> = CONFIGS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
         let (options, texts) = (model.options(), model.texts(99 + seed));
@@ -484,9 +492,9 @@ fn weights_in_nibbles() {
             let in_nibbles = Options { weights, ..options.clone() };
             let checkpoint = model.checkpoint(seed, &|_, _| ());
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &in_nibbles, Hooks::default()).unwrap();
-            let found = decode(&mut gpu, &texts, model.second_prompt, &plans);
+            let found = decode(&mut gpu, &texts, model.second_prompt, &configs);
             let quantised = model.checkpoint(seed, &|name, values| model.quantise(weights, name, values));
-            let expected = decode(&mut slow(&quantised, &options), &texts, model.second_prompt, &plans);
+            let expected = decode(&mut slow(&quantised, &options), &texts, model.second_prompt, &configs);
             failures.extend(report(model, &found, &expected));
         }
     }
@@ -501,15 +509,15 @@ const SENSITIVE: [&str; 5] = ["down", "qkv", "o", "gate-up", "qkv,o,gate-up,down
 fn sensitive_matrices() {
     let Some(device) = device() else { return };
     let models = [HEADS_OF_64[0], HEADS_OF_64[4], HEADS_OF_64[6], HEADS_OF_128[1], HEADS_OF_128[5], HEADS_OF_256[3]];
-    let plans = [(Weights::Draft, View::Both, Pages::All), (Weights::Draft, View::Upper, Pages::All)];
+    let configs = [(Weights::Draft, View::Both, Pages::All), (Weights::Draft, View::Upper, Pages::All)];
     let mut failures = Vec::new();
     for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
         let (checkpoint, texts) = (model.checkpoint(seed, &|_, _| ()), model.texts(99 + seed));
         for names in SENSITIVE {
             let options = Options { sensitive: Sensitive::named(names).unwrap(), ..model.options() };
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-            let found = decode(&mut gpu, &texts, model.second_prompt, &plans);
-            let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &plans);
+            let found = decode(&mut gpu, &texts, model.second_prompt, &configs);
+            let expected = decode(&mut slow(&checkpoint, &options), &texts, model.second_prompt, &configs);
             eprintln!("{names}:");
             failures.extend(report(model, &found, &expected));
         }
@@ -520,7 +528,7 @@ fn sensitive_matrices() {
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
             let mut of = |weights| decode(&mut gpu, &texts, model.second_prompt, &[(weights, View::Both, Pages::All)]);
             let (target, mut draft) = (of(Weights::Full), of(Weights::Draft));
-            draft.iter_mut().zip(&target).for_each(|(draft, target)| draft.plan = target.plan);
+            draft.iter_mut().zip(&target).for_each(|(draft, target)| draft.config = target.config);
             failures.extend(report(model, &draft, &target));
         }
     }
@@ -550,10 +558,10 @@ fn four_bit_activations() {
 fn moved_by_rounding<B: Backend>(backend: &mut B, model: &Model, texts: &[Vec<u32>; 2]) -> f32 {
     let mut of = |weights| decode(backend, texts, model.second_prompt, &[(weights, View::Both, Pages::All)]);
     let (coarse, fine) = (of(Weights::Draft4), of(Weights::Draft));
-    let drafts = coarse.iter().zip(&fine).filter(|(coarse, _)| coarse.plan.0.is_draft());
+    let drafts = coarse.iter().zip(&fine).filter(|(coarse, _)| coarse.config.0.is_draft());
     let apart: Vec<f32> = drafts
         .map(|(coarse, fine)| {
-            Apart::of(&Seen { plan: fine.plan, rows: fine.rows, logits: coarse.logits.clone() }, fine).row
+            Apart::of(&Seen { config: fine.config, rows: fine.rows, logits: coarse.logits.clone() }, fine).row
         })
         .collect();
     apart.iter().sum::<f32>() / apart.len() as f32
@@ -564,17 +572,17 @@ fn moved_by_rounding<B: Backend>(backend: &mut B, model: &Model, texts: &[Vec<u3
 fn matrices_in_eight_bits_show() {
     let model = &HEADS_OF_64[0];
     let (checkpoint, texts) = (model.checkpoint(1, &|_, _| ()), model.texts(100));
-    let plan = (Weights::Draft, View::Both, Pages::All);
+    let config = (Weights::Draft, View::Both, Pages::All);
     let of = |sensitive| {
         let options = Options { sensitive, ..model.options() };
         let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
-        decode(&mut backend, &texts, model.second_prompt, &[plan])
+        decode(&mut backend, &texts, model.second_prompt, &[config])
     };
     let four = of(Sensitive::NONE);
     for names in SENSITIVE {
-        let apart = by_plan(&of(Sensitive::named(names).unwrap()), &four);
+        let apart = by_config(&of(Sensitive::named(names).unwrap()), &four);
         let apart =
-            apart.iter().filter(|(seen, ..)| *seen == plan).fold(0.0, |worst, (.., apart)| most(worst, apart.row));
+            apart.iter().filter(|(seen, ..)| *seen == config).fold(0.0, |worst, (.., apart)| most(worst, apart.row));
         eprintln!("{names}: {apart:.3}");
         assert!(apart > 0.08, "{names}: {apart:.3}");
     }
@@ -642,30 +650,34 @@ fn defects_exceed_the_bounds() {
     for index in [1, 3] {
         let (model, seed) = (&HEADS_OF_256[index], 1 + index as u64);
         let (options, texts) = (model.options(), model.texts(99 + seed));
-        let decode = |plans: &[Plan], edit: &Edit| {
+        let decode = |configs: &[StepConfig], edit: &Edit| {
             // On the machine's fastest path, as it is compared with itself.
             let mut backend = CpuBackend::load(&model.checkpoint(seed, edit), &options, Hooks::default()).unwrap();
-            decode(&mut backend, &texts, model.second_prompt, plans)
+            decode(&mut backend, &texts, model.second_prompt, configs)
         };
-        let narrow = [PLANS[0], TARGET, (Weights::Draft, View::Both, Pages::All)];
+        let narrow = [CONFIGS[0], TARGET, (Weights::Draft, View::Both, Pages::All)];
         let right = decode(&narrow, &|_, _| ());
         for (what, edit) in defects(model) {
-            for (plan, rows, apart) in by_plan(&decode(&narrow, &edit), &right) {
-                let allowed = bound(model, plan).row;
-                eprintln!("{what}: {:.3} of {plan:?}, {rows:?} rows", apart.row);
-                assert!(apart.row > allowed, "{what}: {:.3} where {allowed} are allowed, {plan:?} {rows:?}", apart.row);
+            for (config, rows, apart) in by_config(&decode(&narrow, &edit), &right) {
+                let allowed = bound(model, config).row;
+                eprintln!("{what}: {:.3} of {config:?}, {rows:?} rows", apart.row);
+                assert!(
+                    apart.row > allowed,
+                    "{what}: {:.3} where {allowed} are allowed, {config:?} {rows:?}",
+                    apart.row
+                );
             }
         }
         let lists = [Pages::All, Pages::Best(2), Pages::Best(3)].map(|pages| (Weights::Draft, View::Upper, pages));
         let seen = decode(&lists, &|_, _| ());
-        for (other, plan) in [(0, 1), (0, 2), (1, 2)].map(|(a, b)| (lists[a], lists[b])) {
-            let of = |plan: Plan| seen.iter().filter(move |seen| seen.plan == plan && seen.rows == [1, 0]);
-            let found = of(other).map(|seen| Seen { plan, rows: seen.rows, logits: seen.logits.clone() });
-            let expected = of(plan).map(|seen| Seen { plan, rows: seen.rows, logits: seen.logits.clone() });
-            let [(_, _, apart)] = by_plan(&found.collect::<Vec<_>>(), &expected.collect::<Vec<_>>())[..] else {
+        for (other, config) in [(0, 1), (0, 2), (1, 2)].map(|(a, b)| (lists[a], lists[b])) {
+            let of = |config: StepConfig| seen.iter().filter(move |seen| seen.config == config && seen.rows == [1, 0]);
+            let found = of(other).map(|seen| Seen { config, rows: seen.rows, logits: seen.logits.clone() });
+            let expected = of(config).map(|seen| Seen { config, rows: seen.rows, logits: seen.logits.clone() });
+            let [(_, _, apart)] = by_config(&found.collect::<Vec<_>>(), &expected.collect::<Vec<_>>())[..] else {
                 panic!()
             };
-            assert!(apart.row > bound(model, plan).row, "{other:?} for {plan:?}: {:.3}", apart.row);
+            assert!(apart.row > bound(model, config).row, "{other:?} for {config:?}: {:.3}", apart.row);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 const WINDOW: usize = 8;
 const CAPACITY: usize = 4000;
-/// Tokens that travel with a commit.
+/// Tokens of a commit: `COMMIT_TOKENS` in kernels/penalty.cu, whose layout this test states independently.
 const MORE: usize = 30;
 
 /// Device buffers of some slots' penalties.

@@ -7,7 +7,7 @@
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
-pub use crate::prompt_cache::{HeldRows, PromptRows};
+pub use crate::prompt_rows::{HeldRows, PromptRows};
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;

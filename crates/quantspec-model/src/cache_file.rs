@@ -243,7 +243,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Where the file will be.
+    /// Final path of the file.
     pub(crate) fn place(&self) -> &Path {
         &self.place
     }

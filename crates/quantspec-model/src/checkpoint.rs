@@ -6,14 +6,16 @@
 use crate::blocks::Encoding;
 use crate::config;
 use crate::draft_cache::DraftCache;
+use crate::elements::{convert, round};
 use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed, RowOrder};
 use crate::names;
+use crate::part;
+pub use crate::part::{LayerPart, Part};
 use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
 use crate::safetensors::{SafeTensors, shown};
-use half::{bf16, f16};
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm, Rope, Sensitive};
+use quantspec_core::config::{Dtype, ModelConfig, Rope};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -21,204 +23,6 @@ use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Component, Path};
-
-/// A weight of the network.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
-    /// Token embedding, `[vocab][hidden]`.
-    Embedding,
-    /// RMSNorm before the head, `[hidden]`.
-    FinalNorm,
-    /// LM head, `[vocab][hidden]`; for a tied model the embedding.
-    Head,
-    /// A weight of one decoder layer.
-    Layer(usize, LayerPart),
-}
-
-/// A weight of a decoder layer; matrices are `[outputs][inputs]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum LayerPart {
-    /// RMSNorm before attention, `[hidden]`.
-    AttentionNorm,
-    /// Query projection, `[q_width][hidden]`.
-    Q,
-    /// Key projection, `[kv_width][hidden]`.
-    K,
-    /// Value projection, `[kv_width][hidden]`.
-    V,
-    /// Output projection, `[hidden][q_width]`.
-    Output,
-    /// Bias of Q, `[q_width]`.
-    QBias,
-    /// Bias of K, `[kv_width]`.
-    KBias,
-    /// Bias of V, `[kv_width]`.
-    VBias,
-    /// Bias of the output projection, `[hidden]`.
-    OutputBias,
-    /// RMSNorm of every query head, `[head_dim]`, or of all, `[q_width]`.
-    QNorm,
-    /// RMSNorm of every key head, `[head_dim]`, or of all, `[kv_width]`.
-    KNorm,
-    /// RMSNorm of the output projection's result, `[hidden]`.
-    AttentionOutputNorm,
-    /// RMSNorm before the feed-forward network, `[hidden]`.
-    MlpNorm,
-    /// Gate projection, `[intermediate][hidden]`.
-    Gate,
-    /// Up projection, `[intermediate][hidden]`.
-    Up,
-    /// Down projection, `[hidden][intermediate]`.
-    Down,
-    /// Bias of the gate projection, `[intermediate]`.
-    GateBias,
-    /// Bias of the up projection, `[intermediate]`.
-    UpBias,
-    /// Bias of the down projection, `[hidden]`.
-    DownBias,
-    /// RMSNorm of the down projection's result, `[hidden]`.
-    MlpOutputNorm,
-}
-
-use LayerPart::*;
-
-/// Every part of a layer, in the order of computation.
-const LAYER_PARTS: [LayerPart; 20] = [
-    AttentionNorm,
-    Q,
-    K,
-    V,
-    QBias,
-    KBias,
-    VBias,
-    QNorm,
-    KNorm,
-    Output,
-    OutputBias,
-    AttentionOutputNorm,
-    MlpNorm,
-    Gate,
-    Up,
-    GateBias,
-    UpBias,
-    Down,
-    DownBias,
-    MlpOutputNorm,
-];
-
-impl LayerPart {
-    /// The matrices, in the order of computation; all other parts are vectors.
-    pub const MATRICES: [LayerPart; 7] = [Q, K, V, Output, Gate, Up, Down];
-
-    /// Whether a model of this configuration has the part.
-    pub fn exists(self, config: &ModelConfig) -> bool {
-        match self {
-            QBias | KBias | VBias => config.qkv_bias,
-            OutputBias => config.output_bias,
-            GateBias | UpBias | DownBias => config.mlp_bias,
-            QNorm | KNorm => config.qk_norm != QkNorm::None,
-            AttentionNorm | MlpNorm => config.norms != LayerNorms::After,
-            AttentionOutputNorm | MlpOutputNorm => config.norms != LayerNorms::Before,
-            Q | K | V | Output | Gate | Up | Down => true,
-        }
-    }
-
-    /// The tensor's name after `model.layers.i.`.
-    fn suffix(self, config: &ModelConfig) -> &'static str {
-        match self {
-            MlpNorm if config.norms == LayerNorms::Both => "pre_feedforward_layernorm.weight",
-            AttentionNorm => "input_layernorm.weight",
-            Q => "self_attn.q_proj.weight",
-            K => "self_attn.k_proj.weight",
-            V => "self_attn.v_proj.weight",
-            Output => "self_attn.o_proj.weight",
-            QBias => "self_attn.q_proj.bias",
-            KBias => "self_attn.k_proj.bias",
-            VBias => "self_attn.v_proj.bias",
-            OutputBias => "self_attn.o_proj.bias",
-            QNorm => "self_attn.q_norm.weight",
-            KNorm => "self_attn.k_norm.weight",
-            MlpNorm | AttentionOutputNorm => "post_attention_layernorm.weight",
-            MlpOutputNorm => "post_feedforward_layernorm.weight",
-            Gate => "mlp.gate_proj.weight",
-            Up => "mlp.up_proj.weight",
-            Down => "mlp.down_proj.weight",
-            GateBias => "mlp.gate_proj.bias",
-            UpBias => "mlp.up_proj.bias",
-            DownBias => "mlp.down_proj.bias",
-        }
-    }
-
-    /// (rows, columns); a vector is one row.
-    fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        let (hidden, intermediate, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-        match self {
-            AttentionNorm | MlpNorm | AttentionOutputNorm | MlpOutputNorm | OutputBias | DownBias => (1, hidden),
-            Q => (q, hidden),
-            K | V => (kv, hidden),
-            Output => (hidden, q),
-            QBias => (1, q),
-            KBias | VBias => (1, kv),
-            QNorm if config.qk_norm == QkNorm::Projection => (1, q),
-            KNorm if config.qk_norm == QkNorm::Projection => (1, kv),
-            QNorm | KNorm => (1, config.head_dim),
-            Gate | Up => (intermediate, hidden),
-            Down => (hidden, intermediate),
-            GateBias | UpBias => (1, intermediate),
-        }
-    }
-}
-
-impl Part {
-    /// True if drafts with 4-bit weights read this matrix in 8 bits: the head, and sensitive matrices.
-    pub fn is_drafted_in_8_bits(self, Sensitive([qkv, output, gate_up, down]): Sensitive) -> bool {
-        match self {
-            Part::Head => true,
-            Part::Layer(_, Q | K | V) => qkv,
-            Part::Layer(_, Output) => output,
-            Part::Layer(_, Gate | Up) => gate_up,
-            Part::Layer(_, Down) => down,
-            _ => false,
-        }
-    }
-
-    /// (rows, columns) in a model of this configuration; a vector is one row.
-    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        match self {
-            Part::Embedding | Part::Head => (config.vocab, config.hidden),
-            Part::FinalNorm => (1, config.hidden),
-            Part::Layer(_, part) => part.shape(config),
-        }
-    }
-
-    /// Every part that a model of this configuration stores, in the order of computation. A tied head is not listed.
-    pub fn all(config: &ModelConfig) -> Vec<Part> {
-        let layers = (0..config.layers).flat_map(|layer| {
-            LAYER_PARTS.into_iter().filter(|part| part.exists(config)).map(move |part| Part::Layer(layer, part))
-        });
-        let head = (!config.tied_embeddings).then_some(Part::Head);
-        std::iter::once(Part::Embedding).chain(layers).chain([Part::FinalNorm]).chain(head).collect()
-    }
-
-    /// Returns true for vectors, false for matrices.
-    pub(crate) fn is_vector(self) -> bool {
-        match self {
-            Part::Embedding | Part::Head => false,
-            Part::FinalNorm => true,
-            Part::Layer(_, part) => !LayerPart::MATRICES.contains(&part),
-        }
-    }
-
-    /// The tensor's name in Hugging Face checkpoints.
-    fn name(self, config: &ModelConfig) -> String {
-        match self {
-            Part::Embedding => "model.embed_tokens.weight".to_string(),
-            Part::FinalNorm => "model.norm.weight".to_string(),
-            Part::Head => "lm_head.weight".to_string(),
-            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix(config)),
-        }
-    }
-}
 
 /// Location of a part's bytes in safetensors files.
 #[derive(Clone, Copy, Debug)]
@@ -326,7 +130,7 @@ impl Checkpoint {
         if config.tied_embeddings {
             places.insert(Part::Head, table);
         }
-        if let Some(place) = places.get(&Part::Layer(0, Q)) {
+        if let Some(place) = places.get(&Part::Layer(0, LayerPart::Q)) {
             config.dtype = place.dtype;
         }
         config::round_embedding_factor(&mut config, table.dtype);
@@ -452,7 +256,7 @@ impl Checkpoint {
         mut read: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
     ) -> Result<()> {
         let ModelConfig { head_dim, rope: Rope { dim, .. }, .. } = self.config;
-        if dim == head_dim || !matches!(part, Part::Layer(_, Q | K)) {
+        if dim == head_dim || !matches!(part, Part::Layer(_, LayerPart::Q | LayerPart::K)) {
             return read(rows, out);
         }
         let mut ranges: Vec<Range<usize>> = Vec::new();
@@ -588,48 +392,6 @@ fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Res
     let ordered: Vec<f32> = (0..width).map(|element| decoded[place.row(element)]).collect();
     round(place.dtype, &ordered, out);
     Ok(())
-}
-
-/// Writes values as little-endian bytes of a format, rounded to nearest; `values` and `out` have the same number of elements.
-pub(crate) fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
-    match dtype {
-        Dtype::Bf16 => {
-            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
-                *out = bf16::from_f32(*from).to_le_bytes();
-            }
-        }
-        Dtype::F16 => {
-            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
-                *out = f16::from_f32(*from).to_le_bytes();
-            }
-        }
-        Dtype::F32 => {
-            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
-                *out = from.to_le_bytes();
-            }
-        }
-    }
-}
-
-/// Converts little-endian bytes to f32; `bytes` and `out` have the same number of elements.
-fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
-    match dtype {
-        Dtype::Bf16 => {
-            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *out = bf16::from_le_bytes(*from).to_f32();
-            }
-        }
-        Dtype::F16 => {
-            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *out = f16::from_le_bytes(*from).to_f32();
-            }
-        }
-        Dtype::F32 => {
-            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *out = f32::from_le_bytes(*from);
-            }
-        }
-    }
 }
 
 /// Returns true if the path exists. A link without a target counts as existing: a file belongs there. A folder without search
@@ -840,8 +602,8 @@ fn refuse_foreign(
                 "config.json and the weights are of different models; fetch both again",
             ));
         }
-        let used =
-            layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
+        let used = layer.is_some()
+            && part::LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
         let idle = || -> Result<bool> {
             let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
             Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
@@ -907,11 +669,11 @@ fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation
     Ok(true)
 }
 
-/// Fills `out` from a place.
-fn read_at(shards: &[SafeTensors], place: TensorLocation, out: &mut [u8]) -> Result<()> {
-    match shards.get(place.shard) {
-        Some(shard) => shard.read(place.offset, out),
-        None => Err(Error::internal(format!("shard {} is not open", place.shard))),
+/// Fills `out` with the bytes at a location.
+fn read_at(shards: &[SafeTensors], at: TensorLocation, out: &mut [u8]) -> Result<()> {
+    match shards.get(at.shard) {
+        Some(shard) => shard.read(at.offset, out),
+        None => Err(Error::internal(format!("shard {} is not open", at.shard))),
     }
 }
 

@@ -671,14 +671,6 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         Some(kind) => kind,
         None => inner.text("type")?.unwrap_or("default"),
     };
-    let factor = |default| -> Result<f64> {
-        let factor = inner.number("factor", default)?;
-        if (1.0..=65_536.0).contains(&factor) {
-            Ok(factor)
-        } else {
-            Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
-        }
-    };
     // Phi-3's first configurations have other names for LongRoPE.
     let kind = if family.partial_rotary && matches!(kind, "su" | "yarn") { "longrope" } else { kind };
     // The top-level field has priority over the one inside the scaling, as in transformers 5.
@@ -687,14 +679,6 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         None => {
             let default = if family.partial_rotary { PHI_ORIGINAL } else { stated_positions };
             inner.size("original_max_position_embeddings", POSITIONS, Some(default))
-        }
-    };
-    let positive = |name: &str, default| -> Result<f64> {
-        let value = inner.number(name, default)?;
-        if (1e-6..=1e6).contains(&value) {
-            Ok(value)
-        } else {
-            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
         }
     };
     let query_scale = if family.query_scale {
@@ -707,18 +691,50 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
     } else {
         None
     };
+    let (scaling, max_positions) = if kind == "linear" {
+        let factor = stretch(&inner, None)?;
+        (RopeScaling::Linear { factor }, fields.size("max_sequence_length", POSITIONS, Some(0))?.max(stated_positions))
+    } else {
+        scaled(&inner, kind, dim, stated_positions, original)?
+    };
+    Ok((Rope { theta, dim, scaling, query_scale }, max_positions))
+}
+
+/// The factor by which a scaling stretches the context.
+fn stretch(inner: &Fields, default: Option<f64>) -> Result<f64> {
+    let factor = inner.number("factor", default)?;
+    if (1.0..=65_536.0).contains(&factor) {
+        Ok(factor)
+    } else {
+        Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
+    }
+}
+
+/// RoPE's scaling of a type other than linear, and the longest context. `dim`: rotated channels of a head; `original`: the
+/// context of the pre-training.
+fn scaled(
+    inner: &Fields,
+    kind: &str,
+    dim: usize,
+    stated_positions: usize,
+    original: impl Fn() -> Result<usize>,
+) -> Result<(RopeScaling, usize)> {
+    let positive = |name: &str, default| -> Result<f64> {
+        let value = inner.number(name, default)?;
+        if (1e-6..=1e6).contains(&value) {
+            Ok(value)
+        } else {
+            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
+        }
+    };
     // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
     let stretched =
         |factor: f64, original: usize| stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end());
-    let (scaling, max_positions) = match kind {
+    Ok(match kind {
         "default" => (RopeScaling::None, stated_positions),
-        "linear" => (
-            RopeScaling::Linear { factor: factor(None)? },
-            fields.size("max_sequence_length", POSITIONS, Some(0))?.max(stated_positions),
-        ),
         // Dynamic scaling starts at the stated context; `original_max_position_embeddings` is not used.
         "dynamic" => {
-            let factor = factor(None)?;
+            let factor = stretch(inner, None)?;
             (RopeScaling::Dynamic { factor, original: stated_positions }, stretched(factor, stated_positions))
         }
         "llama3" => {
@@ -730,7 +746,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
                 )));
             }
             let scaling = RopeScaling::Llama3 {
-                factor: factor(None)?,
+                factor: stretch(inner, None)?,
                 low_freq_factor: low,
                 high_freq_factor: high,
                 original: original()?,
@@ -739,27 +755,27 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         }
         "yarn" => {
             let original = original()?;
-            let factor = factor(Some(stated_positions as f64 / original as f64))?;
+            let factor = stretch(inner, Some(stated_positions as f64 / original as f64))?;
             let scaling = RopeScaling::Yarn {
                 factor,
                 original,
                 beta_fast: positive("beta_fast", Some(32.0))?,
                 beta_slow: positive("beta_slow", Some(1.0))?,
-                attention_factor: yarn_attention_factor(&inner, factor)?,
+                attention_factor: yarn_attention_factor(inner, factor)?,
                 truncate: inner.flag("truncate", true)?,
             };
             (scaling, stretched(factor, original))
         }
         "longrope" => {
             let original = original()?;
-            let short = stretches(&inner, "short_factor", dim / 2)?;
-            let long = stretches(&inner, "long_factor", dim / 2)?;
+            let short = stretches(inner, "short_factor", dim / 2)?;
+            let long = stretches(inner, "long_factor", dim / 2)?;
             // A model for more than its original context always uses the long factors. Depending on the length of a text, as in
             // transformers, they would change under the keys that a growing text has cached.
             let factors = if stated_positions > original { long } else { short };
-            let stretch = positive("factor", Some(stated_positions as f64 / original as f64))?;
-            let own = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / (original as f64).ln()).sqrt() };
-            let attention_factor = attention_factor(&inner, own)?;
+            let factor = positive("factor", Some(stated_positions as f64 / original as f64))?;
+            let own = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+            let attention_factor = attention_factor(inner, own)?;
             (RopeScaling::Factors { factors, attention_factor }, stated_positions)
         }
         other => {
@@ -768,8 +784,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
                 "supported RoPE types are default, linear, dynamic, llama3, yarn and longrope",
             ));
         }
-    };
-    Ok((Rope { theta, dim, scaling, query_scale }, max_positions))
+    })
 }
 
 /// LongRoPE's stretch of each of `pairs` rotated pairs.

@@ -18,7 +18,7 @@ use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
-use quantspec_core::report::{Share, Stats};
+use quantspec_core::report::{MethodCounters, Stats};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -63,6 +63,8 @@ struct Sequence {
     token_logprobs: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
+    /// Leading pages that another sequence had when it was added.
+    shared_pages: usize,
     /// Tokens it may still emit.
     remaining: usize,
     extent: Extent,
@@ -142,9 +144,14 @@ impl<B: Backend> Engine<B> {
 
     /// True if a prompt can be added now: a slot is free, and so are the pages that it does not share.
     pub fn has_room(&self, prompt: &[u32], max_new_tokens: usize) -> bool {
-        let tokens = prompt.len().saturating_add(max_new_tokens);
-        let needed = || PagePool::needed(tokens, self.shared_prefix(prompt));
-        self.sequences.iter().any(Option::is_none) && needed() <= self.page_pool().free()
+        self.room(prompt, prompt.len().saturating_add(max_new_tokens)).is_ok()
+    }
+
+    /// A free slot for a sequence of `tokens` tokens, and the pages that its prompt can share.
+    fn room(&self, prompt: &[u32], tokens: usize) -> Result<(usize, Option<Prefix>)> {
+        let (slot, prefix) = (self.free_slot()?, self.shared_prefix(prompt));
+        self.check_room(tokens, prefix)?;
+        Ok((slot, prefix))
     }
 
     /// Pages, each of every layer and KV head, that the sequences share.
@@ -181,7 +188,7 @@ impl<B: Backend> Engine<B> {
         self.prompts = Some(cache);
     }
 
-    /// The prompts that are kept.
+    /// The prompt cache; `None` if prompts are not kept.
     pub fn prompt_cache(&mut self) -> Option<&mut PromptCache> {
         self.prompts.as_mut()
     }
@@ -200,7 +207,7 @@ impl<B: Backend> Engine<B> {
                 "give at least one token, for example the model's BOS",
             ));
         }
-        check_ids(prompt, vocab)?;
+        forward::check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
             return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
         }
@@ -222,20 +229,19 @@ impl<B: Backend> Engine<B> {
                 },
             ));
         }
-        let slot = self.free_slot()?;
-        let prefix = self.shared_prefix(prompt);
-        self.check_room(wanted, prefix)?;
+        let (slot, prefix) = self.room(prompt, wanted)?;
         self.backend.open_sharing(slot, wanted, prefix)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
-            history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            history: penalty::history(prompt, sampler.penalties, 0).map(Arc::new),
             constraint: None,
             answers: 0,
             logprobs: None,
             token_logprobs: Vec::new(),
             sampler,
             max_new_tokens,
+            shared_pages: prefix.map_or(0, |prefix| prefix.pages),
             remaining: max_new_tokens,
             extent: Extent::default(),
             written: prompt.len(),
@@ -436,7 +442,7 @@ impl<B: Backend> Engine<B> {
     /// [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.working(slot)?;
-        check_ids(&[token], backend.config().vocab)?;
+        forward::check_ids(&[token], backend.config().vocab)?;
         let prompt = sequence.prompt_tokens;
         if !sequence.running {
             return Err(Error::usage(format!("slot {slot} is not prefilled"), "call prefill before restart"));
@@ -450,7 +456,7 @@ impl<B: Backend> Engine<B> {
             drafter.prefill(slot, &sequence.text, token)?;
         }
         sequence.answers += 1;
-        sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
+        sequence.history = penalty::history(&sequence.text, sampler.penalties, sequence.answers).map(Arc::new);
         (sequence.constraint, sequence.logprobs, sequence.token_logprobs) = (None, None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
@@ -485,7 +491,7 @@ impl<B: Backend> Engine<B> {
         drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &break_even))
     }
 
-    /// Whether one sequence is being decoded.
+    /// Returns true if one sequence is being decoded.
     fn is_alone(&self) -> bool {
         self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
     }
@@ -661,7 +667,10 @@ impl<B: Backend> Engine<B> {
             if let Some(name) = of_candidate {
                 let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
                 let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
-                self.stats.method(name, Share { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages });
+                self.stats.method(
+                    name,
+                    MethodCounters { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages },
+                );
             }
             if turn.gamma > 0 {
                 if !turn.margins.is_empty() {
@@ -709,7 +718,13 @@ impl<B: Backend> Engine<B> {
 
     /// Ends a sequence and frees its slot; its tokens remain valid.
     pub fn finish(&mut self, slot: usize) {
-        if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
+        if let Some(sequence) = self.sequences.get_mut(slot).and_then(Option::take) {
+            // A prompt that was interrupted says nothing about the size of answers.
+            if sequence.running {
+                let reserved = pages(sequence.prompt_tokens + sequence.max_new_tokens);
+                let (filled, shared) = (sequence.extent.flushed_pages(), sequence.shared_pages);
+                self.stats.pool_pages(reserved - shared, filled - shared);
+            }
             self.turns.retain(|turn| turn.slot != slot);
             self.backend.close(slot);
             if let Some(drafter) = &mut self.method.drafter {
@@ -739,7 +754,7 @@ impl<B: Backend> Engine<B> {
         self.backend.memory().and(drafter.unwrap_or_default())
     }
 
-    /// The device under the engine.
+    /// The engine's backend.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend
     }
@@ -755,15 +770,4 @@ fn found(sequences: &mut [Option<Sequence>], slot: usize) -> Result<&mut Sequenc
         .get_mut(slot)
         .and_then(Option::as_mut)
         .ok_or_else(|| Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned"))
-}
-
-/// Refuses token ids outside the vocabulary.
-pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
-    match tokens.iter().find(|&&id| id as usize >= vocab) {
-        None => Ok(()),
-        Some(id) => Err(Error::model(
-            format!("token id {id} is outside the model's vocabulary of {vocab}"),
-            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
-        )),
-    }
 }

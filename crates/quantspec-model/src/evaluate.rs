@@ -6,8 +6,7 @@
 
 use crate::backend::{Backend, DraftConfig, Row, Step};
 use crate::draft::METHODS;
-use crate::engine::check_ids;
-use crate::forward;
+use crate::forward::{self, check_ids};
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
 use quantspec_core::config::{
     DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
@@ -25,16 +24,16 @@ const BLOCK_ROWS: usize = 256;
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
 /// A target view: name, view, slot.
-type Target = (&'static str, View, usize);
+type TargetView = (&'static str, View, usize);
 
 /// The target views, in report order.
-const TARGETS: [Target; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
+const TARGETS: [TargetView; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
 
 /// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
 
 /// A draft to be scored.
-struct Draft {
+struct ScoredDraft {
     /// Number of pages at which choices of pages are compared; `None` for a method.
     budget: Option<usize>,
     name: &'static str,
@@ -47,8 +46,8 @@ struct Draft {
 
 /// The model's own drafts, then those of `quantspec` with each number of chosen pages, in report order. `tokens`: the backend
 /// supports [`Pages::Tokens`].
-fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
-    let draft = |budget, name, config| Draft { budget, name, config, exact: None, score: DraftScore::default() };
+fn drafts(budgets: &[usize], tokens: bool) -> Vec<ScoredDraft> {
+    let draft = |budget, name, config| ScoredDraft { budget, name, config, exact: None, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);
     let methods = networks.filter_map(|method| Some(draft(None, method.name, method.draft_config(View::Both)?)));
     let choices = budgets.iter().flat_map(|&n| {
@@ -175,7 +174,8 @@ pub fn acceptance_by_matrix<B: Backend>(
 ) -> Result<Vec<[f64; Sensitive::KINDS.len()]>> {
     let matrices =
         (0..backend.config().layers).flat_map(|layer| (0..Sensitive::KINDS.len()).map(move |kind| (layer, kind)));
-    let with = |exact| drafts(&[], false).into_iter().take(1).map(move |draft| Draft { exact: Some(exact), ..draft });
+    let with =
+        |exact| drafts(&[], false).into_iter().take(1).map(move |draft| ScoredDraft { exact: Some(exact), ..draft });
     let drafts = matrices.flat_map(with).collect();
     let scored =
         score_views(backend, None, tokens, context, block_rows, (&TARGETS[INT8..=INT8], drafts, &[]), progress)?;
@@ -215,7 +215,7 @@ fn score_views<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
-    (views, drafts, budgets): (&[Target], Vec<Draft>, &[usize]),
+    (views, drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -258,9 +258,9 @@ fn score_views<B: Backend>(
             for (row, &token) in next.iter().enumerate() {
                 let found = Scored::new(backend.logits(row)?);
                 score.nll -= found.log(token as usize);
-                let yardstick = full.get(row).unwrap_or(&found);
-                score.kld += divergence(yardstick, &found);
-                score.top1 += f64::from(u8::from(yardstick.best() == found.best()));
+                let reference = full.get(row).unwrap_or(&found);
+                score.kld += divergence(reference, &found);
+                score.top1 += f64::from(u8::from(reference.best() == found.best()));
                 match view {
                     View::Full => full.push(found),
                     View::Both => int8.push(found),
@@ -283,7 +283,7 @@ fn score_views<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for Draft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
+            for ScoredDraft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step_but_one(backend, &step, *exact)?;
@@ -312,8 +312,18 @@ fn score_views<B: Backend>(
     if let Some(checkpoint) = checkpoint {
         checkpoint.close(0);
     }
-    let scored = (positions - context) as f64;
-    let mean = |sum: f64| sum / scored;
+    means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
+}
+
+/// The scores of `positions` positions from their sums, in the order of `views` and `drafts`.
+fn means(
+    positions: usize,
+    views: &[TargetView],
+    targets: Vec<TargetScore>,
+    (mut drafts, budgets): (Vec<ScoredDraft>, &[usize]),
+    weights: Option<WeightsScore>,
+) -> Result<Evaluation> {
+    let mean = |sum: f64| sum / positions as f64;
     let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
     let targets: Vec<_> = targets.into_iter().map(score).collect();
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
@@ -322,22 +332,22 @@ fn score_views<B: Backend>(
         let wanted = drafts.iter().filter(|draft| draft.budget == budget);
         wanted.map(|draft| (draft.name, draft.score)).collect()
     };
-    let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
+    let weights = weights.map(|sum| WeightsScore { kld: mean(sum.kld), top1: mean(sum.top1) });
     let sums = targets
         .iter()
         .flat_map(|score| [score.nll, score.kld])
         .chain(drafts.iter().map(|draft| draft.score.acceptance));
-    let sums = sums.chain([weights.kld]);
-    if !sums.into_iter().all(f64::is_finite) {
+    let mut sums = sums.chain(weights.map(|score| score.kld));
+    if !sums.all(f64::is_finite) {
         // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
         return Err(Error::not_finite("logits are NaN or infinite"));
     }
     Ok(Evaluation {
-        positions: positions - context,
+        positions,
         targets: views.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts: of_budget(None),
         choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
-        weights: compared.then_some(weights),
+        weights,
     })
 }
 

@@ -5,11 +5,12 @@
 
 use crate::kv_cache::KvCache;
 use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
-use crate::prompt_cache::{PromptRows, Reuse};
+use crate::prompt_cache::Reuse;
+use crate::prompt_rows::PromptRows;
 use crate::sampler::{TokenSampler, Turn};
-use quantspec_core::Result;
 use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
+use quantspec_core::{Error, Result};
 use std::ops::Range;
 
 /// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
@@ -60,7 +61,7 @@ pub fn step_but_one<B: Network>(backend: &mut B, step: &Step, exact: Option<(usi
     backend.head(&pass)
 }
 
-/// Lower bound of the restored rows that cost as much as one computed row; a chunk counts them by it.
+/// Restored rows that count as one computed row in the limit of a chunk. They cost at most as much.
 const RESTORED_PER_ROW: usize = 32;
 
 /// Progress of a prompt: finished layers, and rows of the current one.
@@ -246,8 +247,8 @@ pub trait Executor: Network + TokenSampler {
         false
     }
 
-    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] would, too, but this is called apart, so that
-    /// its time does not count as that of a draft.
+    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] does so, too; a separate call keeps the time
+    /// out of that of a draft.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
@@ -278,23 +279,27 @@ pub trait Executor: Network + TokenSampler {
 /// Runs the steps of a round one after another.
 ///
 /// # Errors
-/// Those of [`step`], [`TokenSampler::propose`] and [`TokenSampler::judge`].
+/// Those of [`steps`] and [`TokenSampler::judge`].
 pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> Result<Vec<Verdict>> {
-    for next in round.drafts() {
-        draft_step(backend, &next, round.turns)?;
-    }
-    let Some(window) = round.verification() else { return Ok(Vec::new()) };
-    step(backend, &window)?;
-    backend.judge(&window, round.turns)
+    steps(backend, round, |_| Ok(()))?;
+    round.verification().map_or(Ok(Vec::new()), |window| backend.judge(&window, round.turns))
 }
 
-/// Runs a draft step and chooses its tokens.
+/// Runs the draft steps of a round, then `drafted`, then its verification up to the logits.
 ///
 /// # Errors
-/// Those of [`step`] and [`TokenSampler::propose`].
-pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns: &[Turn]) -> Result<()> {
-    step(backend, next)?;
-    backend.propose(next, turns)
+/// Those of [`step`], [`TokenSampler::propose`] and `drafted`.
+pub fn steps<B: Network + TokenSampler>(
+    backend: &mut B,
+    round: &Round,
+    drafted: impl FnOnce(&mut B) -> Result<()>,
+) -> Result<()> {
+    for next in round.drafts() {
+        step(backend, &next)?;
+        backend.propose(&next, round.turns)?;
+    }
+    drafted(backend)?;
+    round.verification().map_or(Ok(()), |window| step(backend, &window))
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
@@ -397,12 +402,23 @@ pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Resul
     backend.run(&Round::of_verification(view, turns))
 }
 
+/// Refuses token ids outside the vocabulary.
+pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
+    match tokens.iter().find(|&&id| id as usize >= vocab) {
+        None => Ok(()),
+        Some(id) => Err(Error::model(
+            format!("token id {id} is outside the model's vocabulary of {vocab}"),
+            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
+        )),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use quantspec_core::sample::Sampler;
 
-    const PLAN: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
+    const CONFIG: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
 
     fn rows(step: &Step) -> Vec<(usize, usize, usize)> {
         step.rows.iter().map(|row| (row.slot, row.offset, row.position)).collect()
@@ -417,23 +433,23 @@ mod tests {
 
         for (offset, rows_of) in drafted.iter().enumerate() {
             let spans = turns.each_ref().map(|turn| offset..turn.gamma.min(offset + 1));
-            let round = Round::of_draft(&PLAN, &turns, &spans).unwrap();
+            let round = Round::of_draft(&CONFIG, &turns, &spans).unwrap();
             let steps: Vec<Step> = round.drafts().collect();
             assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
             assert!(round.verification().is_none());
         }
-        assert!(Round::of_draft(&PLAN, &turns, &[2..2, 0..0, 1..1]).is_none());
+        assert!(Round::of_draft(&CONFIG, &turns, &[2..2, 0..0, 1..1]).is_none());
 
         // Tokens that are in the windows are verified without draft steps.
         let round = Round::of_verification(View::Both, &turns);
         assert_eq!((round.drafts().count(), rows(&round.verification().unwrap())), (0, window.to_vec()));
         // Deferred drafts run before the verification.
-        turns.iter_mut().for_each(|turn| turn.to_draft = Some(PLAN));
+        turns.iter_mut().for_each(|turn| turn.to_draft = Some(CONFIG));
         let round = Round::of_verification(View::Both, &turns);
         assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
         assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
         for Step { weights, view, pages, .. } in round.drafts() {
-            assert_eq!(DraftConfig { weights, view, pages }, PLAN);
+            assert_eq!(DraftConfig { weights, view, pages }, CONFIG);
         }
         let verification = round.verification().unwrap();
         assert_eq!(rows(&verification), window);

@@ -4,11 +4,11 @@
 //! setting that changes the computed function and is not implemented is refused by name.
 
 use crate::blocks::Encoding;
-use crate::checkpoint::{LayerPart, Part};
 use crate::config::{
     HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, MULTIPLIERS, POSITIONS, SMOLLM3_INTERVAL, VOCAB, each_without_rope,
 };
 use crate::gguf::{Gguf, Tensor, Value};
+use crate::part::{LayerPart, Part};
 use crate::rope::stored_channel;
 use crate::safetensors::shown;
 use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};

@@ -8,6 +8,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod draft;
 pub mod draft_cache;
+mod elements;
 pub mod engine;
 pub mod evaluate;
 pub mod forward;
@@ -16,7 +17,9 @@ mod gguf_config;
 mod kv_cache;
 mod names;
 mod network;
+mod part;
 pub mod prompt_cache;
+mod prompt_rows;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;

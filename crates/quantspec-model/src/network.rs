@@ -13,7 +13,7 @@ pub struct Row {
     pub slot: usize,
     /// Offset in the slot's window: 0 is the emitted token whose keys and values are not cached, i the i-th drafted token.
     pub offset: usize,
-    /// Position in the sequence: committed + offset. Its keys and values go to buffer slot `position mod 3G`.
+    /// Position in the sequence: committed + offset. Its keys and values go to entry `position mod 3G` of the buffer.
     pub position: usize,
 }
 
@@ -29,7 +29,7 @@ pub struct Step<'a> {
     pub pages: Pages,
     /// True: choose the pages to read (first drafted token of a round). False: keep the slot's last choice, and read pages that
     /// became visible after it.
-    /// [`Pages::Snap`] decides itself when it chooses.
+    /// [`Pages::Snap`] has a rule of its own ([`quantspec_core::attend::SnapScores::is_due`]).
     pub choose_pages: bool,
     /// The rows.
     pub rows: &'a [Row],
@@ -96,7 +96,7 @@ pub trait Network: Send {
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
     ///
     /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first
-    /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
+    /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_rows::PromptRows::import_rows`]).
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if the backend has no such rows, slots, tokens or planes, or a thread

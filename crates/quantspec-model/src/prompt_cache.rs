@@ -14,15 +14,15 @@
 //! A file's segments are checked when they are read, which may be after earlier layers were computed. If one is damaged, the
 //! file is removed and the prompt restarts without it.
 
-use crate::backend::{Backend, Network};
 use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, description, make_room, model_name, reason};
 use crate::checkpoint::{Checkpoint, Part};
+use crate::network::Network;
+use crate::prompt_rows::{HeldRows, PromptRows};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
 use quantspec_core::weights::RECIPE;
 use quantspec_core::{Error, ErrorKind, Result};
-use std::any::Any;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -43,56 +43,6 @@ const PIECE_BYTES: usize = 32 << 20;
 const READERS: usize = 8;
 /// Fewest bytes for which another reader thread pays.
 const READER_BYTES: usize = 1 << 20;
-
-/// Exports and imports keys and values of the current prompt.
-pub trait PromptRows {
-    /// Names the kernels that determine the bits of a prompt's keys and values: a CPU's SIMD path, or a GPU.
-    fn kernels(&self) -> String;
-
-    /// Bytes of a token's keys and values in one layer, as [`PromptRows::export_rows`] yields them.
-    fn row_bytes(&self) -> usize;
-
-    /// Copies keys and values of prompt tokens in the current layer, after they were computed and before the layer is stored.
-    /// Bit for bit, `[token][row_bytes]`, keys first.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if there are no such tokens or `out` has another length. Device errors of a
-    /// GPU.
-    fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()>;
-
-    /// Restores the bytes that [`PromptRows::export_rows`] gave for the same tokens and layer of a prompt with the same
-    /// prefix. The tokens follow those the layer already has; later ones are computed.
-    ///
-    /// # Errors
-    /// As [`PromptRows::export_rows`].
-    fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()>;
-
-    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the provided method uses the host's,
-    /// a GPU its own.
-    ///
-    /// # Errors
-    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] if a device has no memory for the copy.
-    fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
-        let mut bytes = vec![0; tokens.len() * self.row_bytes()];
-        self.export_rows(tokens, &mut bytes)?;
-        Ok(Box::new(bytes))
-    }
-
-    /// [`PromptRows::import_rows`] of rows that [`PromptRows::hold_rows`] has copied, from its row `first` on.
-    ///
-    /// # Errors
-    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] if `held` has no such rows.
-    fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
-        let bytes = first * self.row_bytes()..(first + tokens.len()) * self.row_bytes();
-        match held.downcast_ref::<Vec<u8>>().and_then(|held| held.get(bytes)) {
-            Some(rows) => self.import_rows(tokens, rows),
-            None => Err(Error::internal(format!("no rows are held for prompt tokens {tokens:?}"))),
-        }
-    }
-}
-
-/// Keys and values of consecutive prompt tokens in one layer, in a backend's memory ([`PromptRows::hold_rows`]).
-pub type HeldRows = Box<dyn Any + Send + Sync>;
 
 /// Every file of prompts in `folder`, least recently used first ([`CachedFile`]). A folder that does not exist counts as
 /// empty; other files and links are left out.
@@ -225,18 +175,18 @@ enum Branch {
 
 impl PromptCache {
     /// Prompts in memory, at most `limit_bytes` of them.
-    pub fn in_memory<B: Backend>(backend: &B, limit_bytes: usize) -> PromptCache {
+    pub fn in_memory<B: Network + PromptRows>(backend: &B, limit_bytes: usize) -> PromptCache {
         PromptCache::new(backend, Storage::Memory { branches: Vec::new(), limit_bytes }, 0)
     }
 
     /// Prompts in a folder.
-    pub fn on_disk<B: Backend>(backend: &B, at: PromptFolder) -> PromptCache {
+    pub fn on_disk<B: Network + PromptRows>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
         PromptCache::new(backend, Storage::Disk { at, recipe }, root)
     }
 
-    fn new<B: Backend>(backend: &B, place: Storage, root: u128) -> PromptCache {
+    fn new<B: Network + PromptRows>(backend: &B, place: Storage, root: u128) -> PromptCache {
         let config: &ModelConfig = backend.config();
         PromptCache {
             place,

@@ -5,6 +5,7 @@
 //! zero point) · scale in f32. It is rounded to the scales' type if the method's library computes in it, then to the model's
 //! type.
 
+use crate::elements::round;
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use half::{bf16, f16};
 use quantspec_core::config::Dtype;
@@ -393,7 +394,7 @@ impl Quantised {
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns * self.dtype.bytes())) {
             matrix.decode(&loaded, row, &mut values);
             matrix.round(&mut values);
-            crate::checkpoint::round(self.dtype, &values, out);
+            round(self.dtype, &values, out);
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::backend::{
     Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
-use crate::prompt_cache::PromptRows;
+use crate::prompt_rows::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
@@ -18,7 +18,7 @@ use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
 use quantspec_core::cache::{
-    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, first_visible, visible_buffer, visible_pages, visible_quantised,
+    BUFFER_TOKENS, G, GAMMA_MAX, first_visible, ring_index, visible_buffer, visible_pages, visible_quantised,
 };
 use quantspec_core::config::{
     Activation, DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
@@ -49,7 +49,7 @@ pub struct ReferenceBackend {
     /// Dequantised draft weights. A missing part drafts with its full weights.
     draft: HashMap<Part, Tensor>,
     slots: Vec<Option<Slot>>,
-    /// Counts pages. Every slot has its own copy of a shared one.
+    /// Page tables and counts alone: every slot has its own copy of a shared page.
     page_pool: PagePool,
     judge: Judge,
     /// Hidden states of the current step, [1][hidden] per row.
@@ -291,7 +291,7 @@ impl ReferenceBackend {
                 head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
             }
             for token in visible_buffer(row.position) {
-                let at = buffer_slot(token) * head_dim;
+                let at = ring_index(token) * head_dim;
                 keys.extend(head.recent_keys[at..at + head_dim].iter().map(|x| x.to_f32()));
                 values.extend(head.recent_values[at..at + head_dim].iter().map(|x| x.to_f32()));
             }
@@ -650,7 +650,7 @@ impl Network for ReferenceBackend {
                     let [q, k, v] = self.project(layer, hidden, step.weights, &[place])?;
                     let keys = halves(&tensor(|| k.flatten_all()?.to_vec1())?, "keys", layer)?;
                     let values = halves(&tensor(|| v.flatten_all()?.to_vec1())?, "values", layer)?;
-                    let at = buffer_slot(row.position) * head_dim;
+                    let at = ring_index(row.position) * head_dim;
                     for kv_head in 0..kv_heads {
                         let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
                         let from = kv_head * head_dim..(kv_head + 1) * head_dim;
@@ -757,7 +757,7 @@ impl Network for ReferenceBackend {
                 head.keep(page, keys[span.clone()].to_vec(), values[span].to_vec(), head_dim, &options)?;
             }
             for token in tokens.saturating_sub(BUFFER_TOKENS)..tokens {
-                let (from, at) = (token * head_dim, buffer_slot(token) * head_dim);
+                let (from, at) = (token * head_dim, ring_index(token) * head_dim);
                 head.recent_keys[at..at + head_dim].copy_from_slice(&keys[from..from + head_dim]);
                 head.recent_values[at..at + head_dim].copy_from_slice(&values[from..from + head_dim]);
             }
@@ -823,7 +823,7 @@ impl KvCache for ReferenceBackend {
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
         let (head_dim, options) = (self.config.head_dim, self.options.clone());
-        let start = buffer_slot(page * G) * head_dim; // pages keep their alignment in the ring
+        let start = ring_index(page * G) * head_dim; // pages keep their alignment in the ring
         for head in self.slot(slot)?.heads.iter_mut().flatten() {
             let keys = head.recent_keys[start..start + G * head_dim].to_vec();
             let values = head.recent_values[start..start + G * head_dim].to_vec();

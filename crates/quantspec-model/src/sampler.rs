@@ -10,7 +10,7 @@ use quantspec_core::verify::{DraftDistribution, Verdict};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// One slot's part of a round.
+/// What one slot does in a round.
 #[derive(Clone, Debug)]
 pub struct Turn {
     /// Sequence slot.
@@ -19,7 +19,7 @@ pub struct Turn {
     pub committed: usize,
     /// Tokens to draft, 0..=GAMMA_MAX; after the draft, the number of drafted tokens.
     pub gamma: usize,
-    /// The plan of a draft deferred to the verification; its tokens are not in the window yet.
+    /// Configuration of a draft that the verification runs first; its tokens are not in the window yet.
     pub to_draft: Option<DraftConfig>,
     /// When to end the draft early. Applies to a turn that is alone in its round; the logit margin of every token is then
     /// read.
@@ -157,7 +157,8 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if no token can be chosen, and on a GPU if keys or values overflowed f16
-    /// after the last check. [`quantspec_core::ErrorKind::Input`] as of [`TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] if rows, drafted tokens or kept distributions do not
-    /// match the turns. Device errors of a GPU.
+    /// after the last check. [`quantspec_core::ErrorKind::Input`] as of [`TokenSampler::first`].
+    /// [`quantspec_core::ErrorKind::Internal`] if rows, drafted tokens or kept distributions do not match the turns. Device
+    /// errors of a GPU.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 }

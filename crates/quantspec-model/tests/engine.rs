@@ -384,7 +384,7 @@ fn compared_texts_vary_and_their_drafts_err() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(32) })]
 
-    /// Rounds with any γ for any of the slots, and sequences that leave midway: every answer is that of plain decoding.
+    /// Rounds with any γ for any of the slots, and sequences that end early: every answer is that of plain decoding.
     #[test]
     fn any_drafts_and_neighbours_give_the_answers_of_plain_decoding(
         rounds in prop::collection::vec([(0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4)], 8..30),
@@ -396,7 +396,7 @@ proptest! {
         let mut answers: [Option<(usize, Vec<u32>)>; SLOTS] = Default::default();
         let mut next = first;
         for (round, end) in rounds.iter().zip(ends.iter().cycle()) {
-            // Some sequences leave midway; finished ones always do.
+            // Some sequences are ended early; finished ones always are.
             for (slot, answer) in answers.iter_mut().enumerate() {
                 let done = answer.as_ref().is_some_and(|(_, text)| text.len() == ANSWER);
                 if done || *end == slot {

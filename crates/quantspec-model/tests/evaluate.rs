@@ -60,7 +60,7 @@ fn an_ablation_with_the_engines_groups_changes_rounding_only() {
     }
     let (near, turned, cut) = (distance(2, &own), distance(2, &other), distance(2, &truncated));
     assert!(near < 0.1 && distance(1, &own) < 0.3, "{near} {}", distance(1, &own));
-    // Truncated codes change what drafts read, and not the target of both nibbles.
+    // Truncated codes affect view Upper, which drafts read, and not the target of both nibbles.
     assert_eq!(truncated.targets[1], own.targets[1]);
     assert!(turned > 3.0 * near && cut > 3.0 * near, "{near} {turned} {cut}");
 }

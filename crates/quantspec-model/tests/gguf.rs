@@ -468,7 +468,7 @@ fn damaged_files_are_refused() {
     // The first entry's text claims 4 GB.
     let at = 24 + 8 + "general.architecture".len() + 4;
     refused_bytes(&with(at, 4 << 30), "claims 4294967296 bytes at byte 64");
-    // What ends early anywhere is refused.
+    // A file that ends early is refused, wherever it ends.
     for length in (0..valid.len()).step_by(7) {
         assert_eq!(open_bytes(&valid[..length]).expect_err("cut").kind, ErrorKind::Model, "{length}");
     }

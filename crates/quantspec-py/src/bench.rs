@@ -1,10 +1,11 @@
 //! Reference values of `quantspec bench`: bytes a step must read, and this machine's memory bandwidth.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{Raised, default_threads, poll};
+use crate::engine::default_threads;
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, sensitive, target_weights};
 use crate::plan::checkpoint_of;
+use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;

@@ -144,6 +144,20 @@ impl ChosenDevice {
         Ok(ChosenDevice::Cuda { gpu, index, name, free_bytes })
     }
 
+    /// The same device, with the memory that is free now.
+    ///
+    /// # Errors
+    /// Device errors of the driver.
+    pub(crate) fn now(&self) -> Result<ChosenDevice> {
+        Ok(match self {
+            ChosenDevice::Cpu => ChosenDevice::Cpu,
+            ChosenDevice::Cuda { gpu, index, name, .. } => {
+                let (free_bytes, _) = gpu.memory()?;
+                ChosenDevice::Cuda { gpu: gpu.clone(), index: *index, name: name.clone(), free_bytes }
+            }
+        })
+    }
+
     /// The GPU, where it is one.
     pub(crate) fn gpu(&self) -> Option<&Arc<quantspec_cuda::device::Device>> {
         match self {

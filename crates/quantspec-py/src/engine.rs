@@ -4,12 +4,12 @@ use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_devic
 use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
 use crate::options::{DraftPages, Request, weights_name};
-use pyo3::exceptions::PyException;
+use crate::raised::{Raised, locked, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::Planes;
 use quantspec_core::penalty::Penalties;
-use quantspec_core::report::Share;
+use quantspec_core::report::MethodCounters;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
@@ -23,118 +23,8 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// Interval of checks for pending Python signals: well below the 0.3 s in which Ctrl-C must act, and much longer than taking
-/// the GIL.
-const POLL_EVERY: Duration = Duration::from_millis(40);
-
 /// Interval of checks for whether another thread has left the engine; a step of the smallest model takes longer.
 const RETRY_EVERY: Duration = Duration::from_micros(200);
-
-/// How often progress is shown.
-const SHOW_EVERY: Duration = Duration::from_millis(50);
-
-/// Exception of a signal handler or a callback, kept until the current operation has ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Raised(Arc<Mutex<Option<PyErr>>>);
-
-impl Raised {
-    /// Keeps the first exception. Returns the error that ends the operation.
-    pub(crate) fn keep(&self, error: PyErr) -> Error {
-        self.place().get_or_insert(error);
-        Error::interrupted()
-    }
-
-    fn is_set(&self) -> bool {
-        self.place().is_some()
-    }
-
-    /// The exception, which its caller gets.
-    pub(crate) fn take(&self) -> Option<PyErr> {
-        self.place().take()
-    }
-
-    /// Never held while waiting for the GIL.
-    fn place(&self) -> MutexGuard<'_, Option<PyErr>> {
-        locked(&self.0)
-    }
-}
-
-/// Runs pending Python signal handlers periodically. Their exception, or one that a progress callback left in `raised`, ends
-/// the operation.
-pub(crate) fn poll(raised: Raised) -> impl FnMut() -> Result<()> + Send {
-    let mut last = Instant::now();
-    move || {
-        if raised.is_set() {
-            return Err(Error::interrupted());
-        }
-        if last.elapsed() < POLL_EVERY {
-            return Ok(());
-        }
-        last = Instant::now();
-        Python::attach(|py| py.check_signals()).map_err(|error| raised.keep(error))
-    }
-}
-
-/// Calls a Python callable with (done, total) at most every [`SHOW_EVERY`], and always at the end. KeyboardInterrupt,
-/// SystemExit and exceptions of signal handlers inside the callable are left to [`poll`]. Other exceptions are reported as
-/// unraisable, because a progress callback must not end an answer.
-pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMut(usize, usize) + Send {
-    let mut last = Instant::now();
-    move |done, total| {
-        let Some(callback) = &callback else { return };
-        if raised.is_set() || (done < total && last.elapsed() < SHOW_EVERY) {
-            return;
-        }
-        last = Instant::now();
-        Python::attach(|py| {
-            // Runs pending handlers here, so that their exceptions are not attributed to the callable.
-            if let Err(error) = py.check_signals() {
-                raised.keep(error);
-                return;
-            }
-            match callback.call1(py, (done, total)) {
-                Ok(_) => (),
-                Err(error) if error.is_instance_of::<PyException>(py) && !is_of_signal_handler(py, &error) => {
-                    error.write_unraisable(py, None);
-                }
-                Err(error) => {
-                    raised.keep(error);
-                }
-            }
-        });
-    }
-}
-
-/// Returns true if a signal handler raised this: the handler's code is in the exception's traceback.
-fn is_of_signal_handler(py: Python<'_>, error: &PyErr) -> bool {
-    let codes = signal_handler_codes(py).unwrap_or_default();
-    let mut passed = error.traceback(py).map(Bound::into_any);
-    while let Some(entry) = passed.filter(|entry| !entry.is_none()) {
-        let code = entry.getattr("tb_frame").and_then(|frame| frame.getattr("f_code"));
-        if code.is_ok_and(|code| codes.iter().any(|handler| handler.is(&code))) {
-            return true;
-        }
-        passed = entry.getattr("tb_next").ok();
-    }
-    false
-}
-
-/// Code objects of all Python signal handlers: a function or method, a partial of one, or a callable object.
-fn signal_handler_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
-    let signal = py.import("signal")?;
-    let mut codes = Vec::new();
-    for number in signal.call_method0("valid_signals")?.try_iter()? {
-        let handler = signal.call_method1("getsignal", (number?,))?;
-        let called = [Ok(handler.clone()), handler.getattr("func"), handler.getattr("__call__")];
-        codes.extend(called.into_iter().flatten().filter_map(|called| called.getattr("__code__").ok()));
-    }
-    Ok(codes)
-}
-
-/// A mutex's value, even after a panic: each of these values is valid at any time.
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
 
 /// Most bytes of the folder of draft weights (docs/draft_weights.md); those of a 70-billion-parameter model take 38 GB.
 pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
@@ -682,6 +572,8 @@ impl PyEngine {
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;
         out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
         out.set_item("reused_tokens", stats.reused_tokens())?;
+        out.set_item("reserved_pages", stats.reserved_pages())?;
+        out.set_item("pool_waste", stats.pool_waste())?;
         if !stats.by_method().is_empty() {
             out.set_item("by_method", by_method(py, stats.by_method())?)?;
         }
@@ -694,16 +586,16 @@ impl PyEngine {
 }
 
 /// Counters of each of several methods.
-fn by_method<'py>(py: Python<'py>, shares: &BTreeMap<&'static str, Share>) -> PyResult<Bound<'py, PyDict>> {
+fn by_method<'py>(py: Python<'py>, counters: &BTreeMap<&'static str, MethodCounters>) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
-    for (name, share) in shares {
+    for (name, own) in counters {
         let of_method = PyDict::new(py);
-        let mean = |sum: usize| (share.drafted_tokens > 0).then(|| sum as f64 / share.drafted_tokens as f64);
-        of_method.set_item("rounds", share.rounds)?;
-        of_method.set_item("drafted_tokens", share.drafted_tokens)?;
-        of_method.set_item("accepted_tokens", share.accepted_tokens)?;
-        of_method.set_item("acceptance_rate", mean(share.accepted_tokens))?;
-        of_method.set_item("draft_pages_mean", mean(share.drafted_pages))?;
+        let mean = |sum: usize| (own.drafted_tokens > 0).then(|| sum as f64 / own.drafted_tokens as f64);
+        of_method.set_item("rounds", own.rounds)?;
+        of_method.set_item("drafted_tokens", own.drafted_tokens)?;
+        of_method.set_item("accepted_tokens", own.accepted_tokens)?;
+        of_method.set_item("acceptance_rate", mean(own.accepted_tokens))?;
+        of_method.set_item("draft_pages_mean", mean(own.drafted_pages))?;
         out.set_item(name, of_method)?;
     }
     Ok(out)

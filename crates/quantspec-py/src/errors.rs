@@ -1,6 +1,6 @@
 //! Conversion of Rust errors to Python exceptions.
 
-use crate::engine::Raised;
+use crate::raised::Raised;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyKeyboardInterrupt};
 use pyo3::prelude::*;
@@ -37,7 +37,7 @@ pub(crate) fn detached<T: Send>(
     interruptible(py, &Raised::default(), work)
 }
 
-/// [`detached`] for work that calls [`crate::engine::poll`]: raises again the exception that ended it, KeyboardInterrupt or
+/// [`detached`] for work that calls [`crate::raised::poll`]: raises again the exception that ended it, KeyboardInterrupt or
 /// any other of a signal handler.
 pub(crate) fn interruptible<T: Send>(
     py: Python<'_>,

@@ -1,9 +1,10 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
+use crate::engine::{OriginSlot, default_threads, open};
 use crate::errors::{interruptible, to_python};
 use crate::options::{ablation, rounding, sensitive, target_weights, weights_name};
+use crate::raised::{Raised, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::{Sensitive, TargetWeights, View};

@@ -1,6 +1,6 @@
 //! A grammar implemented in Python: `quantspec_cli.schema.Answer`.
 
-use crate::engine::Raised;
+use crate::raised::Raised;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use quantspec_core::grammar::{Grammar, Mask};

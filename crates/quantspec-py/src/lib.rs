@@ -11,6 +11,8 @@ mod grammar;
 mod machine;
 mod options;
 mod plan;
+mod raised;
+mod signal_watch;
 
 use pyo3::prelude::*;
 
@@ -36,7 +38,9 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::{scores, sensitivity};
     #[pymodule_export]
-    use super::plan::{fitting, plan, rates};
+    use super::plan::{OpenDevice, fitting, open_device, plan, rates};
+    #[pymodule_export]
+    use super::signal_watch::PySignalWatch;
 
     /// `gguf_metadata(path)`: the tokenizer metadata of a GGUF file.
     #[pyfunction]

@@ -2,22 +2,36 @@
 //! machine, before any weight is read.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{Raised, default_threads, memory_dict, poll};
+use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, target_weights, weights_name};
+use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
+/// A device that is open. While it exists, a plan does not open the device, and an engine opens it sooner: the driver keeps its
+/// context.
+#[pyclass(frozen, module = "quantspec_cli._native")]
+pub(crate) struct OpenDevice(ChosenDevice);
+
+/// `open_device(model, device)`: opens the device that an engine of the model would choose.
+#[pyfunction]
+#[pyo3(signature = (model, *, device))]
+pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult<OpenDevice> {
+    detached(py, || ChosenDevice::choose(device, &checkpoint_of(model, false)?)).map(OpenDevice)
+}
+
 /// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"), `fits`,
 /// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
-/// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
+/// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]). `opened`: the
+/// device, which is not opened then.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
     kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
-    pool_tokens=None, draft_model=None, described=false))]
+    pool_tokens=None, draft_model=None, described=false, opened=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -41,6 +55,7 @@ pub(crate) fn plan<'py>(
     pool_tokens: Option<usize>,
     draft_model: Option<&str>,
     described: bool,
+    opened: Option<Py<OpenDevice>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
         weights,
@@ -65,7 +80,10 @@ pub(crate) fn plan<'py>(
     let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
+        let place = match &opened {
+            Some(opened) => opened.get().0.now()?,
+            None => ChosenDevice::choose(device, &checkpoint)?,
+        };
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         place.resolve_auto(models, &mut resolved)?;
         let memory = place.memory_plan(models, &resolved.options, 0)?;

@@ -43,7 +43,13 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
         sink = sink_of(file, as_json=request.as_json)
         name, text = read_text(request)
         opened = [
-            Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
+            Model.open(
+                model,
+                revision=request.revision,
+                offline=request.offline,
+                progress=render.on_terminal(),
+                draft_model=request.draft_model,
+            )
             for model in models_of(request.model)
         ]
         tokens = [tokens_of(model, name, text, grid) for model in opened]

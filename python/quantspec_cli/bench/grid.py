@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import files, prompts, render
 from ..errors import DoesNotFitError, InputError, ModelError, UsageError, native_errors
 from ..lists import items, numbers, numbers_or
-from ..options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
+from ..options import BATCH_MAX, GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 BOOK = Path(__file__).parent.with_name("book.txt.gz")
 # More than a mean needs.
 REPETITIONS_MAX = 10_000
-# More sequences than any memory holds, and small enough for the engine's integers.
-BATCH_MAX = 4096
 
 Gamma = int | Literal["auto"]
 Pages = int | Literal["all", "auto"]

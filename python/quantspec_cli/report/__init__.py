@@ -224,7 +224,7 @@ def _method(row: Row) -> str:
     return f"{name}, {str(row['kv_target']).upper()}{gamma}{pages}"
 
 
-def _place(row: Row, *, models: bool) -> str:
+def _category(row: Row, *, models: bool) -> str:
     """A row's context, with batch and model if there are several."""
     batch = f" × {row['batch']}" if row["batch"] > 1 else ""
     return (f"{row['model']}, " if models else "") + f"{row['n_depth']:,}{batch}"
@@ -237,10 +237,10 @@ def _test(row: Row) -> str:
 def _grid(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[str], list[Series]]:
     """Values by context (the categories) and method (the series). The last answer length counts."""
     models = len({row["model"] for row in rows}) > 1
-    categories = _unique(_place(row, models=models) for row in rows)
-    found = {(_method(row), _place(row, models=models)): value(row) for row in rows}
+    categories = _unique(_category(row, models=models) for row in rows)
+    found = {(_method(row), _category(row, models=models)): value(row) for row in rows}
     names = _unique(_method(row) for row in rows)
-    return categories, [Series(name, [found.get((name, place)) for place in categories]) for name in names]
+    return categories, [Series(name, [found.get((name, category)) for category in categories]) for name in names]
 
 
 def _table(first: str, categories: Sequence[str], series: Sequence[Series], shown: Callable[[float], str]) -> Table:
@@ -371,7 +371,7 @@ def _roofline(rows: Sequence[Row]) -> list[Section]:
     bandwidth = max(row["bandwidth_gb_per_s"] for row in known) * 1e9
     fastest = max((point.y for point in points if point.series == prompt), default=None)
     table = Table(
-        ["measurement", "operations a byte", "GFLOP/s"],
+        ["measurement", "operations per byte", "GFLOP/s"],
         [[point.name, render.number(point.x), render.number(point.y / 1e9)] for point in points],
     )
     flat = "" if fastest is None else ", the flat part the fastest prompt of this run"

@@ -293,10 +293,10 @@ def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float 
         roof += f" {_at(x(xs[-1]))},{_at(y(flops_per_s))}"
     body.append(f'<polyline points="{roof}" class="roof"/>')
     for point in good:
-        title = f"{point.name}: {number(point.x)} operations a byte, {_flops(point.y)}"
+        title = f"{point.name}: {number(point.x)} operations per byte, {_flops(point.y)}"
         body.append(_circle(x(point.x), y(point.y), 5, kind=colour(point.series), title=title))
-    body.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 8, "operations a byte read", kind="title"))
-    return _svg(HEIGHT, "roofline: operations a second by operations a byte", body)
+    body.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 8, "operations per byte read", kind="title"))
+    return _svg(HEIGHT, "roofline: operations per second by operations per byte", body)
 
 
 def _flops(value: float) -> str:

@@ -93,7 +93,7 @@ impl Head {
         let d = self.shape.d;
         let mut ring = [vec![f16::ZERO; BUFFER_TOKENS * d], vec![f16::ZERO; BUFFER_TOKENS * d]];
         for t in visible_pages(position) * G..=position {
-            let at = quantspec_core::cache::buffer_slot(t) * d;
+            let at = quantspec_core::cache::ring_index(t) * d;
             ring[0][at..at + d].copy_from_slice(&self.keys[t * d..][..d]);
             ring[1][at..at + d].copy_from_slice(&self.values[t * d..][..d]);
         }

@@ -4,8 +4,9 @@ use super::CpuBackend;
 use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
 use crate::cache::Cache;
 use crate::dispatch::Simd;
-use crate::linear::{self, row_stride};
+use crate::linear::row_stride;
 use crate::memory::DisjointSlice;
+use crate::panel::groups;
 use crate::pool::{WorkQueues, share, share_by_cost};
 use quantspec_core::cache::{G, first_visible, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
@@ -35,7 +36,7 @@ impl Item {
     }
 }
 
-/// What attention items read.
+/// Pages and planes that the items of a step read.
 struct Reads<'a> {
     simd: Simd,
     step: &'a Step<'a>,
@@ -151,7 +152,7 @@ impl CpuBackend {
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All | Pages::Tokens(_) => return Ok(()),
-            // A local layer reads all of it.
+            // A local layer reads all pages of its reach.
             _ if self.config.reach(index).is_some() => return Ok(()),
             Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => n,
         };
@@ -170,7 +171,7 @@ impl CpuBackend {
                 let ((list, visible), snap) =
                     unsafe { (&mut chosen.slice(head, 1)[0], &mut snap_scores.slice(head, 1)[0]) };
                 let now = visible_pages(row.position);
-                // Of new pages every row reads those that it sees.
+                // Every row reads the new pages that it sees.
                 let end = visible_pages(step.rows[first + count - 1].position);
                 if !(step.choose_pages || list.is_empty() && now > 0) {
                     // Keeps the last choice, plus pages that became visible after it; rows of wrong guesses may have seen more.
@@ -242,7 +243,7 @@ impl CpuBackend {
                 parts = parts.max(pages.div_ceil(CHUNK) + 1);
                 let first_chunk = first_chunk(step.rows[first].position);
                 for chunk in (0..pages.div_ceil(CHUNK) + 1).filter(|chunk| *chunk == 0 || *chunk > first_chunk) {
-                    for (from, rows) in linear::groups(count, ITEM_ROWS) {
+                    for (from, rows) in groups(count, ITEM_ROWS) {
                         items.push(Item { first: first + from, rows, kv_head, chunk: chunk.checked_sub(1), pages });
                     }
                 }

@@ -1,4 +1,4 @@
-//! Attention to the best tokens of all pages, plainly: the yardstick of `eval`, never part of a text.
+//! Attention to the best tokens of all pages, in plain loops: `eval` compares choices of pages with it; no text is decoded by it.
 
 use super::CpuBackend;
 use crate::linear::row_stride;

@@ -5,13 +5,14 @@ use super::activations::Source;
 use crate::attend;
 use crate::elementwise::{activate_mul, rms_norm, rope};
 use crate::lanes::{f16_bits, f16_is_finite};
-use crate::linear::{self, PANEL, row_stride};
+use crate::linear::{self, row_stride};
 use crate::memory::DisjointSlice;
+use crate::panel::PANEL;
 use crate::pool::share;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::attend::SnapScores;
-use quantspec_core::cache::{G, buffer_slot};
+use quantspec_core::cache::{G, ring_index};
 use quantspec_core::config::{ModelConfig, QkNorm, Weights};
 use quantspec_core::sample::check_finite;
 use quantspec_core::{Error, Result};
@@ -91,7 +92,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Lets threads that wait during the next operations prefetch this matrix, in units of `per` panels.
+    /// Makes threads that wait during the next operations prefetch this matrix, in units of `per` panels.
     fn will_read(&self, linear: &Linear, weights: Weights, per: usize) {
         let weight = linear.weight(weights);
         self.pool.will_read(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
@@ -142,7 +143,7 @@ impl CpuBackend {
         let broken = AtomicBool::new(false);
         let at = |row: &Row, kv_head: usize| {
             let head = (row.slot * config.layers + index) * kv_heads + kv_head;
-            (head * quantspec_core::cache::BUFFER_TOKENS / G + buffer_slot(row.position) / G) * shape.full_len()
+            (head * quantspec_core::cache::BUFFER_TOKENS / G + ring_index(row.position) / G) * shape.full_len()
         };
         let ring = DisjointSlice::new(&mut self.cache.ring);
         // An item is one KV head of all rows, which share pages of the ring, or one query head of one row.

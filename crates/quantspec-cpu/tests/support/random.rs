@@ -64,7 +64,7 @@ impl Shape {
             "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": self.tied, "attention_bias": biases,
             "mlp_bias": biases, "torch_dtype": match self.dtype { "BF16" => "bfloat16", "F16" => "float16", _ => "float32" },
         });
-        // What makes a family more than a Llama.
+        // Settings in which a family differs from Llama.
         let own = match self.family {
             "smollm3" => json!({"no_rope_layer_interval": 2}),
             "granite" => json!({

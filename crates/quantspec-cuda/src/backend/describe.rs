@@ -1,7 +1,7 @@
 //! Description of a step for the device: rows, angles, spans and choices, written by one copy.
 
 use super::CudaBackend;
-use crate::attend::{Pass as AttendPass, PassAddresses};
+use crate::attend::{SliceAddresses, StepSlice};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View};
@@ -30,9 +30,9 @@ unsafe impl Plain for DeviceRow {}
 /// Layout of the current step's description.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
-    pub(super) passes: Vec<(AttendPass, PassAddresses)>,
+    pub(super) slices: Vec<(StepSlice, SliceAddresses)>,
     /// Those of local layers, if there are any.
-    pub(super) local_passes: Vec<(AttendPass, PassAddresses)>,
+    pub(super) local_slices: Vec<(StepSlice, SliceAddresses)>,
     pub(super) rows: u64,
     /// Angles of the rows, and those in local layers.
     pub(super) cos_sin: [u64; 2],
@@ -124,9 +124,9 @@ impl CudaBackend {
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
         let drafts = step.weights.is_draft() || with_lists;
-        let passes = self.attend.passes(step.view, rows, chosen, fresh, drafts)?;
-        let local_passes = match &self.config.local {
-            Some(local) => self.attend.local_passes(step.view, rows, local.reach, drafts)?,
+        let slices = self.attend.slices(step.view, rows, chosen, fresh, drafts)?;
+        let local_slices = match &self.config.local {
+            Some(local) => self.attend.local_slices(step.view, rows, local.reach, drafts)?,
             None => Vec::new(),
         };
 
@@ -160,19 +160,19 @@ impl CudaBackend {
         // scored.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
-        for (passes, described) in [(passes, &mut layout.passes), (local_passes, &mut layout.local_passes)] {
-            for pass in passes {
-                let places = PassAddresses {
-                    spans: base + writer.put(&pass.spans)? as u64,
-                    tiles: base + writer.put(&pass.tiles)? as u64,
-                    merged: base + writer.put(&pass.merged)? as u64,
+        for (slices, described) in [(slices, &mut layout.slices), (local_slices, &mut layout.local_slices)] {
+            for slice in slices {
+                let places = SliceAddresses {
+                    spans: base + writer.put(&slice.spans)? as u64,
+                    tiles: base + writer.put(&slice.tiles)? as u64,
+                    merged: base + writer.put(&slice.merged)? as u64,
                     tables: self.cache.tables.at(0),
                     table_pitch: self.cache.pitch,
                     list_pitch: self.lists.pitch,
                     partial: self.step.partial.at(0),
                     extremes: self.step.extremes.at(0),
                 };
-                described.push((pass, places));
+                described.push((slice, places));
             }
         }
         *at = writer.at;
@@ -202,8 +202,8 @@ impl CudaBackend {
             layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
-        for (pass, places) in layout.passes.iter().chain(&layout.local_passes) {
-            key.extend(pass.launches());
+        for (slice, places) in layout.slices.iter().chain(&layout.local_slices) {
+            key.extend(slice.key());
             key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
         }
     }

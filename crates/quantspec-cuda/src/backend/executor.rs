@@ -110,14 +110,8 @@ impl CudaBackend {
         if timed {
             self.clock.start.set(recording)?;
         }
-        for step in round.drafts() {
-            forward::draft_step(self, &step, round.turns)?;
-        }
-        if timed {
-            self.clock.drafted.set(recording)?;
-        }
+        forward::steps(self, round, |backend| if timed { backend.clock.drafted.set(recording) } else { Ok(()) })?;
         if let Some(step) = round.verification() {
-            forward::step(self, &step)?;
             let (count, logits) = (step.rows.len(), self.step.logits.at(0));
             self.keep_logits(count, round.turns)?;
             self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *features)?;

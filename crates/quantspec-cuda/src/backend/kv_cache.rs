@@ -2,8 +2,9 @@
 
 use super::CudaBackend;
 use crate::args;
-use crate::attend::{Choice, Chosen, Layer as CacheLayer};
+use crate::attend::{Chosen, Layer as CacheLayer, PageChoice};
 use crate::device::{Buffer, Device};
+use crate::shapes::{PAGE_SHARED, PAGE_SHARED_CHANNEL};
 use crate::weights::argument;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::Rounding;
@@ -128,10 +129,9 @@ pub(super) fn table_bytes(options: &Options) -> usize {
     options.slots * table_pitch(options) * 4
 }
 
-/// Shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels: its keys or values in f16, and
-/// sums.
+/// Dynamic shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels.
 pub(crate) const fn page_shared(d: usize) -> usize {
-    2 * G * d + 4096
+    PAGE_SHARED_CHANNEL * d + PAGE_SHARED
 }
 
 impl CudaBackend {
@@ -163,7 +163,7 @@ impl CudaBackend {
 
     /// The lists of pages that a draft step chooses, each for its rows, and the number of those with scored pages, which come
     /// first. Records what each slot reads afterwards.
-    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<(Vec<Choice>, usize)> {
+    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<(Vec<PageChoice>, usize)> {
         let Some(n) = step.pages.count().map(|n| self.listed(n)) else { return Ok((Vec::new(), 0)) };
         let slots = self.options.slots;
         let (scores, refreshes) = (self.cache.upper.is_some(), step.choose_pages && self.masses.is_some());
@@ -183,7 +183,7 @@ impl CudaBackend {
                 // A list of all pages is not needed.
                 slot.chosen = (visible > listed).then_some(Chosen { listed, visible });
                 if slot.chosen.is_some() {
-                    let choice = Choice {
+                    let choice = PageChoice {
                         row: index as i32,
                         slot: row.slot as i32,
                         pages: visible as i32,

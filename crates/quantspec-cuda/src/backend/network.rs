@@ -284,7 +284,7 @@ impl CudaBackend {
         )
     }
 
-    /// Lets queries grow with their position, if the model says so. `described`: address of the step's rows, or 0 for consecutive ones
+    /// Multiplies queries by the factor of their position, if the model has one (Ministral 3). `described`: address of the step's rows, or 0 for consecutive ones
     /// from `first` on.
     pub(super) fn scale_queries(&self, q: &Buffer, described: u64, first: usize, rows: usize) -> Result<()> {
         let Some(QueryScale { beta, original }) = self.config.rope.query_scale else { return Ok(()) };
@@ -302,7 +302,7 @@ impl CudaBackend {
         let space = &self.step;
         let local = self.config.reach(layer).is_some();
         // A local layer reads all pages of its reach.
-        if let (Some((_, places)), false, true) = (self.layout.passes.first(), local, self.layout.choosing > 0) {
+        if let (Some((_, places)), false, true) = (self.layout.slices.first(), local, self.layout.choosing > 0) {
             let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
                 Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
@@ -324,20 +324,20 @@ impl CudaBackend {
                 )?;
             }
         }
-        let passes = if local { &self.layout.local_passes } else { &self.layout.passes };
-        for (index, (pass, places)) in passes.iter().enumerate() {
-            // Draft GEMMs prefetch their own weights, and no GEMM follows if another pass does.
-            let none = draft || index + 1 < passes.len();
+        let slices = if local { &self.layout.local_slices } else { &self.layout.slices };
+        for (index, (slice, places)) in slices.iter().enumerate() {
+            // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
+            let none = draft || index + 1 < slices.len();
             let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
-            // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
+            // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS rows.
             unsafe {
-                self.attend.run(step.view, pass, space.q.at(0), &cache, places, neighbours)?;
+                self.attend.run(step.view, slice, space.q.at(0), &cache, places, neighbours)?;
                 let input = &space.attended;
                 if draft {
                     let panels = self.linear.panels(step.rows.len());
-                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
+                    self.attend.merge(slice, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
                 } else {
-                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
+                    self.attend.merge(slice, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
                 }
             }
         }

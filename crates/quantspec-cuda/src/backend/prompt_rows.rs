@@ -45,7 +45,7 @@ impl PromptRows for CudaBackend {
         buffer.write(at, bytes)
     }
 
-    /// In device memory, so that no prompt waits for the bus: keys and values of 60,000 tokens take gigabytes.
+    /// In device memory: keys and values of 60,000 tokens take gigabytes, whose copy over PCIe would delay every prompt.
     fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
         let bytes = tokens.len() * self.row_bytes();
         let held = self.device.allocate(bytes)?;

@@ -1,7 +1,7 @@
 //! Device memory for activations, and its size.
 
-use super::describe::DeviceRow;
-use crate::attend::{Choice, Merged, PASS_ROWS, QueryTile, Span};
+use super::describe::{DeviceRow, STAGES};
+use crate::attend::{Merged, PageChoice, QueryTile, SLICE_ROWS, Span};
 use crate::device::{Buffer, Device, Pinned};
 use crate::linear::GROUP;
 use crate::prefill::{padded, readable};
@@ -64,6 +64,27 @@ pub(super) struct StepSpace {
     pub(super) staging: Vec<Pinned>,
 }
 
+impl StepSpace {
+    /// `head` is the type of the head's input.
+    pub(super) fn new(device: &Arc<Device>, config: &ModelConfig, sizes: &Sizes, head: Dtype) -> Result<StepSpace> {
+        let (rows, partial, dtype) = (sizes.rows, sizes.partial_rows, config.dtype);
+        Ok(StepSpace {
+            hidden: device.allocate(rows * config.hidden * 4)?,
+            normed: Input::new(device, rows, config.hidden, dtype)?,
+            attended: Input::new(device, rows, config.q_width(), dtype)?,
+            gated: Input::new(device, rows, config.intermediate, dtype)?,
+            last: Input::new(device, rows, config.hidden, head)?,
+            y: device.allocate(sizes.y)?,
+            q: device.allocate(rows * config.q_width() * 2)?,
+            logits: device.allocate(sizes.logits)?,
+            partial: device.allocate(partial * config.head_dim * 4)?,
+            extremes: device.allocate(partial * 8)?,
+            description: device.allocate(sizes.description)?,
+            staging: (0..STAGES).map(|_| device.pinned(sizes.description)).collect::<Result<_>>()?,
+        })
+    }
+}
+
 /// Activations of a prompt.
 #[derive(Debug)]
 pub(super) struct PromptSpace {
@@ -85,6 +106,31 @@ pub(super) struct PromptSpace {
     pub(super) gated: Buffer,
 }
 
+impl PromptSpace {
+    /// Prompts of more than `most` tokens use the memory of the draft weights, if they fit there ([`tokens_own`]).
+    pub(super) fn new(
+        device: &Arc<Device>,
+        config: &ModelConfig,
+        options: &Options,
+        most: usize,
+    ) -> Result<PromptSpace> {
+        let own = tokens_own(config, options, most);
+        let bytes = prompt_bytes(config, options, own);
+        Ok(PromptSpace {
+            hidden: device.allocate(bytes[0])?,
+            scratch: device.allocate(bytes[1])?,
+            own,
+            borrows: [false; 2],
+            cos_sin: device.allocate(bytes[2])?,
+            tokens: device.allocate(bytes[3])?,
+            normed: device.zeroed(bytes[4])?,
+            q: device.allocate(bytes[5])?,
+            attended: device.zeroed(bytes[6])?,
+            gated: device.zeroed(bytes[7])?,
+        })
+    }
+}
+
 /// Sizes of a step that [`super::plan`] predicts and `load` allocates: `rows` and `partial_rows` in rows, the others in bytes.
 pub(super) struct Sizes {
     pub(super) rows: usize,
@@ -99,22 +145,22 @@ impl Sizes {
         let rows = options.step_rows.max(1);
         let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
         // At most one span per row; a row's group is split into tiles of at least eight query rows. Local layers have angles and
-        // passes of their own.
+        // slices of their own.
         let kinds = angle_tables(config);
         let of_kind = config.head_dim * 4
             + size_of::<Merged>()
             + size_of::<Span>()
             + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>();
-        let per_row = size_of::<DeviceRow>() + kinds * of_kind + size_of::<Choice>();
+        let per_row = size_of::<DeviceRow>() + kinds * of_kind + size_of::<PageChoice>();
         Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
             // As many rows are drafted as verified. Every piece is aligned to 16; a step has rows, choices, and angles of each
-            // kind of layer, and three pieces per pass.
+            // kind of layer, and three pieces per slice.
             description: 2 * rows * per_row
                 + options.slots * TURN_BYTES
-                + (GAMMA_MAX + 1) * 16 * (3 + kinds * (1 + 3 * rows.div_ceil(PASS_ROWS))),
+                + (GAMMA_MAX + 1) * 16 * (3 + kinds * (1 + 3 * rows.div_ceil(SLICE_ROWS))),
             partial_rows,
         }
     }

@@ -13,8 +13,8 @@ use std::collections::HashMap;
 /// Optimistic acceptance with 4-bit weights, with the target's weights, and of another checkpoint.
 const ALPHA: [f64; 3] = [0.95, 0.99, 0.95];
 
-/// Tokens of a sequence by which a draft model may lag. Beyond, it is given up: catching up takes a sixteenth of its step per
-/// token.
+/// Tokens of a sequence by which a draft model may lag. With a longer lag it is not used for the rest of the sequence: each token
+/// to catch up takes a sixteenth of its step.
 const LAG: usize = 512;
 
 /// Several ways to draft; the policy chooses one per round.
@@ -153,7 +153,7 @@ impl Drafter for Auto {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::outlook;
+    use super::super::tests::{Recorder, outlook};
     use super::*;
     use quantspec_core::sample::Sampler;
     use std::sync::{Arc, Mutex};
@@ -247,23 +247,6 @@ mod tests {
         }
     }
 
-    /// A backend without drafts.
-    struct Nothing;
-
-    impl Target for Nothing {
-        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
-            Ok(())
-        }
-
-        fn set_window(&mut self, _: usize, _: &[u32]) -> Result<()> {
-            Ok(())
-        }
-
-        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
-            Ok(())
-        }
-    }
-
     #[test]
     fn a_draft_model_is_a_candidate_until_it_lags_too_far_behind() {
         let noted = Noted::default();
@@ -275,9 +258,9 @@ mod tests {
         auto.prefill(3, &[1, 2], 5).unwrap();
         assert!(forecast(&auto)[0] > 2.0);
         let mut turns = [Turn::new(3, 2, 3, Sampler::greedy())];
-        auto.propose(&mut Nothing, &mut turns, 0).unwrap();
+        auto.propose(&mut Recorder::default(), &mut turns, 0).unwrap();
         auto.commit(3, &[7; 500]).unwrap();
-        assert_eq!(auto.propose(&mut Nothing, &mut turns, 8).unwrap().steps, 3);
+        assert_eq!(auto.propose(&mut Recorder::default(), &mut turns, 8).unwrap().steps, 3);
         auto.commit(3, &[7; 500]).unwrap();
         auto.commit(3, &[7; 13]).unwrap();
         assert_eq!(forecast(&auto), [0.0; 2]);

@@ -44,7 +44,7 @@ pub(super) struct Sequence {
 
 impl Sequence {
     fn extend(&mut self, tokens: &[u32]) {
-        // A draft that failed may have left tokens.
+        // A failed draft may have appended tokens that were not emitted.
         self.text.truncate(self.emitted);
         self.text.extend(tokens);
         self.emitted = self.text.len();
@@ -121,7 +121,7 @@ impl MatchRates {
 }
 
 impl Copying {
-    /// Copies in place of this drafter.
+    /// A drafter that copies where that pays, and otherwise drafts by `network`.
     pub fn boxed(network: Box<dyn Drafter>) -> Box<dyn Drafter> {
         Box::new(Copying { network, sequences: HashMap::new() })
     }
@@ -222,6 +222,7 @@ impl Drafter for Copying {
 #[cfg(test)]
 mod tests {
     use super::super::SelfQuantised;
+    use super::super::tests::Recorder;
     use super::*;
     use crate::backend::DraftConfig;
     use crate::forward::Guess;
@@ -253,24 +254,6 @@ mod tests {
         }
 
         fn close(&mut self, _: usize) {}
-    }
-
-    #[derive(Default)]
-    struct Windows(Vec<(usize, Vec<u32>)>);
-
-    impl Target for Windows {
-        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
-            Err(Error::internal("zeros need no network"))
-        }
-
-        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-            self.0.push((slot, tokens.to_vec()));
-            Ok(())
-        }
-
-        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
-            Err(Error::internal("a copied token is certain"))
-        }
     }
 
     /// A round of any number of copied tokens must emit three tokens.
@@ -316,7 +299,7 @@ mod tests {
         assert_eq!(drafter.copies(0, 4, &|_| None), 0, "the network has not drafted");
         let round = |drafter: &mut Box<dyn Drafter>, emitted: &[u32]| {
             let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
-            drafter.propose(&mut Windows::default(), &mut turns, 0).unwrap();
+            drafter.propose(&mut Recorder::default(), &mut turns, 0).unwrap();
             drafter.commit(0, emitted).unwrap();
         };
         round(&mut drafter, &[29, 30, 31]);
@@ -335,9 +318,9 @@ mod tests {
         while at < answer.len() {
             let gamma = drafter.copies(0, 12, &|gamma| Some(3.0 / 2.0 * verify(gamma)));
             let mut turns = [Turn { copied: gamma > 0, ..Turn::new(0, 0, gamma.max(4), Sampler::greedy()) }];
-            let mut windows = Windows::default();
-            drafter.propose(&mut windows, &mut turns, 0).unwrap();
-            let right = windows.0[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
+            let mut target = Recorder::default();
+            drafter.propose(&mut target, &mut turns, 0).unwrap();
+            let right = target.windows[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
             let emitted = if gamma > 0 { right + 1 } else { 3 };
             seconds += if gamma > 0 { verify(gamma) } else { 2.0 };
             let end = answer.len().min(at + emitted);
@@ -374,31 +357,14 @@ mod tests {
         assert!(1.3 * copying < network, "{copying} against {network}");
     }
 
-    /// Asks for three guesses, of which a network then chooses two and another token.
-    struct TwoRight;
-
-    impl Target for TwoRight {
-        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
-            Err(Error::internal("the draft has guesses"))
-        }
-
-        fn draft_guessed(&mut self, _: &DraftConfig, _: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
-            assert_eq!(guesses.guess(0, 3), [29, 30, 31]);
-            guesses.chosen(0, 3, &[29, 30, 7]);
-            assert!(guesses.guess(0, 3).is_empty(), "7 follows 30 nowhere");
-            (40..48).for_each(|token| guesses.chosen(0, 0, &[token]));
-            assert_eq!(guesses.guess(0, 1), [48]);
-            assert!(guesses.guess(3, 3).is_empty(), "no such sequence");
-            Ok(())
-        }
-
-        fn set_window(&mut self, _: usize, _: &[u32]) -> Result<()> {
-            Ok(())
-        }
-
-        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
-            Ok(())
-        }
+    /// A network that gets three guesses, and chooses two of them and another token.
+    fn two_of_three(guesses: &mut dyn Guess) {
+        assert_eq!(guesses.guess(0, 3), [29, 30, 31]);
+        guesses.chosen(0, 3, &[29, 30, 7]);
+        assert!(guesses.guess(0, 3).is_empty(), "7 follows 30 nowhere");
+        (40..48).for_each(|token| guesses.chosen(0, 0, &[token]));
+        assert_eq!(guesses.guess(0, 1), [48]);
+        assert!(guesses.guess(3, 3).is_empty(), "no such sequence");
     }
 
     #[test]
@@ -408,9 +374,10 @@ mod tests {
         drafter.prefill(0, &quoting(), 8).unwrap();
         (9..29).for_each(|token| drafter.commit(0, &[token]).unwrap());
         let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
-        // A draft leaves no token in the text.
+        let mut target = Recorder { network: Some(two_of_three), ..Recorder::default() };
+        // Drafted tokens do not become part of the text, so the second draft gets the same guesses.
         for _ in 0..2 {
-            assert_eq!(drafter.propose(&mut TwoRight, &mut turns, 0).unwrap().guessed, (3, 2));
+            assert_eq!(drafter.propose(&mut target, &mut turns, 0).unwrap().guessed, (3, 2));
         }
         let (mut quoted, mut new) = (Sequence::default(), Sequence::default());
         quoted.extend(&quoting());
@@ -425,17 +392,17 @@ mod tests {
         let mut drafter = after(20);
         drafter.prefill(1, &[1, 2, 3], 4).unwrap();
         let mut turns = [1, 0].map(|slot| Turn { copied: slot == 0, ..Turn::new(slot, 0, 3, Sampler::greedy()) });
-        let mut windows = Windows::default();
-        let proposed = drafter.propose(&mut windows, &mut turns, 0).unwrap();
+        let mut target = Recorder::default();
+        let proposed = drafter.propose(&mut target, &mut turns, 0).unwrap();
         // Copied windows are set first: a deferred draft would be discarded.
-        assert_eq!(windows.0, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
+        assert_eq!(target.windows, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
         assert_eq!(turns.each_ref().map(|turn| turn.q), [DraftDistribution::Kept, DraftDistribution::OneHot]);
         assert_eq!(proposed.pages, Some(Pages::All));
         // If every sequence copies, the network is not used.
-        let copied = drafter.propose(&mut windows, &mut turns[1..], 0).unwrap();
+        let copied = drafter.propose(&mut target, &mut turns[1..], 0).unwrap();
         assert_eq!(copied, Proposed::default());
         drafter.close(0);
-        assert!(drafter.propose(&mut windows, &mut turns[1..], 0).is_err());
+        assert!(drafter.propose(&mut target, &mut turns[1..], 0).is_err());
         assert_eq!(drafter.copies(0, 4, &break_even), 0);
     }
 }

@@ -41,7 +41,7 @@ pub trait Drafter: Debug + Send {
     /// Tokens, at most `most`, of the sequence's own text to copy instead of drafting in the next round of this slot;
     /// [`Turn::copied`] is then set for [`Drafter::propose`]. `break_even(γ)` is the number of tokens a round of γ copied ones must
     /// emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
-    fn copies(&self, _slot: usize, _most: usize, _par: &dyn Fn(usize) -> Option<f64>) -> usize {
+    fn copies(&self, _slot: usize, _most: usize, _break_even: &dyn Fn(usize) -> Option<f64>) -> usize {
         0
     }
 
@@ -155,7 +155,8 @@ fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
 /// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Sequential steps without guesses, to which the policy relates the draft's time; 0 if nothing was proposed or computed.
+    /// Sequential steps that the draft takes without guesses; the policy divides the draft's time by them. 0 if nothing was
+    /// proposed or computed.
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
     pub without_token: usize,
@@ -170,7 +171,7 @@ pub trait Target {
     /// [`forward::draft`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`forward::draft`].
     fn draft(&mut self, config: &DraftConfig, turns: &mut [Turn]) -> Result<()>;
 
     /// As [`Target::draft`], with guesses if the backend drafts step by step.
@@ -185,13 +186,13 @@ pub trait Target {
     /// [`KvCache::set_window`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`KvCache::set_window`].
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
     /// [`TokenSampler::set_distribution`].
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`TokenSampler::set_distribution`].
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()>;
 }
 
@@ -244,7 +245,7 @@ pub enum Source {
 pub struct Entry {
     /// Name in flags, reports and docs.
     pub name: &'static str,
-    /// A short description of the drafter, for people.
+    /// What a draft reads, for `--help`.
     pub about: &'static str,
     /// The source of its drafts.
     pub source: Source,
@@ -266,16 +267,21 @@ const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
 pub const METHODS: [Entry; 17] = [
-    Entry { name: "auto", about: "whichever is fastest", source: Source::Several, copies: true },
-    Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
-    Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
-    Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
-    Entry { name: "qspec", about: "4-bit weights and activations", source: QSPEC, copies: false },
-    Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
-    Entry { name: "snapkv", about: "pages that the prompt's end attends to", source: SNAPKV, copies: false },
+    Entry { name: "auto", about: "the fastest of several, as measured", source: Source::Several, copies: true },
+    Entry { name: "quantspec", about: "4-bit weights, 4-bit cache", source: QUANTSPEC, copies: false },
+    Entry { name: "kv4", about: "full weights, 4-bit cache", source: KV4, copies: false },
+    Entry { name: "w4", about: "4-bit weights, the target's cache", source: W4, copies: false },
+    Entry { name: "qspec", about: "as w4, with 4-bit activations", source: QSPEC, copies: false },
+    Entry { name: "window", about: "as w4, over the first page and the newest", source: WINDOW, copies: false },
+    Entry {
+        name: "snapkv",
+        about: "as quantspec, over pages that the prompt's end attends to",
+        source: SNAPKV,
+        copies: false,
+    },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
-    Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
-    Entry { name: "ar", about: "nothing", source: Source::Nothing, copies: false },
+    Entry { name: "ngram", about: "no network, copies earlier text", source: NGRAM, copies: false },
+    Entry { name: "ar", about: "no drafts", source: Source::Nothing, copies: false },
     Entry { name: "quantspec+ngram", about: "quantspec or earlier text", source: QUANTSPEC, copies: true },
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
@@ -356,6 +362,41 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use quantspec_core::Error;
+
+    /// A target without a network, which records what a drafter asks of it.
+    #[derive(Debug, Default)]
+    pub(super) struct Recorder {
+        /// Configurations of the drafts.
+        pub(super) drafts: Vec<DraftConfig>,
+        /// Slots and tokens of the windows.
+        pub(super) windows: Vec<(usize, Vec<u32>)>,
+        /// Plays the draft network's answers to guesses.
+        pub(super) network: Option<fn(&mut dyn Guess)>,
+    }
+
+    impl Target for Recorder {
+        fn draft(&mut self, config: &DraftConfig, _: &mut [Turn]) -> Result<()> {
+            self.drafts.push(*config);
+            Ok(())
+        }
+
+        fn draft_guessed(&mut self, config: &DraftConfig, turns: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
+            if let Some(network) = self.network {
+                network(guesses);
+            }
+            self.draft(config, turns)
+        }
+
+        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+            self.windows.push((slot, tokens.to_vec()));
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Err(Error::internal("a copied token is certain"))
+        }
+    }
 
     /// For a model with 64 MiB of weights and 16 MiB of draft weights. 240 of its pages have 61 MiB in both planes.
     pub(super) fn outlook(visible: &[usize]) -> Outlook<'_> {

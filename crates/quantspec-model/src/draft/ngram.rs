@@ -69,7 +69,7 @@ impl Drafter for Ngram {
 #[derive(Debug, Default)]
 pub(super) struct Text {
     tokens: Vec<u32>,
-    /// Newest place where two tokens end.
+    /// Newest position at which two tokens end.
     newest: HashMap<[u32; SHORTEST], u32>,
     /// By position: the previous position at which the same two tokens end; 0 if there is none.
     earlier: Vec<u32>,
@@ -148,28 +148,10 @@ impl Text {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::Recorder;
     use super::*;
     use proptest::prelude::*;
     use quantspec_core::sample::Sampler;
-
-    /// Records the tokens put into windows.
-    #[derive(Default)]
-    struct Windows(Vec<(usize, Vec<u32>)>);
-
-    impl Target for Windows {
-        fn draft(&mut self, _: &crate::backend::DraftConfig, _: &mut [Turn]) -> Result<()> {
-            Err(Error::internal("prompt lookup runs no network"))
-        }
-
-        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-            self.0.push((slot, tokens.to_vec()));
-            Ok(())
-        }
-
-        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
-            Err(Error::internal("a copied token is certain"))
-        }
-    }
 
     fn turn(slot: usize, gamma: usize) -> Turn {
         Turn::new(slot, 0, gamma, Sampler::greedy())
@@ -210,25 +192,26 @@ mod tests {
 
     #[test]
     fn sequences_have_texts_of_their_own() {
-        let (mut drafter, mut windows) = (Ngram::default(), Windows::default());
+        let (mut drafter, mut target) = (Ngram::default(), Recorder::default());
         drafter.prefill(0, &[1, 2, 3, 1], 2).unwrap();
         drafter.prefill(5, &[1, 2, 4, 1], 2).unwrap();
         drafter.prefill(2, &[1], 2).unwrap();
         let mut turns = [turn(5, 3), turn(2, 3), turn(0, 2)];
-        let found = drafter.propose(&mut windows, &mut turns, 0).unwrap();
+        let found = drafter.propose(&mut target, &mut turns, 0).unwrap();
         assert_eq!(found, Proposed { steps: 3, ..Proposed::default() });
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
-        assert_eq!(windows.0, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
+        assert_eq!(target.windows, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
+        assert!(target.drafts.is_empty(), "prompt lookup runs no network");
         // Emitted tokens become part of the text, and a restarted answer replaces the old one.
         drafter.commit(2, &[1, 2]).unwrap();
         drafter.prefill(0, &[8, 9], 2).unwrap();
         let mut turns = [turn(2, 1), turn(0, 4)];
-        assert_eq!(drafter.propose(&mut windows, &mut turns, 0).unwrap().steps, 1);
+        assert_eq!(drafter.propose(&mut target, &mut turns, 0).unwrap().steps, 1);
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [1, 0]);
         drafter.close(2);
         drafter.close(2);
-        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], 0).is_err());
+        assert!(drafter.propose(&mut target, &mut [turn(2, 1)], 0).is_err());
     }
 
     proptest! {

@@ -59,28 +59,10 @@ impl Drafter for SelfQuantised {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::outlook;
+    use super::super::tests::{Recorder, outlook};
     use super::*;
     use quantspec_core::config::{View, Weights};
     use quantspec_core::sample::Sampler;
-
-    /// Records the configurations it is called with.
-    struct Noted(Vec<DraftConfig>);
-
-    impl Target for Noted {
-        fn draft(&mut self, config: &DraftConfig, _turns: &mut [Turn]) -> Result<()> {
-            self.0.push(*config);
-            Ok(())
-        }
-
-        fn set_window(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
-            Ok(())
-        }
-
-        fn set_distribution(&mut self, _slot: usize, _offset: usize, _q: &[f32]) -> Result<()> {
-            Ok(())
-        }
-    }
 
     #[test]
     fn candidates_are_configurations_that_leave_out_at_least_half_of_the_pages() {
@@ -95,11 +77,11 @@ mod tests {
         // A number of pages set by the user is read at any length.
         assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).forecasts(&outlook(&[]), &[None]), [yes]);
 
-        let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
+        let (mut target, mut turns) = (Recorder::default(), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {
             let proposed = drafter.propose(&mut target, &mut turns, candidate).unwrap();
             assert_eq!((proposed.steps, proposed.pages), (3, Some(config.pages)));
         }
-        assert_eq!(target.0, configs);
+        assert_eq!(target.drafts, configs);
     }
 }

@@ -245,7 +245,7 @@ pub(crate) fn assert_same(what: &str, expected: &Answer, found: &Answer) {
 }
 
 /// The requests of each case. Cases of the same batch size start three requests apart, so that eight of them use each of
-/// eight requests, at every place and with different neighbours.
+/// eight requests, at every position of a batch and with different neighbours.
 pub(crate) fn chosen(cases: &[Case], requests: usize) -> Vec<Vec<usize>> {
     let begins = |at: usize| 3 * cases[..at].iter().filter(|case| case.batch == cases[at].batch).count();
     (0..cases.len()).map(|at| (0..cases[at].batch).map(|i| (begins(at) + i) % requests).collect()).collect()

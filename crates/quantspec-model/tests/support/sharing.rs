@@ -15,7 +15,7 @@ pub(crate) const fn capacity(document: usize) -> usize {
     document + 2 * NEW_TOKENS + 80
 }
 
-/// One sequence and what it has answered.
+/// One sequence and its answer so far.
 struct Answer {
     slot: usize,
     tokens: Vec<u32>,
@@ -107,7 +107,7 @@ pub(crate) fn changes_no_bit<B: Backend>(
             while answers[0].tokens.len() < 40 {
                 round(&mut engine, &mut answers);
             }
-            // A prompt that is cancelled and one that fails leave the pages of the others as they are.
+            // A cancelled prompt and a failed one do not change the pages of the others.
             let free = engine.page_pool().free();
             let slot = engine.add(prompt, Sampler::greedy(), NEW_TOKENS).expect("add");
             assert_eq!(engine.prefill_chunk(slot, 1, &mut |_, _| ()).expect("a chunk"), None);
@@ -125,7 +125,7 @@ pub(crate) fn changes_no_bit<B: Backend>(
         let left = taken[index + 1..].iter().sum::<usize>();
         assert_eq!(engine.page_pool().free(), left, "pages after prompt {index}");
     }
-    // The sequence that wrote the document's pages leaves. Another one overwrites those it alone had.
+    // The sequence that wrote the document's pages ends. Another one overwrites the pages that only this one read.
     let first = answers.remove(0);
     engine.finish(first.slot);
     let own = wanted[0] - shared;

@@ -1,4 +1,4 @@
-// A ring's consumer warps: their indices in the block, the stages they read, and unpacking codes to mma operands. Included by attend.cuh.
+// A consumer warpgroup: their indices in the block, the stages they read, and unpacking codes to mma operands. Included by attend.cuh.
 #pragma once
 
 // A constant kept in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
@@ -22,7 +22,7 @@ DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
 }
 
 template <class C>
-struct Ring {
+struct Warpgroup {
   static constexpr float SCORE_SCALE = C::TWO ? 0.0625f : 0x1p24f;   // score per unit of the codes
   // Probabilities are stored as p * scale * V_SCALE; the target's codes are 16 times finer. O is kept times O_SCALE.
   static constexpr float V_SCALE = C::TWO ? 4.f : 16.f, O_SCALE = C::TWO ? 64.f : 16.f;
@@ -30,9 +30,9 @@ struct Ring {
 
   const AttendArgs& p;
   const int stages, lane, g, c;                                      // lane = 4 g + c, as in mma fragments
-  const int ring, warp;                                              // of the block; of the ring
-  // bytes: of a ring. Shared-memory addresses: tail, the part that all rings share; stages_at, this ring's stages; rest, its other arrays; bars, its
-  // barriers.
+  const int index, warp;                                              // of the block; of the warpgroup
+  // bytes: of a warpgroup. Shared-memory addresses: tail, the arrays that all warpgroups share; stages_at, this warpgroup's stages; rest, its other
+  // arrays; bars, its barriers.
   const uint32_t bytes, tail, stages_at, rest, bars;
   const float v_centre;                                              // added to a value's zero point, in units of its scale
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -41,10 +41,10 @@ struct Ring {
   Magic magic;
   int stage, parity;                                                 // the stage that is read next
 
-  DEV Ring(const AttendArgs& p, uint32_t base)
-      : p(p), stages(C::ENGINE ? C::STAGES : p.stages), lane(threadIdx.x & 31), g(lane >> 2), c(lane & 3),
-        ring(C::RINGS == 1 ? 0 : threadIdx.x >> 7), warp(C::RINGS == 1 ? threadIdx.x >> 5 : threadIdx.x >> 5 & 3),
-        bytes(stages * C::STAGE + C::REST), tail(base + C::RINGS * bytes), stages_at(base + ring * bytes), rest(stages_at + stages * C::STAGE), bars(rest + C::BARS),
+  DEV Warpgroup(const AttendArgs& p, uint32_t base)
+      : p(p), stages(C::TMA ? C::STAGES : p.stages), lane(threadIdx.x & 31), g(lane >> 2), c(lane & 3),
+        index(C::WARPGROUPS == 1 ? 0 : threadIdx.x >> 7), warp(C::WARPGROUPS == 1 ? threadIdx.x >> 5 : threadIdx.x >> 5 & 3),
+        bytes(stages * C::STAGE + C::REST), tail(base + C::WARPGROUPS * bytes), stages_at(base + index * bytes), rest(stages_at + stages * C::STAGE), bars(rest + C::BARS),
         v_centre(C::TWO ? 7.5f : -p.centre),
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         q_cores(C::WGMMA ? __shfl_sync(~0u, rest, 0) : 0, C::NT * 128, 128), p_cores(C::WGMMA ? __shfl_sync(~0u, rest + C::P, 0) : 0, C::NT * 128, 128),
@@ -60,15 +60,15 @@ struct Ring {
     }
   }
 
-  // ---- barriers of the ring's 128 threads, and of all consumers ----
-  DEV void sync() const { asm volatile("bar.sync %0,128;" ::"r"(ring + 1) : "memory"); }
+  // ---- barriers of the warpgroup's 128 threads, and of all consumers ----
+  DEV void sync() const { asm volatile("bar.sync %0,128;" ::"r"(index + 1) : "memory"); }
   DEV bool any(bool v) const {
     uint32_t r;
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p,%1,0;\nbar.red.or.pred q,%2,128,p;\nselp.u32 %0,1,0,q;\n}" : "=r"(r) : "r"((uint32_t)v), "r"(ring + 1) : "memory");
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p,%1,0;\nbar.red.or.pred q,%2,128,p;\nselp.u32 %0,1,0,q;\n}" : "=r"(r) : "r"((uint32_t)v), "r"(index + 1) : "memory");
     return r != 0;
   }
-  DEV void block_sync() const { asm volatile("bar.sync %0,%1;" ::"n"(C::RINGS + 1), "n"(C::CONSUMERS) : "memory"); }
-  // Makes the ring's stores visible to all its warps, and to wgmma.
+  DEV void block_sync() const { asm volatile("bar.sync %0,%1;" ::"n"(C::WARPGROUPS + 1), "n"(C::CONSUMERS) : "memory"); }
+  // Makes the warpgroup's stores visible to all its warps, and to wgmma.
   DEV void publish() const {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (C::WGMMA) fence_async();
@@ -79,15 +79,15 @@ struct Ring {
   // ---- stages ----
   DEV void ready(int at, int phase) const {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if (C::ENGINE) mbar_wait(bars + at * 8, phase);
+    if (C::TMA) mbar_wait(bars + at * 8, phase);
 #endif
   }
-  // Releases the stage. `loaded`: bits of all data that this lane loaded from it (`slot_left`).
-  DEV void leave(uint32_t loaded) {
+  // Releases the stage. `loaded`: bits of all data that this lane loaded from it (`release_stage`).
+  DEV void release(uint32_t loaded) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if (C::ENGINE) {
+    if (C::TMA) {
       if (C::FENCED) fence_async();
-      slot_left(bars + (C::STAGES + stage) * 8, C::FENCED ? 0 : loaded);
+      release_stage(bars + (C::STAGES + stage) * 8, C::FENCED ? 0 : loaded);
     }
 #endif
     if (++stage == stages) stage = 0, parity ^= 1;
@@ -96,7 +96,7 @@ struct Ring {
   // ---- query rows: columns of a tile ----
   DEV int row_of(int t, int e) const { return C::E == 1 ? c : t * 8 + 2 * c + e; }        // of a lane's e-th column of tile t
   DEV static int tile_of(int i) { return i / C::E < C::NT ? i / C::E : 0; }              // of a lane's i-th row
-  // One value per row and warp, in the order of `reduce_scatter`: [row][warp of the ring]
+  // One value per row and warp, in the order of `reduce_scatter`: [row][warp of the warpgroup]
   DEV void scatter(int area, float v) const {
     const int i = g / (8 / NV);
     if (i < C::NT * C::E && g % (8 / NV) == 0) sts32(rest + area + row_of(i / C::E, i % C::E) * 16 + warp * 4, __float_as_uint(v));

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""What copying earlier text gains on answers that quote, and costs on answers that do not.
+
+    python benchmarks/quoting.py MODEL [--device cuda] [--json FILE]
+
+MODEL is an instruct checkpoint. Both tasks are asked about the same documents, parts of the book that `quantspec bench`
+reads, greedily and without penalties. The methods decode an answer in turn, `REPETITIONS` times; a time is the least of
+them, without the prompt. Their tokens are equal, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from quantspec_cli import Engine
+from quantspec_cli.bench.grid import BOOK
+
+METHODS = ("quantspec", "quantspec+ngram")
+TASKS = {
+    "quoting": "Copy the first ten sentences of the text, word for word, each on its own line.",
+    "summary": "Summarize the text in ten sentences, in your own words.",
+}
+DOCUMENTS, CHARACTERS = 4, 4_000
+NEW_TOKENS = 256
+REPETITIONS = 2
+
+
+def documents() -> list[str]:
+    """Equally spaced parts of the book, from a paragraph's beginning on."""
+    book = gzip.decompress(BOOK.read_bytes()).decode()
+    starts = [book.index("\n\n", len(book) * index // DOCUMENTS) + 2 for index in range(DOCUMENTS)]
+    return [book[start : start + CHARACTERS] for start in starts]
+
+
+def seconds_per_token(engine: Engine, prompt: Any) -> tuple[float, list[int], int]:
+    """Seconds of decoding per token, the tokens, and how many drafted ones were copied."""
+    before = engine.statistics()
+    tokens = list(engine.generate(prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True).tokens)
+    after = engine.statistics()
+    copied = after["copied_tokens"] - before["copied_tokens"]
+    return (after["decode_s"] - before["decode_s"]) / len(tokens), tokens, copied
+
+
+def measure(engines: dict[str, Engine], task: str, text: str) -> dict[str, Any]:
+    """One answer by every method."""
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    answers: dict[str, list[int]] = {}
+    copied = 0
+    for repetition in range(REPETITIONS):
+        for method in METHODS[:: -1 if repetition % 2 else 1]:
+            engine = engines[method]
+            prompt = engine.model.prompt(text, instruction=TASKS[task])
+            seconds, answers[method], own = seconds_per_token(engine, prompt)
+            times[method].append(seconds)
+            copied = max(copied, own)
+    if answers[METHODS[0]] != answers[METHODS[1]]:
+        raise SystemExit("error: the methods emitted different tokens\nhint: run quantspec selftest")
+    least = {method: min(times[method]) * 1e3 for method in METHODS}
+    return {
+        "task": task,
+        "ms_per_token": least,
+        "gain": least[METHODS[0]] / least[METHODS[1]],
+        "copied_per_token": copied / len(answers[METHODS[0]]),
+    }
+
+
+def main() -> None:
+    """Prints a row per task, and writes all answers' rows with --json."""
+    parser = argparse.ArgumentParser(description="What copying earlier text gains.")
+    parser.add_argument("model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    engines = {
+        method: Engine.load(arguments.model, method=method, device=arguments.device, context=8_192)
+        for method in METHODS
+    }
+    rows = [measure(engines, task, text) for task in TASKS for text in documents()]
+    lines = [
+        "| task | quantspec, ms/token | with ngram | gain | least and most | copied per token |",
+        "| --- " * 6 + "|",
+    ]
+    for task in TASKS:
+        of_task = [row for row in rows if row["task"] == task]
+        gains = [row["gain"] for row in of_task]
+        mean = [statistics.fmean(row["ms_per_token"][method] for row in of_task) for method in METHODS]
+        copied = statistics.fmean(row["copied_per_token"] for row in of_task)
+        lines.append(
+            f"| {task} | {mean[0]:.2f} | {mean[1]:.2f} | {statistics.geometric_mean(gains):.2f}× "
+            f"| {min(gains):.2f}× – {max(gains):.2f}× | {copied:.2f} |"
+        )
+    sys.stdout.write("\n".join(lines) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

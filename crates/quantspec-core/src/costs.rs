@@ -1,0 +1,62 @@
+//! Measured costs of the γ policy: seconds of verification by number of rows (docs/design/policy.md).
+
+use std::collections::BTreeMap;
+
+/// Timings kept of a quantity, and timings after which it counts regardless of its neighbours.
+const KEPT: usize = 7;
+pub(crate) const RELIABLE: usize = 2;
+/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
+const SLOPE: f64 = 0.02;
+
+/// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Timings {
+    pub(crate) recent: Vec<f64>,
+    /// Their lower quartile, because interruptions only ever add time.
+    pub(crate) seconds: f64,
+    pub(crate) round: usize,
+}
+
+impl Timings {
+    /// Adds a timing of round `round`.
+    pub(crate) fn observe(&mut self, seconds: f64, round: usize) {
+        if seconds.is_finite() && seconds > 0.0 {
+            self.recent.drain(..(self.recent.len() + 1).saturating_sub(KEPT));
+            self.recent.push(seconds);
+            let mut sorted = self.recent.clone();
+            sorted.sort_unstable_by(f64::total_cmp);
+            (self.seconds, self.round) = (sorted[(sorted.len() - 1) / 4], round);
+        }
+    }
+}
+
+/// Timings of verification by rows, over all sequences.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Costs(pub(crate) BTreeMap<usize, Timings>);
+
+impl Costs {
+    /// Measured seconds, or those interpolated between the neighbours. A single timing may be a slow first call: it is
+    /// limited to the line through row counts that were timed more often.
+    pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
+        match self.0.get(&rows) {
+            None => self.line(rows, 1),
+            Some(own) if own.recent.len() >= RELIABLE => Some(own.seconds),
+            Some(own) => Some(self.line(rows, RELIABLE).map_or(own.seconds, |line| line.min(own.seconds))),
+        }
+    }
+
+    /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
+    /// half the lower timing.
+    fn line(&self, rows: usize, times: usize) -> Option<f64> {
+        let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
+        let mut below = self.0.range(..rows).rev().filter_map(point);
+        let mut above = self.0.range(rows..).filter_map(point);
+        let (left, right) = match (below.next(), above.next()) {
+            (Some(left), None) => below.next().map_or((left, None), |before| (before, Some(left))),
+            (Some(left), right) => (left, right),
+            (None, right) => (right?, above.next()),
+        };
+        let slope = right.map_or(SLOPE * left.1, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
+        Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
+    }
+}
