@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What copying earlier text gains on answers that quote, and costs on answers that do not.
+"""Measure what copies of earlier text gain on answers that quote, and cost on other answers.
 
     python benchmarks/quoting.py MODEL [--device cuda] [--json FILE]
 
-MODEL is an instruct checkpoint. Both tasks are asked about the same documents, parts of the book that `quantspec bench`
-reads, greedily and without penalties. The methods decode an answer in turn, `REPETITIONS` times; a time is the least of
-them, without the prompt. Their tokens are equal, which is checked.
+MODEL is an instruct checkpoint. Both tasks have the same documents, parts of the book that `quantspec bench` reads. Answers
+are greedy, without penalties. The methods decode each answer in turn, `REPETITIONS` times; the least time of decoding
+counts. Both must emit the same tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure(engines: dict[str, Engine], task: str, text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Prints a row per task, and writes all answers' rows with --json."""
-    parser = argparse.ArgumentParser(description="What copying earlier text gains.")
+    parser = argparse.ArgumentParser(description="Measure what copies of earlier text gain.")
     parser.add_argument("model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)

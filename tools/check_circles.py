@@ -2,8 +2,8 @@
 
     python tools/check_circles.py
 
-Files of one folder (`draft/`, `backend/`) are one concept and may. Tests do not count, nor do imports that only type checkers
-see.
+Files of one folder (`draft/`, `backend/`) are one concept and may import each other. Tests and imports for type checkers
+alone do not count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
-# Comments, strings and characters may contain braces and paths. A lifetime is no character.
+# Comments, strings and character literals, which may contain braces and paths. A lifetime is no character literal.
 _NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|r(#*)".*?"\1|"(?:\\.|[^"\\])*"|'(?:\\.[^']*|[^'\\])'""", re.DOTALL)
 _TEST = re.compile(r"#\[cfg\(test\)\]\s*(?:pub(?:\([^)]*\))?\s+)?(?:mod|fn|impl|use|struct|const)\b[^{;]*")
 _PATH = re.compile(r"\bcrate::(?:(\w+)|(\{))")

@@ -348,14 +348,23 @@ def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[i
     that fits the device, 0 for none. The device is opened once.
     """
 
-def rates(model: str, *, device: str, threads: int | None, context: int, weights: str) -> dict[str, Any]:
-    """Cost of operations on a device at the widths of a model that config.json describes: device, device_name, threads,
-    compute_capability (of a GPU) and read_gb_per_s.
+def rates(
+    model: str,
+    *,
+    device: str,
+    threads: int | None,
+    context: int,
+    weights: str,
+    kv_target: str,
+    draft_precision: str,
+    drafts: Sequence[tuple[str, int | None]],
+) -> dict[str, Any]:
+    """Speed of a device: device, device_name, threads, compute_capability (of a GPU) and read_gb_per_s.
 
-    On a CPU also seconds per byte: of weights and draft_weights in a step of each of `rows`, and of fp16, int8, int4 and
-    draft_int4 with each of `window` rows of a sequence of `context` tokens. dispatch_s is the time to dispatch one matrix
-    to the threads; prompt_matrix and prompt_attention are operations per second of a prompt. Takes some seconds and 0.6
-    GB.
+    On a CPU also seconds of passes of a model that config.json describes, of one sequence of `context` tokens, as pairs
+    (matrices, attention): target for each number of `rows`, drafts as (first step, later step) for each (method, selected
+    pages or None) of `drafts`. many_s has a draft's matrices at the last of `rows`, token_s is the time to choose a token;
+    prompt_matrix and prompt_attention are operations per second of a prompt. Takes some seconds, and up to 2 GB.
     """
 
 def traffic(

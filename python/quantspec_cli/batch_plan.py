@@ -445,9 +445,9 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
     predicted = found["predicted"]
     if predicted is None or predicted["prefill_tokens_per_s"] is None:
         return None
-    decode = {row["method"]: row["decode_tokens_per_s"] for row in found["methods"]}
-    decode["auto"] = predicted["decode_tokens_per_s"]
+    # A method's first row reads all pages, or its own choice.
+    decode = {row["method"]: row["decode_tokens_per_s"] for row in reversed(found["methods"])}
     return {
         "prefill_tokens_per_s": predicted["prefill_tokens_per_s"],
-        "decode_tokens_per_s": decode.get(options.method, decode["ar"]),
+        "decode_tokens_per_s": decode.get(options.method) or decode["ar"],
     }

@@ -370,15 +370,15 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     "--acceptance",
     type=float,
     metavar="SHARE",
-    help="Share of drafted tokens that are accepted.  [default: the demo model's, by method]",
+    help="Probability that a drafted token is accepted.  [default: by method]",
 )
 @device_flags
 @json_flag
 def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
     """Predict, before a download, whether a model fits on this machine, with which context and batch, and how fast.
 
-    Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
-    memory bandwidth and compute rate, which take some seconds to measure.
+    Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from passes
+    with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds to measure.
     """
     from .plan import Request
     from .plan import plan as execute

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub, predict, render, sizes
 from .errors import DoesNotFitError, UsageError, native_errors, one_line
-from .options import BATCH_MAX, whole
+from .options import BATCH_MAX, METHODS, whole
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class Request:
     Attributes:
         ctx_size: tokens of each sequence, prompt and answer together; 0 is the model's context.
         batch: sequences that decode together.
-        acceptance: share of drafted tokens that verification accepts; None for the measured values of
-            `predict.ACCEPTANCE`.
+        acceptance: probability that a drafted token is accepted; None for those of `predict.ACCEPTANCE`.
     """
 
     model: str | None
@@ -105,7 +104,14 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
         with native_errors():
             rates = _native.rates(
-                path, device=options.device, threads=options.threads, context=context, weights=held["weights"]
+                path,
+                device=options.device,
+                threads=options.threads,
+                context=context,
+                weights=held["weights"],
+                kv_target=options.kv_target,
+                draft_precision=held["draft_precision"],
+                drafts=predict.drafts(load.pages),
             )
         found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)
     return found
@@ -115,21 +121,37 @@ def predictions(
     rates: Mapping[str, Any], load: predict.Load, target: str, *, batch: int, acceptance: float | None
 ) -> dict[str, Any]:
     """Predictions from the machine's rates."""
-    machine = predict.Machine.of(rates, load.layers)
-    plain = predict.plain(machine, load, target, batch=batch)
-    speeds = [
-        predict.speed(
-            machine, load, method, target, batch=batch, acceptance=chance if acceptance is None else acceptance
-        )
-        for method, chance in predict.ACCEPTANCE.items()
-    ]
-    best = max(speeds, key=lambda speed: speed.tokens_per_s)
+    machine = predict.Machine.of(rates, load, target)
+    rounds = {
+        draft: predict.Rounds.of(machine, load, draft, target, batch=batch) for draft in predict.drafts(load.pages)
+    }
+    speeds = {draft: of.speed(draft.acceptance if acceptance is None else acceptance) for draft, of in rounds.items()}
+    copies = predict.Rounds.of(machine, load, None, target, batch=batch)
+    plain = copies.plain
+
+    def row(method: str, of: predict.Rounds, speed: predict.Speed | None) -> dict[str, Any]:
+        return {
+            "method": method,
+            "draft_pages": (of.draft and of.draft.pages) or METHODS[method].pages or "all",
+            "gamma": speed and speed.gamma,
+            "acceptance": speed and speed.acceptance,
+            "pays_from": None if method == "ar" else of.pays_from,
+            "decode_tokens_per_s": speed and speed.tokens_per_s,
+            "speedup": speed and speed.tokens_per_s / plain,
+            "round_ms": [1e3 * time for time in (of.seconds[:1] if method == "ar" else of.seconds)],
+        }
+
+    best, chosen = (
+        max(among, key=lambda draft: speeds[draft].tokens_per_s)
+        for among in (speeds, [draft for draft in speeds if draft.method in predict.CHOICES])
+    )
+    gamma = speeds[best].gamma
     prompt = predict.prompt(machine, load)
     prefill = load.context / sum(operation.seconds for operation in prompt) if prompt else None
     roofline = [
-        *predict.target_step(machine, load, target, rows=1, batch=batch, name="decode"),
-        *predict.draft_step(machine, load, best.method, target, batch=batch),
-        *predict.target_step(machine, load, target, rows=best.gamma + 1, batch=batch, name="verify"),
+        *predict.step(machine, load, predict.TARGET, target, rows=1, batch=batch, name="decode"),
+        *predict.step(machine, load, best, target, rows=1, batch=batch, name="draft"),
+        *predict.step(machine, load, predict.TARGET, target, rows=gamma + 1, batch=batch, name="verify"),
         *prompt,
     ]
     return {
@@ -137,22 +159,18 @@ def predictions(
         "bandwidth_gb_per_s": rates["read_gb_per_s"],
         "predicted": {
             "method": best.method,
-            "gamma": best.gamma,
-            "draft_pages": "all",
-            "acceptance": best.acceptance,
+            "gamma": gamma,
+            "draft_pages": best.pages or METHODS[best.method].pages or "all",
+            "acceptance": speeds[best].acceptance,
             "prefill_tokens_per_s": prefill,
-            "ar_tokens_per_s": plain.tokens_per_s,
-            "decode_tokens_per_s": best.tokens_per_s,
+            "ar_tokens_per_s": plain,
+            "decode_tokens_per_s": speeds[best].tokens_per_s,
         },
         "methods": [
-            {
-                "method": speed.method,
-                "gamma": speed.gamma,
-                "acceptance": speed.acceptance,
-                "decode_tokens_per_s": speed.tokens_per_s,
-                "speedup": speed.tokens_per_s / plain.tokens_per_s,
-            }
-            for speed in (plain, *speeds)
+            row("ar", copies, predict.Speed(0, None, plain)),
+            row("auto", rounds[chosen], speeds[chosen]),
+            *(row(draft.method, rounds[draft], speed) for draft, speed in speeds.items()),
+            row("ngram", copies, None if acceptance is None else copies.speed(acceptance)),
         ],
         "roofline": [operation.to_json() for operation in roofline],
     }
@@ -212,11 +230,14 @@ def _weights(kept: str) -> str:
 
 def _methods(found: Mapping[str, Any]) -> list[str]:
     head = f"after {found['context']:,} tokens"
-    table = [f"{head:<24} {'tokens/s':>9} {'speed-up':>9} {'gamma':>6} {'if accepted':>12}"]
+    table = [f"{head:<24} {'tokens/s':>9} {'speed-up':>9} {'gamma':>6} {'if accepted':>12} {'pays from':>10}"]
     for row in found["methods"]:
+        name = row["method"] + ("" if row["draft_pages"] == "all" else f", {row['draft_pages']} pages")
+        speedup = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+        gamma = "-" if row["gamma"] is None else row["gamma"]
         table.append(
-            f"{row['method']:<24} {render.number(row['decode_tokens_per_s']):>9} {row['speedup']:>8.2f}x "
-            f"{row['gamma']:>6} {render.percent(row['acceptance']):>12}"
+            f"{name:<24} {render.number(row['decode_tokens_per_s']):>9} {speedup:>9} {gamma:>6} "
+            f"{render.percent(row['acceptance']):>12} {render.percent(row['pays_from']):>10}"
         )
     return table
 

@@ -1,45 +1,56 @@
-"""Predicts decoding speed: a sum of operations over a machine's memory bandwidth and compute rate.
+"""Predicts decoding speed from the seconds of passes on a machine.
 
-An operation (all matrices of a pass, or its attention) takes its bytes times the seconds per byte at that number of rows.
-On a CPU those are measured at the model's widths (`_native.rates`). On a GPU they are the measured bandwidth over the
-shares of `GPU`. docs/design/plan.md derives the formulas. All functions are pure.
+On a CPU, passes of a model of the same shape are timed (`_native.rates`). On a GPU, a pass takes the bytes it reads over the
+measured bandwidth times the shares of `GPU`. docs/design/plan.md derives the formulas. All functions are pure.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .options import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Share of drafted tokens that verification accepts, by method; docs/design/plan.md names the model and text.
-ACCEPTANCE = {"quantspec": 0.85, "kv4": 0.98, "w4": 0.85}
+# Probability that a drafted token is accepted after accepted ones, by method; docs/design/plan.md has the sources.
+ACCEPTANCE = {"quantspec": 0.92, "kv4": 0.99, "w4": 0.92, "qspec": 0.87, "window": 0.91, "snapkv": 0.87}
+# The same of a draft that reads selected pages.
+ACCEPTANCE_OF_PAGES = 0.87
+
+# Methods that `auto` chooses among, those of them that may read selected pages, and the numbers of pages (`PAGES_AUTO` in
+# quantspec-py).
+CHOICES, OF_PAGES, PAGES = ("quantspec", "kv4", "w4"), ("quantspec", "kv4"), (16, 64, 256)
 
 # Largest γ considered: that of the automatic policy.
 GAMMA_MOST = 12
 
-# Overhead of Python and the engine's loop per round, in seconds: `loop_us` of benchmarks/results.
-ROUND_S = 60e-6
+# Time of Python and the engine's loop in a round: seconds while a cache holds their code, the share of the passes' time by
+# which that grows because they replace it there, and the most. Fitted to `loop_us` of benchmarks/results.
+LOOP = (6e-6, 0.01, 60e-6)
 
 # Shares of the read bandwidth that GPU kernels reach, by rows of a step, and further seconds per layer. Measured on one H200;
 # see docs/design/plan.md.
 GPU: dict[str, Any] = {
     "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
     "draft_weights": ((1, 0.79),),
+    "coarse_weights": ((1, 0.74),),
     "fp16": ((1, 1.0),),
     "int8": ((1, 1.0),),
     "int4": ((1, 0.92),),
-    "draft_int4": ((1, 0.92),),
     "layer_s": 8e-6,
 }
 
 # Floating-point operations per second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
 # an H200. Other GPUs are not measured.
 GPU_PROMPT = {"9.0": 590e12}
+
+# What a pass belongs to: the target, or a draft.
+TARGET = "target"
+
 
 # Tokens of a page.
 PAGE_TOKENS = 128
@@ -61,60 +72,38 @@ def _layer(info: Mapping[str, Any]) -> int:
     return weights
 
 
+class Draft(NamedTuple):
+    """A method that drafts with the model itself, and the number of pages in place of its own choice."""
+
+    method: str
+    pages: int | None = None
+
+    @property
+    def acceptance(self) -> float:
+        """Assumed probability that a drafted token is accepted."""
+        return ACCEPTANCE[self.method] if self.pages is None else min(ACCEPTANCE_OF_PAGES, ACCEPTANCE[self.method])
+
+
+def drafts(visible: float) -> list[Draft]:
+    """Every draft that is predicted if this many pages are visible. As for `auto`, a choice has at most half of them."""
+    pages = [Draft(method, pages) for method in OF_PAGES for pages in PAGES if 2 * pages <= visible]
+    return [*map(Draft, ACCEPTANCE), *pages]
+
+
 @dataclass(frozen=True)
 class Curve:
-    """Seconds per byte by rows of a step: linear between the points, extrapolated from the last two."""
+    """Seconds by rows of a step: linear between the points, extrapolated from the last two."""
 
     points: Sequence[tuple[int, float]]
 
     def at(self, rows: int) -> float:
-        """Seconds per byte at this number of rows."""
+        """Seconds at this number of rows."""
         points = list(self.points)
         if len(points) == 1 or rows <= points[0][0]:
             return points[0][1]
         pairs = list(pairwise(points))
         (left, low), (right, high) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
         return max(low + (high - low) * (rows - left) / (right - left), 0.0)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Cost of operations.
-
-    Attributes:
-        read: bytes read per second.
-        curves: by data read: "weights", "draft_weights", a view of the cache, "draft_int4".
-        pass_s: further seconds per pass.
-        prompt_matrix: floating-point operations per second of a prompt's matrices; None if unknown.
-        prompt_attention: the same for its attention.
-    """
-
-    read: float
-    curves: Mapping[str, Curve]
-    pass_s: float
-    prompt_matrix: float | None
-    prompt_attention: float | None
-
-    @classmethod
-    def of(cls, rates: Mapping[str, Any], layers: int) -> Machine:
-        """The machine that `_native.rates` describes."""
-        read = rates["read_gb_per_s"] * 1e9
-        if "weights" in rates:
-            rows = {"weights": rates["rows"], "draft_weights": rates["rows"]}
-            curves = {
-                name: Curve(tuple(zip(rows.get(name, rates["window"]), rates[name], strict=True)))
-                for name in ("weights", "draft_weights", "fp16", "int8", "int4", "draft_int4")
-            }
-            # Four matrices and one attention per layer, and the head.
-            pass_s = rates["dispatch_s"] * (5 * layers + 1)
-            return cls(read, curves, pass_s, rates["prompt_matrix"], rates["prompt_attention"])
-        curves = {
-            name: Curve(tuple((rows, 1 / (read * share)) for rows, share in shares))
-            for name, shares in GPU.items()
-            if name != "layer_s"
-        }
-        prompt = GPU_PROMPT.get(rates["compute_capability"])
-        return cls(read, curves, GPU["layer_s"] * layers, prompt, prompt)
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,9 @@ class Load:
         layers: of the model.
         weights: bytes of the target's matrices.
         draft_weights: bytes of the draft's.
-        views: bytes of the visible cache, recent tokens included, by view.
+        pages: visible ones.
+        page_bytes: of one page in all layers, by view.
+        recent_bytes: of the recent tokens.
         matrix_flops: floating-point operations of the matrices for one row.
         attention_flops: the same for attention.
         layer_share: part of `matrix_flops` without the head, whose logits only a prompt's last row needs.
@@ -135,7 +126,9 @@ class Load:
     layers: int
     weights: float
     draft_weights: float
-    views: Mapping[str, float]
+    pages: float
+    page_bytes: Mapping[str, float]
+    recent_bytes: float
     matrix_flops: float
     attention_flops: float
     layer_share: float
@@ -144,7 +137,6 @@ class Load:
     @classmethod
     def of(cls, info: Mapping[str, Any], seen: Mapping[str, Any], draft_weights: int, context: int) -> Load:
         """From `_native.model_info` and `_native.traffic` at the context's last position."""
-        recent = seen["buffer_tokens"] * seen["token_bytes"]
         page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
         matrix, attention = row_flops(info, max(context, 1))
@@ -152,12 +144,85 @@ class Load:
             layers=info["layers"],
             weights=seen["weights_bytes"],
             draft_weights=draft_weights,
-            views={view: seen["pages"] * size + recent for view, size in page.items()},
+            pages=seen["pages"],
+            page_bytes=page,
+            recent_bytes=seen["buffer_tokens"] * seen["token_bytes"],
             matrix_flops=matrix,
             attention_flops=attention,
             layer_share=2.0 * info["layers"] * _layer(info) / matrix,
             context=context,
         )
+
+    def cache(self, view: str, pages: int | None = None) -> float:
+        """Bytes of the visible cache in a view, of at most this many pages."""
+        return self.page_bytes[view] * (self.pages if pages is None else min(pages, self.pages)) + self.recent_bytes
+
+    def reads(self, of: Draft | str, target: str) -> tuple[str, float, str, float]:
+        """What a pass reads: weights and their bytes, a view and its bytes. `target` is the target's view."""
+        if isinstance(of, str):
+            return "weights", self.weights, target, self.cache(target)
+        method = METHODS[of.method]
+        view = target if method.draft_view == "target" else str(method.draft_view)
+        pages = of.pages or method.pages
+        if not method.draft_weights:
+            return "weights", self.weights, view, self.cache(view, pages)
+        weights = "coarse_weights" if of.method == "qspec" else "draft_weights"
+        return weights, self.draft_weights, view, self.cache(view, pages)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a model's passes, of the target and of each draft.
+
+    Attributes:
+        read: bytes read per second.
+        matrices: of a pass, by rows of all sequences.
+        attention: of one sequence, by its rows.
+        first_s: of a draft's first step, in addition.
+        pass_s: further seconds per pass.
+        token_s: seconds to choose a token.
+        prompt_matrix: floating-point operations per second of a prompt's matrices; None if unknown.
+        prompt_attention: the same for its attention.
+    """
+
+    read: float
+    matrices: Mapping[Draft | str, Curve]
+    attention: Mapping[Draft | str, Curve]
+    first_s: Mapping[Draft, float]
+    pass_s: float
+    token_s: float
+    prompt_matrix: float | None
+    prompt_attention: float | None
+
+    @classmethod
+    def of(cls, rates: Mapping[str, Any], load: Load, target: str) -> Machine:
+        """The machine that `_native.rates` describes; on a CPU for the drafts of `drafts(load.pages)`."""
+        read, asked = rates["read_gb_per_s"] * 1e9, drafts(load.pages)
+        if "target" not in rates:
+            return cls._gpu(read, rates["compute_capability"], load, target)
+        matrices: dict[Draft | str, Curve] = {}
+        attention: dict[Draft | str, Curve] = {}
+        seconds = zip(*rates["target"], strict=True)
+        matrices[TARGET], attention[TARGET] = (Curve(tuple(zip(rates["rows"], of, strict=True))) for of in seconds)
+        first_s = {}
+        for draft, (first, later), many in zip(asked, rates["drafts"], rates["many_s"], strict=True):
+            matrices[draft] = Curve(((1, later[0]), (rates["rows"][-1], many)))
+            attention[draft] = Curve(((1, later[1]),))
+            first_s[draft] = max(sum(first) - sum(later), 0.0)
+        prompt = rates["prompt_matrix"], rates["prompt_attention"]
+        return cls(read, matrices, attention, first_s, 0.0, rates["token_s"], *prompt)
+
+    @classmethod
+    def _gpu(cls, read: float, capability: str, load: Load, target: str) -> Machine:
+        matrices: dict[Draft | str, Curve] = {}
+        attention: dict[Draft | str, Curve] = {}
+        passes: list[Draft | str] = [TARGET, *drafts(load.pages)]
+        for of in passes:
+            weights, weights_bytes, view, view_bytes = load.reads(of, target)
+            for curves, name, size in ((matrices, weights, weights_bytes), (attention, view, view_bytes)):
+                curves[of] = Curve(tuple((rows, size / (read * share)) for rows, share in GPU[name]))
+        prompt = GPU_PROMPT.get(capability)
+        return cls(read, matrices, attention, defaultdict(float), GPU["layer_s"] * load.layers, 0.0, prompt, prompt)
 
 
 @dataclass(frozen=True)
@@ -190,53 +255,35 @@ class Operation:
         }
 
 
-def target_step(machine: Machine, load: Load, view: str, *, rows: int, batch: int, name: str) -> list[Operation]:
-    """One pass of the target over `rows` tokens of each of `batch` sequences."""
-    return _step(machine, load, (name, "weights", load.weights), (view, load.views[view]), rows=rows, batch=batch)
-
-
-def draft_step(machine: Machine, load: Load, method: str, target: str, *, batch: int) -> list[Operation]:
-    """One draft step of a self-drafting method: one row of each sequence."""
-    drafts = METHODS[method]
-    own = ("draft_weights", load.draft_weights) if drafts.draft_weights else ("weights", load.weights)
-    view = target if drafts.draft_view in {"target", None} else str(drafts.draft_view)
-    # Rows that read draft weights also round their queries.
-    curve = "draft_int4" if view == "int4" and drafts.draft_weights else view
-    return _step(machine, load, ("draft", *own), (curve, load.views[view]), rows=1, batch=batch)
-
-
-def _step(
-    machine: Machine,
-    load: Load,
-    matrices: tuple[str, str, float],
-    cache: tuple[str, float],
-    *,
-    rows: int,
-    batch: int,
+def step(
+    machine: Machine, load: Load, of: Draft | str, target: str, *, rows: int, batch: int, name: str
 ) -> list[Operation]:
-    name, weights, weights_bytes = matrices
-    view, view_bytes = cache
+    """A pass of the target (whose view is `target`), or a later step of a draft, over `rows` tokens of each of `batch`
+    sequences."""
+    _, weights_bytes, view, view_bytes = load.reads(of, target)
+    seen = view_bytes / load.cache(view) if load.cache(view) else 1.0
     return [
         Operation(
             f"{name} matrices",
             load.matrix_flops * rows * batch,
             weights_bytes,
-            weights_bytes * machine.curves[weights].at(rows * batch),
+            machine.matrices[of].at(rows * batch),
             machine.read,
         ),
         Operation(
             f"{name} attention",
-            load.attention_flops * rows * batch,
+            load.attention_flops * seen * rows * batch,
             view_bytes * batch,
-            view_bytes * batch * machine.curves[view].at(rows),
+            machine.attention[of].at(rows) * batch,
             machine.read,
         ),
     ]
 
 
-def seconds(machine: Machine, operations: Sequence[Operation]) -> float:
-    """Of a pass."""
-    return sum(operation.seconds for operation in operations) + machine.pass_s
+def seconds(machine: Machine, load: Load, of: Draft | str, target: str, *, rows: int, batch: int) -> float:
+    """Of a pass and the choice of its tokens."""
+    operations = step(machine, load, of, target, rows=rows, batch=batch, name="")
+    return sum(one.seconds for one in operations) + machine.pass_s + machine.token_s * rows * batch
 
 
 def prompt(machine: Machine, load: Load) -> list[Operation]:
@@ -250,7 +297,7 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
     return [
         Operation("prompt matrices", matrix, load.weights, matrix / machine.prompt_matrix, machine.read),
         Operation(
-            "prompt attention", attention, load.views["fp16"], attention / machine.prompt_attention, machine.read
+            "prompt attention", attention, load.cache("fp16"), attention / machine.prompt_attention, machine.read
         ),
     ]
 
@@ -262,27 +309,59 @@ def accepted_length(acceptance: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """A method's prediction; `gamma` is the best one, 0 if drafting does not pay."""
+    """A prediction at the best γ, 0 if drafting does not pay."""
 
-    method: str
     gamma: int
     acceptance: float | None
     tokens_per_s: float
 
 
-def speed(machine: Machine, load: Load, method: str, target: str, *, batch: int, acceptance: float) -> Speed:
-    """Tokens per second of all sequences together, at the best γ."""
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of the rounds of all sequences, by γ; index 0 is plain decoding.
 
-    def rate(gamma: int) -> float:
-        verify = seconds(machine, target_step(machine, load, target, rows=gamma + 1, batch=batch, name="verify"))
-        draft = seconds(machine, draft_step(machine, load, method, target, batch=batch)) if gamma else 0.0
-        return batch * accepted_length(acceptance, gamma) / (gamma * draft + verify + ROUND_S)
+    Attributes:
+        draft: how tokens are drafted; None for copies of earlier text, which cost nothing.
+        batch: sequences.
+        seconds: of a round.
+    """
 
-    best = max(range(GAMMA_MOST + 1), key=rate)
-    return Speed(method, best, acceptance, rate(best))
+    draft: Draft | None
+    batch: int
+    seconds: Sequence[float]
 
+    @classmethod
+    def of(cls, machine: Machine, load: Load, draft: Draft | None, target: str, *, batch: int) -> Rounds:
+        """Rounds of a draft. `target` is the target's view."""
+        warm, grows, most = LOOP
+        later = seconds(machine, load, draft, target, rows=1, batch=batch) if draft else 0.0
+        first_s = machine.first_s[draft] if draft else 0.0
 
-def plain(machine: Machine, load: Load, target: str, *, batch: int) -> Speed:
-    """Plain decoding."""
-    step = seconds(machine, target_step(machine, load, target, rows=1, batch=batch, name="decode"))
-    return Speed("ar", 0, None, batch / (step + ROUND_S))
+        def of_gamma(gamma: int) -> float:
+            verify = seconds(machine, load, TARGET, target, rows=gamma + 1, batch=batch)
+            passes = verify + (gamma * later + first_s if gamma else 0.0)
+            return passes + min(warm + grows * passes, most)
+
+        return cls(draft, batch, [of_gamma(gamma) for gamma in range(GAMMA_MOST + 1)])
+
+    def speed(self, acceptance: float) -> Speed:
+        """Tokens per second of all sequences together, at the best γ."""
+        rates = [self.batch * accepted_length(acceptance, gamma) / time for gamma, time in enumerate(self.seconds)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        return Speed(best, acceptance, rates[best])
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second of plain decoding."""
+        return self.batch / self.seconds[0]
+
+    @property
+    def pays_from(self) -> float | None:
+        """Least acceptance, in thousandths, at which drafting is as fast as plain decoding; None if it never is."""
+        shares = (thousandth / 1000 for thousandth in range(1001))
+        return next((share for share in shares if self._gains(share)), None)
+
+    def _gains(self, acceptance: float) -> bool:
+        """True if rounds of some γ > 0 are as fast as plain decoding."""
+        drafted = list(enumerate(self.seconds))[1:]
+        return any(accepted_length(acceptance, gamma) * self.seconds[0] >= time for gamma, time in drafted)

@@ -226,17 +226,17 @@ impl Layout {
         for token in 0..G {
             for channel in 0..head_dim {
                 let at = token * head_dim + channel;
-                let place = self.key_nibble(head_dim, token, channel);
-                place.write_upper(&mut blocks.upper[offsets.key_plane..], page.key_upper[at]);
-                place.write_lower(&mut blocks.lower, page.key_lower[at]);
-                let place = self.value_nibble(head_dim, token, channel);
-                place.write_upper(&mut blocks.upper[offsets.value_plane..], page.value_upper[at]);
-                place.write_lower(&mut blocks.lower[offsets.lower_value_plane..], page.value_lower[at]);
+                let found = self.key_nibble(head_dim, token, channel);
+                found.write_upper(&mut blocks.upper[offsets.key_plane..], page.key_upper[at]);
+                found.write_lower(&mut blocks.lower, page.key_lower[at]);
+                let found = self.value_nibble(head_dim, token, channel);
+                found.write_upper(&mut blocks.upper[offsets.value_plane..], page.value_upper[at]);
+                found.write_lower(&mut blocks.lower[offsets.lower_value_plane..], page.value_lower[at]);
             }
         }
         for (channel, &params) in page.key_params.iter().enumerate() {
-            let place = self.key_params_index(head_dim, channel);
-            write_params(&mut blocks.upper[offsets.key_params..], place, params);
+            let found = self.key_params_index(head_dim, channel);
+            write_params(&mut blocks.upper[offsets.key_params..], found, params);
         }
         for (token, &params) in page.value_params.iter().enumerate() {
             write_params(&mut blocks.upper[offsets.value_params..], self.value_params_index(token), params);

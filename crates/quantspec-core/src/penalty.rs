@@ -87,7 +87,7 @@ pub struct History {
     /// Distinct tokens, and how often each is in the answer.
     counts: Vec<(u32, u32)>,
     /// Where a token is in `counts`.
-    places: HashMap<u32, usize>,
+    indices: HashMap<u32, usize>,
     /// End of the last n-gram whose first n − 1 tokens have this hash. `older[end]` is the previous such end; `usize::MAX` is
     /// none.
     newest: HashMap<u64, usize>,
@@ -103,7 +103,7 @@ impl History {
             prompt: prompt.len(),
             answer,
             counts: Vec::new(),
-            places: HashMap::new(),
+            indices: HashMap::new(),
             newest: HashMap::new(),
             older: Vec::new(),
         };
@@ -115,11 +115,11 @@ impl History {
     pub fn extend(&mut self, tokens: &[u32]) {
         let n = self.penalties.no_repeat_ngram;
         for &token in tokens {
-            let place = *self.places.entry(token).or_insert(self.counts.len());
-            if place == self.counts.len() {
+            let index = *self.indices.entry(token).or_insert(self.counts.len());
+            if index == self.counts.len() {
                 self.counts.push((token, 0));
             }
-            self.counts[place].1 += u32::from(self.text.len() >= self.prompt);
+            self.counts[index].1 += u32::from(self.text.len() >= self.prompt);
             self.text.push(token);
             if n > 0 {
                 let end = self.text.len() - 1;
@@ -191,7 +191,7 @@ pub fn apply(logits: &mut [f32], history: &History, drafted: &[u32]) {
         .iter()
         .filter_map(|&token| {
             let count = drafted.iter().filter(|&&other| other == token).count() as u32;
-            let before = history.places.get(&token).map_or(0, |&place| history.counts[place].1);
+            let before = history.indices.get(&token).map_or(0, |&index| history.counts[index].1);
             Some((token as usize, *logits.get(token as usize)?, before + count))
         })
         .collect();

@@ -270,6 +270,10 @@ const W8_TOP: u8 = 255;
 /// work.
 pub const SHRINK: [f32; 3] = [0.0, 1.0 / 32.0, 1.0 / 16.0];
 
+/// As [`SHRINK`], of the target's weights. In groups of 32 a range that is slightly too wide often fits best; these reduce the
+/// squared error by 2.5 % at twice the work. An exhaustive search reduces it by 3.4 %.
+pub const TARGET_SHRINK: [f32; 5] = [-1.0 / 64.0, 0.0, 1.0 / 64.0, 1.0 / 32.0, 3.0 / 64.0];
+
 /// Least-squares refinements of scale and zero, starting from the best range.
 pub const FITS: usize = 2;
 
@@ -297,27 +301,47 @@ fn trial_code(value: f32, zero: f32, inverse: f32) -> f32 {
     nearest(((value - zero) * inverse).clamp(0.0, f32::from(W4_TOP)))
 }
 
-/// Σ (w − (code·scale + zero))² of a group.
-pub(crate) fn squared_error(w: &[f32], params: Params) -> f32 {
+/// A group of weights, and the factors of their squared errors: as many, or none if all are 1.
+#[derive(Clone, Copy)]
+pub(crate) struct Group<'a> {
+    pub(crate) w: &'a [f32],
+    pub(crate) importance: &'a [f32],
+}
+
+impl<'a> Group<'a> {
+    /// Weights of equal importance.
+    pub(crate) fn plain(w: &'a [f32]) -> Group<'a> {
+        Group { w, importance: &[] }
+    }
+
+    /// Σ importance · term(weight).
+    fn sum(self, term: impl Fn(f32) -> f32) -> f32 {
+        let importance = |at: usize| self.importance.get(at).copied().unwrap_or(1.0);
+        sum(self.w.iter().enumerate().map(|(at, &w)| importance(at) * term(w)))
+    }
+}
+
+/// Σ importance · (w − (code·scale + zero))² of a group.
+pub(crate) fn squared_error(group: Group, params: Params) -> f32 {
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     let inverse = 1.0 / scale;
-    sum(w.iter().map(|&value| {
+    group.sum(|value| {
         let error = value - (trial_code(value, zero, inverse) * scale + zero);
         error * error
-    }))
+    })
 }
 
 /// Scale and zero by linear regression of w − zero on the codes that `params` give. None if all codes are equal.
-fn fit(w: &[f32], params: Params) -> Option<Params> {
+fn fit(group: Group, params: Params) -> Option<Params> {
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     let inverse = 1.0 / scale;
-    let pair = |&value: &f32| (trial_code(value, zero, inverse), value - zero);
-    // Sums of codes are integers below 2²⁴, exact in any order.
-    let count = w.len() as f32;
-    let codes = sum(w.iter().map(|w| pair(w).0));
-    let squares = sum(w.iter().map(|w| pair(w).0 * pair(w).0));
-    let values = sum(w.iter().map(|w| pair(w).1));
-    let products = sum(w.iter().map(|w| pair(w).0 * pair(w).1));
+    let code = |w: f32| trial_code(w, zero, inverse);
+    // Without importance, sums of codes are integers below 2²⁴, exact in any order.
+    let count = group.sum(|_| 1.0);
+    let codes = group.sum(code);
+    let squares = group.sum(|w| code(w) * code(w));
+    let values = group.sum(|w| w - zero);
+    let products = group.sum(|w| code(w) * (w - zero));
     let spread = count * squares - codes * codes;
     let scale = (count * products - codes * values) / spread;
     let zero = zero + (values - scale * codes) / count;
@@ -325,25 +349,26 @@ fn fit(w: &[f32], params: Params) -> Option<Params> {
 }
 
 /// The parameters with the smaller squared error; ties keep `best`. Parameters that f16 cannot hold have error NaN and lose.
-pub(crate) fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Params) {
-    let error = squared_error(w, params);
+pub(crate) fn better(group: Group, best: (f32, Params), params: Params) -> (f32, Params) {
+    let error = squared_error(group, params);
     if error < best.0 { (error, params) } else { best }
 }
 
-/// The range of [`SHRINK`] whose 4-bit codes have the least squared error, refined by up to [`FITS`] fits.
-pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
+/// The range whose 4-bit codes have the least squared error, of `whole` and those whose ends are moved by `shrink`, refined by
+/// up to [`FITS`] fits.
+pub(crate) fn search(group: Group, low: f32, high: f32, whole: Params, shrink: &[f32]) -> Params {
     let range = high - low;
-    let mut best = (squared_error(w, whole), whole);
-    for below in SHRINK {
-        for above in SHRINK {
+    let mut best = (squared_error(group, whole), whole);
+    for below in shrink {
+        for above in shrink {
             let zero = low + below * range;
             let scale = ((high - above * range) - zero) / f32::from(W4_TOP);
-            best = better(w, best, Params::rounded(scale, zero));
+            best = better(group, best, Params::rounded(scale, zero));
         }
     }
     for _ in 0..FITS {
-        if let Some(params) = fit(w, best.1) {
-            best = better(w, best, params);
+        if let Some(params) = fit(group, best.1) {
+            best = better(group, best, params);
         }
     }
     best.1
@@ -361,7 +386,7 @@ fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params
         return Params::constant(low);
     }
     let whole = Params::new((high - low) / f32::from(top), low)?;
-    let params = if top == W4_TOP { search(w, low, high, whole) } else { whole };
+    let params = if top == W4_TOP { search(Group::plain(w), low, high, whole, &SHRINK) } else { whole };
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     for (&value, code) in w.iter().zip(codes) {
         *code = nearest(((value - zero) / scale).clamp(0.0, f32::from(top))) as u8;

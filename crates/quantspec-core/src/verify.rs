@@ -250,8 +250,8 @@ mod tests {
             let first = round * 10;
             let drafted: Vec<u32> = (0..q.len()).map(|i| judge.propose(2, i, first + i, &q[i], sampler)).collect();
             let verdict = judge.judge(2, &drafted, DraftDistribution::Kept, &rows, sampler, first).unwrap();
-            for (place, &token) in drafted[..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
-                counts[place][token as usize] += 1.0;
+            for (offset, &token) in drafted[..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
+                counts[offset][token as usize] += 1.0;
             }
         }
         counts
@@ -280,16 +280,16 @@ mod tests {
             for accept in [Accept::Rejection, Accept::Replay] {
                 let sampler = sampler(t, k, top_p, min_p, accept);
                 let counts = emitted(&q, &p, &sampler, 30_000);
-                let reached = |place: usize| counts[place].iter().sum::<f64>();
+                let reached = |offset: usize| counts[offset].iter().sum::<f64>();
                 // Only a hard cut prevents every agreement here.
                 assert!(reached(0) == 30_000.0 && (reached(1) > 5_000.0 || k > 0 || top_p < 1.0));
-                for (place, counts) in counts.iter().enumerate().filter(|(place, _)| reached(*place) > 300.0) {
+                for (offset, counts) in counts.iter().enumerate().filter(|(offset, _)| reached(*offset) > 300.0) {
                     // Under replay a later position is reached by agreement, which selects its noise; it is compared with
                     // plain decoding below.
-                    if accept == Accept::Rejection || place == 0 {
-                        let want = warp(&p[place], &sampler);
+                    if accept == Accept::Rejection || offset == 0 {
+                        let want = warp(&p[offset], &sampler);
                         let misfit = misfit(counts, &want);
-                        assert!(misfit < 1.0, "{sampler:?} place {place}: {misfit} {counts:?} {want:?}");
+                        assert!(misfit < 1.0, "{sampler:?} offset {offset}: {misfit} {counts:?} {want:?}");
                     }
                 }
             }
@@ -309,8 +309,8 @@ mod tests {
                 for round in 0..30_000 {
                     let q = DraftDistribution::OneHot;
                     let verdict = judge.judge(1, &[drafted], q, &rows, &sampler, 10 * round).unwrap();
-                    for (place, &token) in [drafted][..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
-                        counts[place][token as usize] += 1.0;
+                    for (offset, &token) in [drafted][..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
+                        counts[offset][token as usize] += 1.0;
                     }
                     accepted += verdict.accepted;
                 }

@@ -28,9 +28,9 @@ use std::time::Instant;
 /// Bytes of operands a bench cycles through, more than the caches of current server CPUs' core complexes.
 pub const SPREAD: usize = 512 << 20;
 
-/// Number of layers of `bytes` that make up `spread`; at least two.
-fn layers(spread: usize, bytes: usize) -> usize {
-    spread.div_ceil(bytes).max(2)
+/// Number of layers of `bytes` that make up [`SPREAD`]; at least two.
+fn layers(bytes: usize) -> usize {
+    SPREAD.div_ceil(bytes).max(2)
 }
 
 /// A fixed sequence of nearly normal numbers (sums of four bytes of xorshift64).
@@ -58,7 +58,6 @@ impl Noise {
 pub struct Machine {
     simd: Simd,
     threads: usize,
-    spread: usize,
 }
 
 impl Machine {
@@ -66,13 +65,6 @@ impl Machine {
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Machine {
         Machine { threads: threads.max(1), ..self }
-    }
-
-    /// The same path with at most this many bytes of operands instead of [`SPREAD`]. A small model's weights fit in a cache,
-    /// and so do these.
-    #[must_use]
-    pub fn with_spread(self, bytes: usize) -> Machine {
-        Machine { spread: bytes.min(SPREAD), ..self }
     }
 }
 
@@ -84,7 +76,7 @@ pub fn machine() -> Result<Machine> {
     let asked = std::env::var("QUANTSPEC_THREADS").ok().and_then(|threads| threads.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.filter(|threads| *threads > 0).unwrap_or_else(cores);
-    Ok(Machine { simd: choose()?.simd, threads, spread: SPREAD })
+    Ok(Machine { simd: choose()?.simd, threads })
 }
 
 /// Memory bandwidth: a plain read of [`SPREAD`] bytes, whole or in parts.
@@ -109,7 +101,7 @@ impl Read {
     ///
     /// # Errors
     /// As [`Read::new`].
-    pub fn in_parts(Machine { simd, threads, .. }: Machine, parts: usize) -> Result<Read> {
+    pub fn in_parts(Machine { simd, threads }: Machine, parts: usize) -> Result<Read> {
         let mut data = Array::zeros(SPREAD / 4)?;
         // Written once: unwritten pages may all map to one zero page.
         data.fill(1);
@@ -169,8 +161,6 @@ pub enum Stored {
     Both,
     /// Their upper plane, as the draft reads it.
     Upper,
-    /// Weights of 4 bits, as the target reads them.
-    UpperTarget,
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
@@ -195,13 +185,7 @@ impl Gemm {
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
-    pub fn new(
-        Machine { simd, threads, spread }: Machine,
-        stored: Stored,
-        n: usize,
-        k: usize,
-        rows: usize,
-    ) -> Result<Gemm> {
+    pub fn new(Machine { simd, threads }: Machine, stored: Stored, n: usize, k: usize, rows: usize) -> Result<Gemm> {
         let mut noise = Noise(11);
         let (panels, stride) = (n / PANEL, row_stride(k));
         let weights: Vec<f32> = (0..PANEL * k).map(|_| noise.next() / (k as f32).sqrt()).collect();
@@ -210,7 +194,7 @@ impl Gemm {
             let mut panel = vec![0; Matrix::panel_len(k)];
             let raw: Vec<u8> = weights.iter().flat_map(|w| bits(*w).to_le_bytes()).collect();
             linear::repack16(&raw, k, dtype == Dtype::Bf16, special, &mut panel);
-            for _ in 0..layers(spread, Matrix::bytes_of(panels, k, dtype)) {
+            for _ in 0..layers(Matrix::bytes_of(panels, k, dtype)) {
                 let mut matrix = Matrix::zeros(panels, k, dtype)?;
                 if let Store::Bf16(data) | Store::F16(data) = &mut matrix.store {
                     data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
@@ -222,7 +206,7 @@ impl Gemm {
         let mut codes = |bits: w4::Bits| -> Result<()> {
             let mut panel = vec![0; w4::Tiles::panel_bytes(k, bits)];
             w4::encode(simd, bits, &weights, k, &mut panel)?;
-            for _ in 0..layers(spread, panels * panel.len()) {
+            for _ in 0..layers(panels * panel.len()) {
                 let mut tiles = w4::Tiles::zeros(panels, k, bits)?;
                 tiles.data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
                 draft.push(tiles);
@@ -231,12 +215,12 @@ impl Gemm {
         };
         let read = if stored == Stored::Upper { hierarchy::Read::Upper } else { hierarchy::Read::Target };
         match stored {
-            Stored::Both | Stored::Upper | Stored::UpperTarget => {
+            Stored::Both | Stored::Upper => {
                 let both_from = if stored == Stored::Both { 0 } else { panels };
                 let (upper, lower) = hierarchy::Planes::panel_bytes(k);
                 let (mut high, mut low) = (vec![0; upper], vec![0; if both_from == 0 { lower } else { 0 }]);
-                hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
-                for _ in 0..layers(spread, hierarchy::Planes::bytes_of(panels, k, both_from)) {
+                hierarchy::encode(simd, &weights, &[], k, &mut high, &mut low)?;
+                for _ in 0..layers(hierarchy::Planes::bytes_of(panels, k, both_from)) {
                     let mut planes = hierarchy::Planes::zeros(panels, k, both_from)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
                     planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
@@ -256,11 +240,6 @@ impl Gemm {
         limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
         Ok(Gemm { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
-    }
-
-    /// Uses this many rows from now on, at most the number allocated.
-    pub fn take(&mut self, rows: usize) {
-        self.rows = rows.min(self.x.len() / self.stride);
     }
 
     /// Bytes of weights that a call reads.
@@ -462,7 +441,7 @@ impl Append {
     /// If memory is short.
     pub fn new(Machine { simd, .. }: Machine, rows: usize, kv_heads: usize) -> Result<Append> {
         let len = kv_heads * Shape::new(HEAD).full_len();
-        let layers = layers(SPREAD, 2 * len);
+        let layers = layers(2 * len);
         let mut ring = Array::zeros(layers * len)?;
         // Written once: the system clears a page on its first write.
         ring.fill(1);
@@ -593,7 +572,7 @@ impl PromptMatrix {
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
-    pub fn new(Machine { simd, threads, .. }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
+    pub fn new(Machine { simd, threads }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
         let panels = tokens / PANEL_TOKENS;
         Ok(PromptMatrix {
             simd,
@@ -642,7 +621,7 @@ impl PromptAttention {
     /// # Errors
     /// If memory is short or threads cannot start.
     pub fn new(
-        Machine { simd, threads, .. }: Machine,
+        Machine { simd, threads }: Machine,
         (heads, group, d): (usize, usize, usize),
         before: usize,
         rows: usize,
@@ -722,8 +701,6 @@ pub struct Attention {
     upper: Array<u8>,
     lower: Array<u8>,
     full: Array<u16>,
-    /// Rows that there are queries of.
-    rows: usize,
     layers: usize,
     layer: usize,
 }
@@ -733,7 +710,7 @@ impl Attention {
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
-    pub fn new(Machine { simd, threads, spread }: Machine, case: AttentionCase) -> Result<Attention> {
+    pub fn new(Machine { simd, threads }: Machine, case: AttentionCase) -> Result<Attention> {
         let shape = Shape::new(case.head_dim);
         let pages = case.kv_heads * case.context / G;
         let mut attention = Attention {
@@ -745,11 +722,10 @@ impl Attention {
             upper: Array::zeros(0)?,
             lower: Array::zeros(0)?,
             full: Array::zeros(0)?,
-            rows: case.rows,
             layers: 0,
             layer: 0,
         };
-        attention.layers = layers(spread, attention.bytes());
+        attention.layers = layers(attention.bytes());
         let pages = pages * attention.layers;
         let mut noise = Noise(7);
         let mut halves = || -> Vec<u16> { (0..G * shape.d).map(|_| crate::lanes::f16_bits(noise.next())).collect() };
@@ -778,11 +754,6 @@ impl Attention {
             }
         }
         Ok(attention)
-    }
-
-    /// Uses this many rows from now on, at most the number allocated.
-    pub fn take(&mut self, rows: usize) {
-        self.case.rows = rows.min(self.rows);
     }
 
     /// Bytes that a call reads.
@@ -914,9 +885,9 @@ impl BestPages {
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
-    pub fn new(Machine { simd, threads, .. }: Machine, context: usize, anew: bool) -> Result<BestPages> {
+    pub fn new(Machine { simd, threads }: Machine, context: usize, anew: bool) -> Result<BestPages> {
         let pages = context / G;
-        let layers = layers(SPREAD, BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
+        let layers = layers(BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
         let options = Options {
             prompt_capacity: G,
             planes: Planes { upper: true, lower: false, full: false },

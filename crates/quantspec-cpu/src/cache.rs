@@ -45,7 +45,7 @@ impl CacheSizes {
     }
 
     /// Index in the pool of a physical page of a head ([`Cache::head`]).
-    pub(crate) fn place(&self, head: usize, physical: usize) -> usize {
+    pub(crate) fn index(&self, head: usize, physical: usize) -> usize {
         head % self.heads() * self.pool + physical
     }
 
@@ -104,7 +104,7 @@ impl Cache {
     #[inline]
     pub(crate) fn of_head(&self, head: usize) -> HeadPages<'_> {
         let table = self.pages.table(head / self.sizes.heads());
-        HeadPages { cache: self, first: self.sizes.place(head, 0), table }
+        HeadPages { cache: self, first: self.sizes.index(head, 0), table }
     }
 
     /// Index of a KV head of a layer of a slot.
@@ -150,7 +150,7 @@ pub(crate) struct HeadPages<'a> {
 
 impl<'a> HeadPages<'a> {
     #[inline]
-    fn place(&self, page: usize) -> usize {
+    fn index(&self, page: usize) -> usize {
         self.first + self.table[page] as usize
     }
 
@@ -158,7 +158,7 @@ impl<'a> HeadPages<'a> {
     #[inline]
     pub(crate) fn upper(&self, page: usize) -> &'a [u8] {
         let bytes = self.cache.sizes.shape.upper_bytes();
-        &self.cache.upper[self.place(page) * bytes..][..bytes]
+        &self.cache.upper[self.index(page) * bytes..][..bytes]
     }
 
     /// The lower block of a page; empty if lower nibbles are not kept.
@@ -168,7 +168,7 @@ impl<'a> HeadPages<'a> {
             return &[];
         }
         let bytes = self.cache.sizes.shape.lower_bytes();
-        &self.cache.lower[self.place(page) * bytes..][..bytes]
+        &self.cache.lower[self.index(page) * bytes..][..bytes]
     }
 
     /// The f16 page of a view: of Full, and in an ablation of any.
@@ -180,6 +180,6 @@ impl<'a> HeadPages<'a> {
             View::Full => &self.cache.full,
         };
         let len = self.cache.sizes.shape.full_len();
-        &pages[self.place(page) * len..][..len]
+        &pages[self.index(page) * len..][..len]
     }
 }

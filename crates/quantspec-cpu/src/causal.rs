@@ -110,9 +110,9 @@ impl Causal<'_> {
         let share = self.share(simd, threads);
         let items = self.heads / share * self.panels;
         // Heads of a group are adjacent, so their keys stay in the cache.
-        let place = |item: usize| (item % self.panels, item / self.panels * share);
+        let panel_and_head = |item: usize| (item % self.panels, item / self.panels * share);
         let most = self.reach.map_or(usize::MAX, |reach| reach / KEYS + 1);
-        let cost = |item: usize| (self.first + place(item).0 + 1).min(most);
+        let cost = |item: usize| (self.first + panel_and_head(item).0 + 1).min(most);
         let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
         // Floats of a head in the output.
         let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
@@ -130,7 +130,7 @@ impl Causal<'_> {
                 // SAFETY: one element per thread.
                 let scratch = unsafe { &mut scratch.slice(thread, 1)[0] };
                 for item in share_by_cost(end - start, thread, threads, |i| cost(start + i)) {
-                    let (panel, head) = place(start + item);
+                    let (panel, head) = panel_and_head(start + item);
                     self.block(simd, panel, head, share, scratch);
                     for (i, from) in scratch.out.chunks_exact(padded(self.d) * PANEL_TOKENS).take(share).enumerate() {
                         // SAFETY: features of one head of one panel belong to one item.

@@ -20,7 +20,7 @@ use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::memory::Array;
 use crate::panel::{PANEL, groups};
 use crate::w4::{Group, halves};
-use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
+use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8, TARGET_SHRINK};
 use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO, grid_of};
 use quantspec_core::{Error, Result};
 
@@ -209,17 +209,26 @@ fn param(tile: &[u8], i: usize) -> f32 {
 }
 
 /// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `lower` is empty without a lower
-/// plane. The result equals [`quantspec_core::weights::quantize_row`] or [`quantspec_core::weights::quantize_row_upper`].
+/// plane. `importance` of the inputs, `[k]` or empty, affects rows without a lower plane. The result equals [`quantspec_core::weights::quantize_row`] or [`quantspec_core::weights::quantize_row_upper`].
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] if the range of a group exceeds f16.
-pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower: &mut [u8]) -> Result<()> {
+pub(crate) fn encode(
+    simd: Simd,
+    rows: &[f32],
+    importance: &[f32],
+    k: usize,
+    upper: &mut [u8],
+    lower: &mut [u8],
+) -> Result<()> {
     let (groups, both) = (k.div_ceil(GROUP), !lower.is_empty());
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
         for (g, x) in row.chunks(GROUP).enumerate() {
             let out = &mut codes;
-            let (s, z) = portable!(simd, group_body(x: &[f32], both: bool, out: &mut [u8; GROUP]) -> (u16, u16));
+            let weigh = if importance.is_empty() { importance } else { &importance[g * GROUP..][..x.len()] };
+            let (s, z) =
+                portable!(simd, group_body(x: &[f32], weigh: &[f32], both: bool, out: &mut [u8; GROUP]) -> (u16, u16));
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
@@ -245,11 +254,10 @@ pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower
 /// Scale, zero (bits of f16) and codes of one group, with zero codes after it. The same IEEE operations as core's,
 /// vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
+fn group_body<const FMA: bool>(x: &[f32], importance: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
-    let group = Group { x };
-    let (low, high) = (Group { x: &padded }.least(), Group { x: &padded }.greatest());
+    let (low, high) = (Group::plain(&padded).least(), Group::plain(&padded).greatest());
     codes.fill(0);
     if low == high {
         codes[..x.len()].fill(ZERO);
@@ -264,10 +272,13 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     let found = if let Some(grid) = grid_of(x, low, high, both) {
         (grid.scale.to_bits(), grid.zero.to_bits())
     } else if both {
+        let group = Group::plain(x);
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
+    } else if importance.is_empty() {
+        Group::plain(x).search(low, high, plain, &TARGET_SHRINK)
     } else {
-        group.search(low, high, plain)
+        Group::<true> { x, importance }.search(low, high, plain, &TARGET_SHRINK)
     };
     let (scale, zero) = (f16_value(found.0), f16_value(found.1));
     let mut out = [0u8; GROUP];
@@ -808,7 +819,7 @@ mod tests {
 
     /// Core's result for a row.
     fn quantized(row: &[f32], both: bool) -> Row {
-        if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap()
+        if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap()
     }
 
     fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
@@ -824,9 +835,33 @@ mod tests {
                 Some(i) => &mut planes.lower[i * lower..][..lower],
                 None => &mut [],
             };
-            encode(simd, rows, k, upper, lower).unwrap();
+            encode(simd, rows, &[], k, upper, lower).unwrap();
         }
         planes
+    }
+
+    #[test]
+    fn codes_of_weights_that_differ_in_importance_are_those_of_core() {
+        let mut noise = Noise::new(37);
+        for k in [7, 172, 640] {
+            let w = weights(&mut noise, 40, k);
+            let importance: Vec<f32> = (0..k).map(|_| 2f32.powf(8.0 * noise.unit() - 4.0)).collect();
+            let rows: Vec<Row> =
+                w.chunks_exact(k).map(|w| quantize_row_upper(w, &importance, GROUP).unwrap()).collect();
+            assert!(rows.iter().zip(w.chunks_exact(k)).any(|(row, w)| *row != quantized(w, false)), "of no effect");
+            for simd in paths() {
+                let mut planes = Planes::zeros(w.len().div_ceil(PANEL * k), k, w.len().div_ceil(PANEL * k)).unwrap();
+                let upper = Planes::panel_bytes(k).0;
+                for (rows, upper) in w.chunks(PANEL * k).zip(planes.upper.chunks_exact_mut(upper)) {
+                    encode(simd, rows, &importance, k, upper, &mut []).unwrap();
+                }
+                for (n, row) in rows.iter().enumerate() {
+                    let mut back = vec![f32::NAN; k];
+                    planes.row(n, &mut back);
+                    assert_eq!(bits(&back), bits(&row.both()), "row {n} of {k}, {simd:?}");
+                }
+            }
+        }
     }
 
     #[test]

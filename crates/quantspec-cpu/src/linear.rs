@@ -626,13 +626,13 @@ mod avx512 {
     ) {
         // SAFETY: all offsets are within the caller's promise; a prefetch may have any address.
         unsafe {
-            let place = |chain: usize, v: usize, j: usize| chains.add(j * CHAINS + chain * PANEL + 16 * v);
+            let sums = |chain: usize, v: usize, j: usize| chains.add(j * CHAINS + chain * PANEL + 16 * v);
             let mut acc = [[[_mm512_setzero_ps(); M]; 2]; 2];
             if add {
                 for (chain, acc) in acc.iter_mut().enumerate() {
                     for (v, acc) in acc.iter_mut().enumerate() {
                         for (j, acc) in acc.iter_mut().enumerate() {
-                            *acc = _mm512_loadu_ps(place(chain, v, j));
+                            *acc = _mm512_loadu_ps(sums(chain, v, j));
                         }
                     }
                 }
@@ -663,7 +663,7 @@ mod avx512 {
             for (chain, acc) in acc.iter().enumerate() {
                 for (v, acc) in acc.iter().enumerate() {
                     for (j, acc) in acc.iter().enumerate() {
-                        _mm512_storeu_ps(place(chain, v, j), *acc);
+                        _mm512_storeu_ps(sums(chain, v, j), *acc);
                     }
                 }
             }

@@ -39,7 +39,7 @@ pub(crate) struct Machine<'a> {
 pub(crate) struct Prompt {
     config: ModelConfig,
     shape: Shape,
-    places: QkvOffsets,
+    offsets: QkvOffsets,
     /// Rows a block may have.
     block_rows: usize,
     /// Capacity in tokens, whole panels.
@@ -114,7 +114,7 @@ impl Prompt {
         Ok(Prompt {
             config: config.clone(),
             shape: Shape::new(config.head_dim),
-            places: QkvOffsets::new(config),
+            offsets: QkvOffsets::new(config),
             block_rows: block_rows.max(1),
             tokens: len.tokens,
             hidden: Array::zeros(len.hidden)?,
@@ -319,12 +319,12 @@ impl Prompt {
         if self.config.qk_norm == QkNorm::Projection
             && let Some((q_norm, k_norm)) = of_heads.take()
         {
-            let QkvOffsets { key, width, .. } = self.places;
+            let QkvOffsets { key, width, .. } = self.offsets;
             self.norm_output(machine, q_norm, 0, width, count)?;
             self.norm_output(machine, k_norm, key, width, count)?;
         }
         let (simd, threads) = (machine.simd, machine.pool.threads());
-        let (config, places, tokens) = (&self.config, self.places, self.tokens);
+        let (config, offsets, tokens) = (&self.config, self.offsets, self.tokens);
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
         let pairs = takes_pairs(simd, &layer.output.full);
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
@@ -341,9 +341,9 @@ impl Prompt {
             let mut head = vec![[0f32; LANES]; d];
             for item in share(items, thread, threads) {
                 let (kind, index, from) = if item < kv_heads {
-                    (Kind::Key, item, places.key + item * d)
+                    (Kind::Key, item, offsets.key + item * d)
                 } else if item < 2 * kv_heads {
-                    (Kind::Value, item - kv_heads, places.value + (item - kv_heads) * d)
+                    (Kind::Value, item - kv_heads, offsets.value + (item - kv_heads) * d)
                 } else {
                     let index = (item - 2 * kv_heads) % heads;
                     (Kind::Query, index, index * d)
@@ -356,7 +356,7 @@ impl Prompt {
                     Kind::Key | Kind::Value => 0..count,
                 };
                 for panel in its {
-                    let y = &y[(panel * places.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
+                    let y = &y[(panel * offsets.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
                     let lanes = Prompt::lanes(block, first + panel);
                     let panel_angles = d / 2 * PANEL_TOKENS;
                     let angles =

@@ -1,159 +1,359 @@
-//! Cost of a step's operations on this machine: kernels timed at a model's widths, without its weights. `quantspec plan` adds
-//! them up.
+//! Cost of passes on this machine: the backend's own operations, timed on a model of the same shape with made-up weights.
+//! `quantspec plan` adds them up.
 
-use crate::bench::{Attention, AttentionCase, Gemm, PromptAttention, PromptMatrix, Stored, machine};
+use crate::CpuBackend;
+use crate::bench::{PromptAttention, PromptMatrix, SPREAD, logits, machine};
 use crate::panel::PANEL;
 use quantspec_core::Result;
-use quantspec_core::cache::{G, visible_pages};
-use quantspec_core::config::{Dtype, ModelConfig, TargetWeights, View, Weights};
-use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
+use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::plan::full_page_bytes;
+use quantspec_core::sample::{Accept, Sampler, Stream, choose};
+use quantspec_model::backend::{Branch, DraftConfig, Hooks, KvCache, Network, Options, Pass, Row, Step};
+use quantspec_model::checkpoint::Checkpoint;
+use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Rows of a step for which linear layers are timed; the cost between them is nearly linear.
-pub const ROWS: [usize; 4] = [1, 4, 8, 16];
+/// Rows of the timed passes of a target; the cost between them is nearly linear.
+pub const ROWS: [usize; 5] = [1, 2, 4, 8, 16];
 
-/// Rows of a sequence at which attention is timed.
-pub const WINDOW: [usize; 3] = [1, 4, 8];
+/// Most rows of a pass.
+const MOST: usize = ROWS[ROWS.len() - 1];
 
-/// Fewest timed calls, and the time after which no further call starts.
-const CALLS: usize = 5;
-const MEASURING_TIME: Duration = Duration::from_millis(120);
+/// Steps of a timed draft. The first chooses pages.
+const DRAFTED: usize = 4;
 
-/// Most bytes of a timed matrix; a larger one costs the same per byte.
-const MATRIX_BYTES: usize = 64 << 20;
+/// Fewest rounds of all passes, and the time after which no further round starts.
+const ROUNDS: usize = 5;
+const MEASURING_TIME: Duration = Duration::from_millis(700);
 
-/// Most tokens in pages for timed attention; a longer context costs the same per byte.
-const CONTEXT: usize = 8192;
+/// Most bytes of the pages of one view. A longer context costs the same per page.
+const CACHE_BYTES: usize = 256 << 20;
 
-/// Prompt rows that are timed.
+/// Prompt rows that are timed, and most tokens before them.
 const PROMPT_ROWS: usize = 256;
+const PROMPT_CONTEXT: usize = 8192;
 
-/// Seconds per byte read, by rows of [`ROWS`] or [`WINDOW`], and operations per second of a prompt.
+/// What to time.
+#[derive(Clone, Debug)]
+pub struct Workload<'a> {
+    /// The model's shape.
+    pub config: &'a ModelConfig,
+    /// How the target's weights are kept.
+    pub weights: TargetWeights,
+    /// Matrices that drafts read in 8 bits.
+    pub sensitive: Sensitive,
+    /// The target's view.
+    pub view: View,
+    /// Drafts.
+    pub drafts: &'a [DraftConfig],
+    /// Tokens of the sequence.
+    pub context: usize,
+    /// Threads.
+    pub threads: usize,
+}
+
+/// Seconds of a pass over the whole model.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Embedding, norms, matrices.
+    pub matrices_s: f64,
+    /// Attention.
+    pub attention_s: f64,
+}
+
+/// Costs of passes of one sequence, and operations per second of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// The checkpoint's matrices.
-    pub weights: Vec<f64>,
-    /// Draft weights.
-    pub draft_weights: Vec<f64>,
-    /// FP16 pages and recent tokens.
-    pub fp16: Vec<f64>,
-    /// Both nibbles.
-    pub int8: Vec<f64>,
-    /// Upper nibbles, read by a target.
-    pub int4: Vec<f64>,
-    /// Upper nibbles, read by a draft.
-    pub draft_int4: Vec<f64>,
-    /// Seconds to dispatch one linear layer to the threads.
-    pub dispatch_s: f64,
+    /// The target's, by rows of [`ROWS`].
+    pub target: Vec<Cost>,
+    /// The first step of each draft, and a later one, with one row.
+    pub drafts: Vec<[Cost; 2]>,
+    /// Seconds of a later one's matrices with as many rows as the last of [`ROWS`].
+    pub many_s: Vec<f64>,
+    /// Seconds to choose a token.
+    pub token_s: f64,
     /// Floating-point operations per second of a prompt's GEMMs.
     pub prompt_matrix: f64,
     /// Floating-point operations per second of a prompt's attention.
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens and a target whose weights are stored as `kept`. Takes some seconds
-/// and holds at most [`crate::bench::SPREAD`] bytes at a time. `poll` is called between timed calls; its error ends the
-/// measurement.
+/// Times every pass. Takes some seconds and holds about four times [`SPREAD`] bytes, or as much as the model if that is less. `hooks`
+/// are called while the weights are made and between passes.
 ///
 /// # Errors
-/// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
-pub fn rates(
-    config: &ModelConfig,
-    kept: TargetWeights,
-    context: usize,
-    threads: usize,
-    poll: &mut dyn FnMut() -> Result<()>,
-) -> Result<Rates> {
-    let machine = machine()?.with_threads(threads);
-    let k = config.hidden.next_multiple_of(G);
-    let n = (2 * config.intermediate).min(MATRIX_BYTES / (2 * k)).next_multiple_of(PANEL);
-    let layer = config.hidden * (config.q_width() + config.kv_width()) * 2 + 3 * config.hidden * config.intermediate;
-    let elements = config.layers * layer + config.vocab * config.hidden;
-    let mut gemms = |stored, bytes| -> Result<Vec<f64>> {
-        // As many matrices as the model has, so that a model that fits in a cache is timed there.
-        let mut gemm = Gemm::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
-        let bytes = gemm.bytes() as f64;
-        let mut of_rows = |rows| {
-            gemm.take(rows);
-            Ok(median_seconds(poll, || gemm.call())? / bytes)
-        };
-        rising(ROWS.into_iter().map(&mut of_rows))
-    };
-    let (stored, bytes, drafts) = match kept {
-        TargetWeights::Checkpoint if config.dtype == Dtype::F16 => (Stored::F16, 2 * elements, Stored::Int4),
-        TargetWeights::Checkpoint => (Stored::Bf16, config.dtype.bytes() * elements, Stored::Int4),
-        TargetWeights::Int8 => (Stored::Both, elements, Stored::Upper),
-        TargetWeights::Int4 => (Stored::UpperTarget, elements / 2, Stored::Upper),
-    };
-    let weights = gemms(stored, bytes)?;
-    let draft_weights = gemms(drafts, elements / 2)?;
-    let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
-    let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
-    let mut attention = |view, weights| -> Result<Vec<f64>> {
-        let rows = WINDOW[WINDOW.len() - 1];
-        let case = AttentionCase { view, weights, rows, group, kv_heads, head_dim, context: tokens };
-        let bytes = config.layers * kv_heads * tokens / G * page_bytes(view, head_dim);
-        let mut attention = Attention::new(machine.with_spread(bytes), case)?;
-        let bytes = attention.bytes() as f64;
-        let mut of_rows = |rows| {
-            attention.take(rows);
-            Ok(median_seconds(poll, || attention.call())? / bytes)
-        };
-        rising(WINDOW.into_iter().map(&mut of_rows))
-    };
-    let fp16 = attention(View::Full, Weights::Full)?;
-    let int8 = attention(View::Both, Weights::Full)?;
-    let int4 = attention(View::Upper, Weights::Full)?;
-    let draft_int4 = attention(View::Upper, Weights::Draft)?;
-    let mut smallest = Gemm::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
-    let dispatch_s = median_seconds(poll, || smallest.call())?;
-    let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
-    let prompt_matrix = matrix.flops() as f64 / median_seconds(poll, || matrix.call())?;
-    let before = (context.min(CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
-    let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
-    let prompt_attention = block.flops() as f64 / median_seconds(poll, || block.call())?;
-    Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
+/// Those of [`CpuBackend::load`] and of the hooks.
+pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
+    let mut stand_in = StandIn::new(work, hooks)?;
+    let mut target = vec![Vec::new(); ROWS.len()];
+    let mut drafts = vec![[Vec::new(), Vec::new()]; work.drafts.len()];
+    let mut many = vec![Vec::new(); work.drafts.len()];
+    let (began, mut rounds) = (Instant::now(), 0);
+    while rounds < ROUNDS || began.elapsed() < MEASURING_TIME {
+        // As in rounds, drafts and verifications alternate: each may have replaced the other's weights in a cache.
+        for (i, (config, [first, later])) in work.drafts.iter().zip(&mut drafts).enumerate() {
+            stand_in.backend.poll()?;
+            first.push(stand_in.draft(config, 1, true)?);
+            for _ in 1..DRAFTED {
+                later.push(stand_in.draft(config, 1, false)?);
+            }
+            let rows = 1 + (i + rounds) % (ROWS.len() - 1);
+            target[rows].push(stand_in.target(ROWS[rows])?);
+        }
+        stand_in.backend.poll()?;
+        // In plain decoding the pass before read the same weights.
+        stand_in.target(1)?;
+        for _ in 1..DRAFTED {
+            target[0].push(stand_in.target(1)?);
+        }
+        for (config, many) in work.drafts.iter().zip(&mut many) {
+            many.push(stand_in.draft(config, MOST, true)?);
+        }
+        rounds += 1;
+    }
+    let cost = |times: &[Times], pages| stand_in.cost(times, pages);
+    let mut found: Vec<Cost> = target.iter().map(|times| cost(times, Pages::All)).collect();
+    // Less time for more rows is a disturbed measurement.
+    for i in 1..found.len() {
+        found[i].matrices_s = found[i].matrices_s.max(found[i - 1].matrices_s);
+        found[i].attention_s = found[i].attention_s.max(found[i - 1].attention_s);
+    }
+    let drafts: Vec<[Cost; 2]> = (drafts.iter().zip(work.drafts))
+        .map(|(times, config)| [cost(&times[0], config.pages), cost(&times[1], config.pages)])
+        .collect();
+    let many_s = (many.iter().zip(&drafts))
+        .map(|(times, [_, later])| cost(times, Pages::All).matrices_s.max(later.matrices_s))
+        .collect();
+    let mut poll = || stand_in.backend.poll();
+    let (token_s, [prompt_matrix, prompt_attention]) =
+        (token_s(work.config.vocab, &mut poll)?, prompt(work, &mut poll)?);
+    Ok(Rates { target: found, drafts, many_s, token_s, prompt_matrix, prompt_attention })
 }
 
-/// Bytes of a page in a view.
-fn page_bytes(view: View, head_dim: usize) -> usize {
-    match view {
-        View::Upper => upper_page_bytes(head_dim),
-        View::Both => upper_page_bytes(head_dim) + lower_page_bytes(head_dim),
-        View::Full => full_page_bytes(head_dim),
+/// Seconds of parts of a pass of the stand-in.
+#[derive(Clone, Copy, Debug, Default)]
+struct Times {
+    /// Embedding, norms and matrices of the layers.
+    layers: f64,
+    head: f64,
+    /// Attention in layers that see all tokens, and in local ones.
+    attention: [f64; 2],
+}
+
+/// A model of the same widths with as many bytes as no cache holds, and its numbers: some layers, a part of a large vocabulary, the
+/// first pages of a long context.
+#[derive(Debug)]
+struct Small {
+    config: ModelConfig,
+    /// Position of the last token, and the pages that it sees.
+    position: usize,
+    visible: usize,
+    /// The model's numbers over these: layers, vocabulary, layers that see all tokens and local ones, pages.
+    layers: f64,
+    vocab: f64,
+    kinds: [f64; 2],
+    pages: f64,
+}
+
+impl Small {
+    fn new(all: &ModelConfig, context: usize) -> Small {
+        let width = 2 * (all.q_width() + all.kv_width()) + 3 * all.intermediate;
+        let (layer, row) = (all.hidden * width * all.dtype.bytes(), all.hidden * all.dtype.bytes());
+        let vocab = all.vocab.min((SPREAD / 4 / row).next_multiple_of(PANEL));
+        let room = (SPREAD - (vocab * row).min(SPREAD / 4)) / layer.max(1);
+        let layers = room.max(if all.local.is_some() { 2 } else { 1 }).min(all.layers);
+        let mut config = ModelConfig { layers, vocab, ..all.clone() };
+        if let Some(local) = &mut config.local
+            && layers < all.layers
+        {
+            local.layers = (0..layers).map(|layer| layer % 2 == 0).collect();
+        }
+        let kinds = |config: &ModelConfig| {
+            let local = (0..config.layers).filter(|layer| config.reach(*layer).is_some()).count();
+            [config.layers - local, local]
+        };
+        let last = context.saturating_sub(1);
+        let most = CACHE_BYTES / (layers * all.kv_heads * full_page_bytes(all.head_dim)).max(1);
+        let visible = visible_pages(last).min(most.max(1));
+        let of = |all: usize, some: usize| all as f64 / some.max(1) as f64;
+        let (all_kinds, some_kinds) = (kinds(all), kinds(&config));
+        Small {
+            position: last - (visible_pages(last) - visible) * G,
+            visible,
+            layers: of(all.layers, layers),
+            vocab: of(all.vocab, vocab),
+            kinds: [of(all_kinds[0], some_kinds[0]), of(all_kinds[1], some_kinds[1])],
+            pages: of(visible_pages(last), visible).max(1.0),
+            config,
+        }
     }
 }
 
-/// Makes costs ascend with rows: a lower cost for more rows is a disturbed measurement.
-fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
-    let mut most = 0f64;
-    costs
-        .map(|cost| {
-            most = most.max(cost?);
-            Ok(most)
-        })
-        .collect()
+/// The backend that is timed.
+struct StandIn {
+    backend: CpuBackend,
+    view: View,
+    small: Small,
+    /// Attention of a row that sees no page, in layers that see all tokens: seconds, if the context is longer than the timed one.
+    recent_s: f64,
 }
 
-/// Seconds of several calls after a warm-up: their median, since a step in decoding is no faster than usual either.
-fn median_seconds(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+impl StandIn {
+    fn new(work: &Workload, hooks: Hooks) -> Result<StandIn> {
+        let small = Small::new(work.config, work.context);
+        let (position, visible) = (small.position, small.visible);
+        let backend = load(work, small.config.clone(), position, hooks)?;
+        let mut stand_in = StandIn { backend, view: work.view, small, recent_s: 0.0 };
+        stand_in.fill(visible)?;
+        if stand_in.small.pages > 1.0 {
+            stand_in.small.position = position % G + G;
+            let times: Vec<Times> = (0..=ROUNDS).map(|_| stand_in.target(1)).collect::<Result<_>>()?;
+            stand_in.recent_s = median(&times, |times| times.attention[0]);
+            stand_in.small.position = position;
+        }
+        Ok(stand_in)
+    }
+
+    /// Fills the buffer, and every page from it.
+    fn fill(&mut self, pages: usize) -> Result<()> {
+        for start in (0..BUFFER_TOKENS).step_by(MOST) {
+            let rows: Vec<Row> = (0..MOST).map(|offset| Row { slot: 0, offset, position: start + offset }).collect();
+            let step =
+                Step { weights: Weights::Full, view: self.view, pages: Pages::All, choose_pages: false, rows: &rows };
+            self.backend.embed(&Pass::Step(&step))?;
+            for layer in 0..self.backend.config().layers {
+                self.backend.qkv(layer, &Pass::Step(&step))?;
+            }
+        }
+        (0..pages).try_for_each(|page| self.backend.flush(0, page))
+    }
+
+    /// A pass of the target.
+    fn target(&mut self, rows: usize) -> Result<Times> {
+        let target = DraftConfig { weights: Weights::Full, view: self.view, pages: Pages::All };
+        self.draft(&target, rows, false)
+    }
+
+    /// A draft step.
+    fn draft(&mut self, config: &DraftConfig, rows: usize, choose_pages: bool) -> Result<Times> {
+        let DraftConfig { weights, view, pages } = *config;
+        let rows: Vec<Row> =
+            (0..rows).map(|offset| Row { slot: 0, offset, position: self.small.position + offset }).collect();
+        // The attention of a prompt's end, by which Snap chooses, is not known; as many other pages cost the same.
+        let pages = if let Pages::Snap { pages, .. } = pages { Pages::Window(pages) } else { pages };
+        let step = Step { weights, view, pages, choose_pages, rows: &rows };
+        let (pass, mut times, mut clock) = (Pass::Step(&step), Times::default(), Instant::now());
+        let mut lap = |sum: &mut f64| {
+            let now = Instant::now();
+            *sum += (now - clock).as_secs_f64();
+            clock = now;
+        };
+        let backend = &mut self.backend;
+        backend.embed(&pass)?;
+        for layer in 0..backend.config().layers {
+            backend.qkv(layer, &pass)?;
+            lap(&mut times.layers);
+            backend.attend(layer, &pass)?;
+            lap(&mut times.attention[usize::from(backend.config().reach(layer).is_some())]);
+            backend.output(layer, &pass)?;
+            backend.reduce_residual(layer, Branch::Attention, &pass)?;
+            backend.gate_up(layer, &pass)?;
+            backend.down(layer, &pass)?;
+            backend.reduce_residual(layer, Branch::Mlp, &pass)?;
+            lap(&mut times.layers);
+        }
+        backend.head(&pass)?;
+        lap(&mut times.head);
+        Ok(times)
+    }
+
+    /// The whole model's cost. A step that reads selected pages costs the same after a longer context.
+    fn cost(&self, times: &[Times], pages: Pages) -> Cost {
+        let median = |part: fn(&Times) -> f64| median(times, part);
+        let (Small { layers, vocab, kinds, pages: longer, .. }, recent_s) = (&self.small, self.recent_s);
+        let (global, local) = (median(|times| times.attention[0]), median(|times| times.attention[1]));
+        let more = if pages == Pages::All { (longer - 1.0) * (global - recent_s).max(0.0) } else { 0.0 };
+        Cost {
+            matrices_s: layers * median(|times| times.layers) + vocab * median(|times| times.head),
+            attention_s: kinds[0] * (global + more) + kinds[1] * local,
+        }
+    }
+}
+
+/// A backend of made-up weights with room for a sequence of this many tokens and a round.
+fn load(work: &Workload, config: ModelConfig, tokens: usize, hooks: Hooks) -> Result<CpuBackend> {
+    let capacity = (tokens.max(BUFFER_TOKENS) + MOST).next_multiple_of(G) + G;
+    let options = Options {
+        prompt_capacity: G,
+        planes: Planes { upper: true, lower: work.view == View::Both, full: work.view == View::Full },
+        weights: work.weights,
+        draft_weights: DraftWeights::Int4,
+        sensitive: work.sensitive,
+        step_rows: MOST,
+        block_rows: G,
+        threads: work.threads,
+        ..Options::new(1, capacity)
+    };
+    let vocab = config.vocab as u32;
+    let mut backend = CpuBackend::load(&Checkpoint::stand_in(config), &options, hooks)?;
+    backend.open(0, capacity)?;
+    let window: Vec<u32> = (0..MOST as u32).map(|token| token % vocab).collect();
+    backend.set_window(0, &window)?;
+    Ok(backend)
+}
+
+/// Seconds to choose a token at temperature 1 from logits like those of text.
+fn token_s(vocab: usize, poll: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+    let (logits, sampler) = (logits(vocab, 1), Sampler::new(1.0, 0, 1.0, 0.0, 0, 0, Accept::Replay)?);
+    let mut position = 0;
+    timed(poll, || {
+        position += 1;
+        black_box(choose(&logits, &sampler, position, Stream::Sample));
+        Ok(())
+    })
+}
+
+/// Operations per second of a prompt's GEMMs and of its attention.
+fn prompt(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<[f64; 2]> {
+    let (config, machine) = (work.config, machine()?.with_threads(work.threads));
+    let k = config.hidden.next_multiple_of(G);
+    let n = (2 * config.intermediate).min(SPREAD / 8 / (2 * k)).next_multiple_of(PANEL);
+    let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
+    let before = (work.context.min(PROMPT_CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
+    let heads = (config.heads, config.group(), config.head_dim);
+    let mut block = PromptAttention::new(machine, heads, before, PROMPT_ROWS)?;
+    Ok([matrix.flops() as f64 / timed(poll, || matrix.call())?, block.flops() as f64 / timed(poll, || block.call())?])
+}
+
+/// Seconds of a call after a warm-up.
+fn timed(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
     let (began, mut times) = (Instant::now(), Vec::new());
-    while times.len() < CALLS || began.elapsed() < MEASURING_TIME {
+    while times.len() < ROUNDS || began.elapsed() < MEASURING_TIME / 8 {
         poll()?;
         let started = Instant::now();
         call()?;
         times.push(started.elapsed().as_secs_f64());
     }
+    Ok(median(&times, |time| *time))
+}
+
+/// The median of a part of some measurements, since a step in decoding is no faster than usual either; 0 of none.
+fn median<T>(times: &[T], part: impl Fn(&T) -> f64) -> f64 {
+    let mut times: Vec<f64> = times.iter().map(part).collect();
     times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    times.get(times.len() / 2).copied().unwrap_or(0.0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use quantspec_core::Error;
-    use quantspec_core::config::{Activation, LayerNorms, QkNorm, Rope, RopeScaling, Scales};
+    use quantspec_core::config::{Activation, Dtype, LayerNorms, Local, QkNorm, Rope, RopeScaling, Scales};
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::Relaxed;
 
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
@@ -185,33 +385,85 @@ mod tests {
         }
     }
 
+    /// Of a draft with 4-bit weights, and of one that chooses pages.
+    const DRAFTS: [DraftConfig; 2] = [
+        DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All },
+        DraftConfig { weights: Weights::Full, view: View::Upper, pages: Pages::Best(2) },
+    ];
+
+    fn workload(config: &ModelConfig, weights: TargetWeights, context: usize) -> Workload<'_> {
+        let (view, drafts) = (View::Both, &DRAFTS);
+        Workload { config, weights, sensitive: Sensitive::NONE, view, drafts, context, threads: 2 }
+    }
+
     #[test]
     fn rates_are_plausible() {
-        for kept in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
-            plausible(&rates(&small(), kept, 1000, 2, &mut || Ok(())).unwrap());
+        let local = Local { layers: vec![true, false], reach: 512, rope: small().rope };
+        let gemma = ModelConfig { local: Some(local), ..small() };
+        for (config, weights) in [
+            (&small(), TargetWeights::Checkpoint),
+            (&small(), TargetWeights::Int8),
+            (&small(), TargetWeights::Int4),
+            (&gemma, TargetWeights::Checkpoint),
+        ] {
+            for context in [0, 1000] {
+                let found = rates(&workload(config, weights, context), Hooks::default()).unwrap();
+                assert_eq!((found.target.len(), found.drafts.len(), found.many_s.len()), (ROWS.len(), 2, 2));
+                let costs = found.target.iter().chain(found.drafts.iter().flatten());
+                let seconds = costs.flat_map(|cost| [cost.matrices_s, cost.attention_s]).chain(found.many_s.clone());
+                for seconds in seconds.chain([found.token_s]) {
+                    assert!((1e-7..1.0).contains(&seconds), "{found:?}");
+                }
+                for rate in [found.prompt_matrix, found.prompt_attention] {
+                    assert!((1e6..1e15).contains(&rate), "{found:?}");
+                }
+            }
         }
     }
 
-    fn plausible(found: &Rates) {
-        for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
-        {
-            assert!(per_byte.len() >= WINDOW.len());
-            // Between 10 TB/s, a fast cache, and one byte per microsecond.
-            assert!(per_byte.iter().all(|seconds| (1e-13..1e-6).contains(seconds)), "{found:?}");
-        }
-        assert!((1e-8..1e-2).contains(&found.dispatch_s), "{found:?}");
-        for rate in [found.prompt_matrix, found.prompt_attention] {
-            assert!((1e6..1e15).contains(&rate), "{found:?}");
-        }
+    #[test]
+    fn a_small_model_is_timed_whole() {
+        let Small { config, position, visible, layers, vocab, kinds, pages } = Small::new(&small(), 1000);
+        assert_eq!((config, position, visible), (small(), 999, visible_pages(999)));
+        assert_eq!((layers, vocab, kinds, pages), (1.0, 1.0, [1.0, 0.0], 1.0));
+    }
+
+    #[test]
+    fn of_a_large_model_a_part_is_timed() {
+        let layers: Vec<bool> = (0..48).map(|layer| layer % 6 != 5).collect();
+        let large = ModelConfig {
+            layers: 48,
+            hidden: 4096,
+            intermediate: 14_336,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            vocab: 128_256,
+            dtype: Dtype::Bf16,
+            local: Some(Local { layers, reach: 1024, rope: small().rope }),
+            ..small()
+        };
+        let part = Small::new(&large, 131_072);
+        // A layer has 416 MiB; of local and other layers there is at least one each.
+        assert_eq!((part.config.layers, part.layers, part.kinds), (2, 24.0, [8.0, 40.0]));
+        assert_eq!((part.config.vocab, part.vocab), (16_384, 128_256.0 / 16_384.0));
+        // A page has 64 KiB in each of 2 layers and 8 heads.
+        assert_eq!((part.visible, part.pages), (256, 1022.0 / 256.0));
+        assert_eq!(visible_pages(part.position), part.visible);
+        assert_eq!(part.position % G, 131_071 % G);
     }
 
     #[test]
     fn an_interrupt_ends_the_measurement() {
-        let mut calls = 0;
-        let error = rates(&small(), TargetWeights::Checkpoint, 0, 1, &mut || {
-            calls += 1;
-            if calls == 3 { Err(Error::interrupted()) } else { Ok(()) }
-        });
-        assert_eq!((error.err().map(|error| error.kind), calls), (Some(quantspec_core::ErrorKind::Interrupted), 3));
+        // While weights are made, and between passes.
+        for last in [1, 100] {
+            let calls = Arc::new(AtomicUsize::new(0));
+            let seen = calls.clone();
+            let poll = move || if seen.fetch_add(1, Relaxed) + 1 == last { Err(Error::interrupted()) } else { Ok(()) };
+            let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
+            let error = rates(&workload(&small(), TargetWeights::Checkpoint, 0), hooks).err();
+            let expected = Some(quantspec_core::ErrorKind::Interrupted);
+            assert_eq!((error.map(|error| error.kind), calls.load(Relaxed)), (expected, last));
+        }
     }
 }

@@ -149,14 +149,14 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
-    let (low, high) = (Group { x: &padded }.least(), Group { x: &padded }.greatest());
+    let (low, high) = (Group::plain(&padded).least(), Group::plain(&padded).greatest());
     codes.fill(0);
     if low == high {
         return (0, f16_bits(low));
     }
     let mut params = halves((high - low) / top, low);
     if bits == Bits::Four && f16_is_finite(params.0) && f16_is_finite(params.1) {
-        params = Group { x }.search(low, high, params);
+        params = Group::plain(x).search(low, high, params, &SHRINK);
     }
     let (step, zero) = (f16_value(params.0), f16_value(params.1));
     let mut out = [0u8; GROUP];
@@ -184,12 +184,21 @@ fn trial_code(x: f32, zero: f32, inverse: f32) -> f32 {
     rint(if steps < 15.0 { steps } else { 15.0 })
 }
 
-/// A group of weights: its range, and the search for its parameters.
-pub(crate) struct Group<'a> {
+/// A group of weights: its range, and the search for its parameters. If `WEIGHTED`, `importance` has a factor of each squared
+/// error.
+pub(crate) struct Group<'a, const WEIGHTED: bool> {
     pub(crate) x: &'a [f32],
+    pub(crate) importance: &'a [f32],
 }
 
-impl Group<'_> {
+impl<'a> Group<'a, false> {
+    /// Weights of equal importance.
+    pub(crate) fn plain(x: &'a [f32]) -> Self {
+        Group { x, importance: &[] }
+    }
+}
+
+impl<const WEIGHTED: bool> Group<'_, WEIGHTED> {
     /// The smallest weight; the length is a multiple of sixteen.
     #[inline(always)]
     pub(crate) fn least(&self) -> f32 {
@@ -213,22 +222,24 @@ impl Group<'_> {
         fold16(lanes, fold)
     }
 
-    /// Σ `term(weight)` over the group.
+    /// Σ importance · `term(weight)` over the group.
     #[inline(always)]
     fn sum(&self, term: impl Fn(f32) -> f32) -> f32 {
         let (mut even, mut odd) = ([0f32; 16], [0f32; 16]);
         let (whole, tail) = self.x.as_chunks::<SUM_LANES>();
-        for x in whole {
+        let (of_whole, of_tail) = self.importance.as_chunks::<SUM_LANES>();
+        for (i, x) in whole.iter().enumerate() {
+            let factors = if WEIGHTED { &of_whole[i] } else { &[1.0; SUM_LANES] };
             for l in 0..16 {
-                even[l] += term(x[l]);
+                even[l] += factors[l] * term(x[l]);
             }
             for l in 0..16 {
-                odd[l] += term(x[16 + l]);
+                odd[l] += factors[16 + l] * term(x[16 + l]);
             }
         }
         for (l, x) in tail.iter().enumerate() {
             let lane = if l < 16 { &mut even[l] } else { &mut odd[l - 16] };
-            *lane += term(*x);
+            *lane += if WEIGHTED { of_tail[l] } else { 1.0 } * term(*x);
         }
         for l in 0..16 {
             even[l] += odd[l];
@@ -236,7 +247,7 @@ impl Group<'_> {
         sum16(even)
     }
 
-    /// Σ (w − (code·scale + zero))².
+    /// Σ importance · (w − (code·scale + zero))².
     #[inline(always)]
     pub(crate) fn squared_error(&self, params: (u16, u16)) -> f32 {
         let (scale, zero) = (f16_value(params.0), f16_value(params.1));
@@ -255,7 +266,7 @@ impl Group<'_> {
         let code = |x: f32| trial_code(x, zero, inverse);
         let (codes, squares) = (self.sum(code), self.sum(|x| code(x) * code(x)));
         let (values, products) = (self.sum(|x| x - zero), self.sum(|x| code(x) * (x - zero)));
-        let count = self.x.len() as f32;
+        let count = self.sum(|_| 1.0);
         let spread = count * squares - codes * codes;
         let scale = (count * products - codes * values) / spread;
         (spread > 0.0).then(|| halves(scale, zero + (values - scale * codes) / count))
@@ -273,11 +284,11 @@ impl Group<'_> {
 
     /// Core's search, from the whole range.
     #[inline(always)]
-    pub(crate) fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
+    pub(crate) fn search(&self, low: f32, high: f32, whole: (u16, u16), shrink: &[f32]) -> (u16, u16) {
         let range = high - low;
         let mut best = (self.squared_error(whole), whole);
-        for below in SHRINK {
-            for above in SHRINK {
+        for below in shrink {
+            for above in shrink {
                 let zero = low + below * range;
                 best = self.better(best, halves(((high - above * range) - zero) / 15.0, zero));
             }

@@ -10,6 +10,7 @@ use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
 use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};
+use quantspec_core::weights::{importance_of_down, mean_square};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -154,14 +155,15 @@ impl Sizes {
     }
 }
 
-/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format. With 4
-/// bits, the head and the values have both planes, as they are few and the most sensitive.
+/// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format
+/// ([`Part::has_both_planes`]).
 fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
     match (weights, part) {
         (TargetWeights::Checkpoint, _) => None,
-        (TargetWeights::Int8, _) | (TargetWeights::Int4, Part::Head) => Some(0),
-        (TargetWeights::Int4, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).value / PANEL),
-        (TargetWeights::Int4, _) => Some(panels),
+        (weights, part) if part.has_both_planes(weights) => Some(0),
+        // Keys and values follow the queries.
+        (_, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).key / PANEL),
+        _ => Some(panels),
     }
 }
 
@@ -258,8 +260,8 @@ impl Model {
         for index in 0..config.layers {
             layers.push(loader.layer(index, &sizes)?);
         }
-        let (panels, k, bits) = sizes.head;
-        let head = loader.linear(panels, k, bits, &[Source { part: Part::Head, bias: None, first: 0, step: 1 }])?;
+        let source = Source { part: Part::Head, bias: None, first: 0, step: 1 };
+        let head = loader.linear(sizes.head, &[source], Inputs::default())?;
         let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
         let final_norm = loader.vector(Part::FinalNorm)?;
         let done = loader.done;
@@ -349,6 +351,17 @@ struct Source {
     step: usize,
 }
 
+/// What the quantiser of planes knows of a linear layer's inputs, and what it finds out about its outputs.
+#[derive(Default)]
+struct Inputs<'a> {
+    /// Importance of each input, or none ([`hierarchy::encode`]).
+    importance: &'a [f32],
+    /// The norm whose outputs the inputs are.
+    norm: Option<&'a [f32]>,
+    /// If not empty: receives [`mean_square`] of the outputs of each source.
+    squares: &'a mut [Vec<f32>],
+}
+
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     weights: TargetWeights,
@@ -378,12 +391,12 @@ impl Loader<'_> {
             first,
             step,
         };
-        let places = QkvOffsets::new(&config);
+        let offsets = QkvOffsets::new(&config);
         let when = |there: bool, bias: LayerPart| there.then_some(bias);
         let qkv = [
             source(LayerPart::Q, when(config.qkv_bias, LayerPart::QBias), 0, 1),
-            source(LayerPart::K, when(config.qkv_bias, LayerPart::KBias), places.key / PANEL, 1),
-            source(LayerPart::V, when(config.qkv_bias, LayerPart::VBias), places.value / PANEL, 1),
+            source(LayerPart::K, when(config.qkv_bias, LayerPart::KBias), offsets.key / PANEL, 1),
+            source(LayerPart::V, when(config.qkv_bias, LayerPart::VBias), offsets.value / PANEL, 1),
         ];
         let output = [source(LayerPart::Output, when(config.output_bias, LayerPart::OutputBias), 0, 1)];
         let gate_up = [
@@ -391,17 +404,21 @@ impl Loader<'_> {
             source(LayerPart::Up, when(config.mlp_bias, LayerPart::UpBias), 1, 2),
         ];
         let down = [source(LayerPart::Down, when(config.mlp_bias, LayerPart::DownBias), 0, 1)];
-        let mut linears = Vec::with_capacity(4);
-        for ((panels, k, bits), sources) in sizes.layer.iter().zip([&qkv[..], &output, &gate_up, &down]) {
-            linears.push(self.linear(*panels, *k, *bits, sources)?);
-        }
-        let [qkv, output, gate_up, down] =
-            <[Linear; 4]>::try_from(linears).map_err(|_| Error::internal("a layer has four linears"))?;
+        let [of_qkv, of_output, of_gate_up, of_down] = sizes.layer;
+        let qkv = self.linear(of_qkv, &qkv, Inputs::default())?;
+        let output = self.linear(of_output, &output, Inputs::default())?;
+        let mlp_norm = LayerPart::MlpNorm.exists(&config).then(|| self.vector(part(LayerPart::MlpNorm))).transpose()?;
+        let mut squares = [Vec::new(), Vec::new()];
+        let wanted = if self.weights == TargetWeights::Int4 { &mut squares[..] } else { &mut [] };
+        let inputs = Inputs { norm: mlp_norm.as_deref(), squares: wanted, ..Inputs::default() };
+        let gate_up = self.linear(of_gate_up, &gate_up, inputs)?;
+        let importance = importance_of_down(&squares[0], &squares[1]);
+        let down = self.linear(of_down, &down, Inputs { importance: &importance, ..Inputs::default() })?;
         let norm = |kind: LayerPart| kind.exists(&config).then(|| self.vector(part(kind))).transpose();
         Ok(Layer {
             attention_norm: norm(LayerPart::AttentionNorm)?,
             attention_output_norm: norm(LayerPart::AttentionOutputNorm)?,
-            mlp_norm: norm(LayerPart::MlpNorm)?,
+            mlp_norm,
             mlp_output_norm: norm(LayerPart::MlpOutputNorm)?,
             qk_norm: norm(LayerPart::QNorm)?.zip(norm(LayerPart::KNorm)?),
             qkv,
@@ -411,7 +428,13 @@ impl Loader<'_> {
         })
     }
 
-    fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
+    /// A linear layer of this size (panels, inputs, draft bits).
+    fn linear(
+        &mut self,
+        (count, k, bits): (usize, usize, Option<Bits>),
+        sources: &[Source],
+        inputs: Inputs,
+    ) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
         let planes = both_from(self.checkpoint.config(), self.weights, sources[0].part, count);
         let mut full = match planes {
@@ -420,8 +443,10 @@ impl Loader<'_> {
         };
         let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
         let mut bias = Vec::new();
+        let mut squares = inputs.squares.iter_mut();
         for source in sources {
-            self.fill(&mut full, dtype, draft.as_mut(), source)?;
+            let inputs = Inputs { squares: squares.next().map_or(&mut [], std::slice::from_mut), ..inputs };
+            self.fill(&mut full, dtype, draft.as_mut(), source, inputs)?;
             if let Some(part) = source.bias {
                 bias.resize(count * PANEL, 0.0);
                 for (i, values) in self.vector(part)?.chunks(PANEL).enumerate() {
@@ -439,7 +464,14 @@ impl Loader<'_> {
     }
 
     /// Reads one tensor into its panels; `dtype` represents all tensors of the matrix exactly.
-    fn fill(&mut self, full: &mut Matrix, dtype: Dtype, draft: Option<&mut Tiles>, source: &Source) -> Result<()> {
+    fn fill(
+        &mut self,
+        full: &mut Matrix,
+        dtype: Dtype,
+        draft: Option<&mut Tiles>,
+        source: &Source,
+        Inputs { importance, norm, squares }: Inputs,
+    ) -> Result<()> {
         let k = full.k;
         let (checkpoint, simd, drafts, first_block) = (self.checkpoint, self.simd, self.drafts, self.blocks);
         let (rows, _) = checkpoint.shape(source.part);
@@ -459,6 +491,10 @@ impl Loader<'_> {
         };
         let tiles =
             draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), DisjointSlice::new(&mut tiles.data)));
+        let squares = squares.first_mut().map(|squares| {
+            squares.resize(rows, 0.0);
+            DisjointSlice::new(squares)
+        });
         let named = |error: Error| Error {
             message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
             ..error
@@ -466,13 +502,13 @@ impl Loader<'_> {
         let one = |panel: usize, raw: &mut Vec<u8>, values: &mut Vec<f32>| -> Result<()> {
             let range = panel * PANEL..rows.min((panel + 1) * PANEL);
             let n = range.len();
-            let place = source.first + panel * source.step;
+            let index = source.first + panel * source.step;
             match &out {
                 Out::Bits16(parts) => {
                     raw.resize(2 * n * k, 0);
                     checkpoint.read(source.part, range, raw)?;
                     // SAFETY: every panel is one unit of one thread.
-                    let panel = unsafe { parts.slice(place * len, len) };
+                    let panel = unsafe { parts.slice(index * len, len) };
                     let bf16 = dtype == Dtype::Bf16;
                     if !repack16(raw, k, bf16, if bf16 { 0x7f80 } else { 0x7c00 }, panel) {
                         return Err(not_finite(checkpoint, source.part));
@@ -482,25 +518,31 @@ impl Loader<'_> {
                     values.resize(n * k, 0.0);
                     checkpoint.read_f32(source.part, range, values)?;
                     // SAFETY: as above.
-                    repack32(values, k, unsafe { parts.slice(place * len, len) });
+                    repack32(values, k, unsafe { parts.slice(index * len, len) });
                 }
                 Out::Planes(upper, lower, both_from) => {
                     values.resize(n * k, 0.0);
-                    checkpoint.read_stored(source.part, range, values)?;
+                    checkpoint.read_stored(source.part, range.clone(), values)?;
+                    if let Some(squares) = &squares {
+                        // SAFETY: every panel is one unit of one thread.
+                        let squares = unsafe { squares.slice(range.start, n) };
+                        let rows = values.chunks_exact(k);
+                        squares.iter_mut().zip(rows).for_each(|(square, row)| *square = mean_square(row, norm));
+                    }
                     let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
-                    let upper = unsafe { upper.slice(place * u, u) };
-                    let lower: &mut [u8] = match place.checked_sub(*both_from) {
+                    let upper = unsafe { upper.slice(index * u, u) };
+                    let lower: &mut [u8] = match index.checked_sub(*both_from) {
                         // SAFETY: as above.
-                        Some(place) => unsafe { lower.slice(place * l, l) },
+                        Some(index) => unsafe { lower.slice(index * l, l) },
                         None => &mut [],
                     };
-                    hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
+                    hierarchy::encode(simd, values, importance, k, upper, lower).map_err(named)?;
                 }
             }
             let Some((bits, len, parts)) = &tiles else { return Ok(()) };
             // SAFETY: as above.
-            let panel = unsafe { parts.slice(place * len, *len) };
+            let panel = unsafe { parts.slice(index * len, *len) };
             let (raw, whole): (&[u8], bool) = (raw, matches!(out, Out::Bits32(_)));
             let make = |values: &mut Vec<f32>, panel: &mut [u8]| -> Result<()> {
                 if !whole {
@@ -512,7 +554,7 @@ impl Loader<'_> {
             let Some(drafts) = drafts else { return make(values, panel) };
             let bytes = if whole { bytes_of_f32(values) } else { raw };
             let of = draft_cache::source(dtype as u64, bytes);
-            drafts.block(first_block + place, of, panel, |panel| make(values, panel))
+            drafts.block(first_block + index, of, panel, |panel| make(values, panel))
         };
         let unit_bytes = PANEL * k * checkpoint.dtype(source.part).bytes();
         self.slices(count, per_thread, unit_bytes, checkpoint.bytes(source.part), &|panels| {

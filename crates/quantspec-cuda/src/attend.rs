@@ -108,7 +108,7 @@ pub struct Chosen {
     pub visible: usize,
 }
 
-/// Up to [`SLICE_ROWS`] rows of a step, which one launch attends: spans over rows `first_row ..`.
+/// Up to `SLICE_ROWS` rows of a step, which one launch attends: spans over rows `first_row ..`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepSlice {
     /// Spans.
@@ -543,15 +543,15 @@ impl Attend {
     /// errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must stay valid until the stream has completed this
-    /// call; `places` must hold `slice` and room for its partial rows.
+    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `addresses` must stay valid until the stream has completed this
+    /// call; `addresses` must hold `slice` and room for its partial rows.
     pub unsafe fn run(
         &self,
         view: View,
         slice: &StepSlice,
         q: u64,
         layer: &Layer,
-        places: &SliceAddresses,
+        addresses: &SliceAddresses,
         neighbours: Neighbours,
     ) -> Result<()> {
         let (split, local) = (self.split(view), slice.reach.is_some());
@@ -566,15 +566,15 @@ impl Attend {
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
-            tables: places.tables,
+            tables: addresses.tables,
             lists: layer.lists,
             q,
-            spans: places.spans,
-            tiles: places.tiles,
-            partial: places.partial,
-            extremes: places.extremes,
-            table_pitch: places.table_pitch as i32,
-            list_pitch: places.list_pitch as i32,
+            spans: addresses.spans,
+            tiles: addresses.tiles,
+            partial: addresses.partial,
+            extremes: addresses.extremes,
+            table_pitch: addresses.table_pitch as i32,
+            list_pitch: addresses.list_pitch as i32,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
             tile_count: slice.tiles.len() as i32,
@@ -614,7 +614,7 @@ impl Attend {
         xs: u64,
         pitch: usize,
         panels: usize,
-        places: &SliceAddresses,
+        addresses: &SliceAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
             Some(Dtype::Bf16) => self.merge[0],
@@ -623,9 +623,9 @@ impl Attend {
             None => self.merge[3],
         };
         let arguments = MergeArgs {
-            rows: places.merged,
-            partial: places.partial,
-            extremes: places.extremes,
+            rows: addresses.merged,
+            partial: addresses.partial,
+            extremes: addresses.extremes,
             x,
             xs,
             kv_heads: self.kv_heads as i32,
@@ -663,19 +663,19 @@ impl Attend {
         q: u64,
         scores: u64,
         layer: &Layer,
-        places: &SliceAddresses,
+        addresses: &SliceAddresses,
     ) -> Result<()> {
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             if scores != 0 && scoring > 0 {
                 let arguments = args![
                     layer.upper,
-                    places.tables,
-                    places.table_pitch,
+                    addresses.tables,
+                    addresses.table_pitch,
                     q,
                     choices,
                     scores,
-                    places.table_pitch,
+                    addresses.table_pitch,
                     self.kv_heads,
                     self.group,
                     self.head_dim,
@@ -692,7 +692,7 @@ impl Attend {
                 )?;
             }
             let arguments =
-                args![scores, places.table_pitch, choices, layer.lists, places.list_pitch, self.kv_heads, n];
+                args![scores, addresses.table_pitch, choices, layer.lists, addresses.list_pitch, self.kv_heads, n];
             let grid = [self.kv_heads as u32, count as u32, 1];
             self.device.launch(
                 self.select,

@@ -185,8 +185,8 @@ impl Bench {
             let offsets = Layout::Cuda.offsets(d);
             let mut one: Vec<u8> = (0..upper as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
             for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
-                for place in one[at..at + 2 * count].chunks_exact_mut(2) {
-                    place.copy_from_slice(&f16::from_f32(0.01).to_le_bytes());
+                for param in one[at..at + 2 * count].chunks_exact_mut(2) {
+                    param.copy_from_slice(&f16::from_f32(0.01).to_le_bytes());
                 }
             }
             let many: Vec<u8> = one.iter().copied().cycle().take(64 * upper).collect();
@@ -208,7 +208,7 @@ impl Bench {
             for slice in attend.slices(view, &steps, |_| None, |_| false, false)? {
                 let described =
                     [device.copied(&slice.spans)?, device.copied(&slice.tiles)?, device.copied(&slice.merged)?];
-                let places = SliceAddresses {
+                let addresses = SliceAddresses {
                     spans: described[0].at(0),
                     tiles: described[1].at(0),
                     merged: described[2].at(0),
@@ -218,7 +218,7 @@ impl Bench {
                     partial: partial.at(0),
                     extremes: extremes.at(0),
                 };
-                launches.push((slice, places, described));
+                launches.push((slice, addresses, described));
             }
             let seconds = seconds(device, || {
                 for layer in 0..layers {
@@ -232,11 +232,11 @@ impl Bench {
                         ring_v: ring,
                         lists: 0,
                     };
-                    for (slice, places, _) in &launches {
+                    for (slice, addresses, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, slice, q.at(0), &at, places, Neighbours::default())?;
-                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
+                            attend.run(view, slice, q.at(0), &at, addresses, Neighbours::default())?;
+                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, addresses)?;
                         }
                     }
                 }
@@ -264,14 +264,14 @@ impl Bench {
         let choice =
             device.copied(&[PageChoice { pages: visible as i32, scored: visible as i32, ..PageChoice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
-        let places =
+        let addresses =
             SliceAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..SliceAddresses::default() };
         let seconds = seconds(device, || {
             (0..layers).try_for_each(|layer| {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
                 let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
                 // SAFETY: as above; lists and scores have room for every page.
-                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &places) }
+                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &addresses) }
             })
         })? / layers as f64;
         // A scale and a zero for each key channel of every page.
@@ -345,7 +345,7 @@ impl Bench {
             let Some(hierarchies) = &hierarchies else { continue };
             let [upper, lower] = Hierarchy::bytes(n, k);
             let nibbles: Vec<Hierarchy> = (0..self.copies(upper + lower))
-                .map(|i| hierarchies.quantise(&matrices[i % matrices.len()], true, 0, &flag))
+                .map(|i| hierarchies.quantise(&matrices[i % matrices.len()], 0, 0, &flag))
                 .collect::<Result<_>>()?;
             for (reads, form, bytes) in [(Reads::All, "int8", upper + lower), (Reads::Upper, "int4", upper)] {
                 for &rows in rows {

@@ -83,7 +83,7 @@ impl<'a> From<&'a Hierarchy> for DraftMatrix<'a> {
 
 impl DraftMatrix<'_> {
     /// Address, outputs, inputs.
-    fn place(self) -> (u64, usize, usize) {
+    fn matrix(self) -> (u64, usize, usize) {
         match self {
             DraftMatrix::Own(weights) => (weights.address(), weights.n, weights.k),
             DraftMatrix::Upper(weights) => {
@@ -182,7 +182,7 @@ impl DraftGemms {
         rows: usize,
         rest: &[Arg],
     ) -> Result<()> {
-        let (address, n, k) = weights.place();
+        let (address, n, k) = weights.matrix();
         let (kernels, bits) = match weights {
             DraftMatrix::Own(weights) => (&self.own, weights.bits),
             DraftMatrix::Upper(_) => (&self.upper, 4),
@@ -253,7 +253,7 @@ impl DraftGemms {
         rows: usize,
     ) -> Result<()> {
         let weights = weights.into();
-        let rest = args![hidden.address, hidden.weight, hidden.eps, hidden.width, y, weights.place().1];
+        let rest = args![hidden.address, hidden.weight, hidden.eps, hidden.width, y, weights.matrix().1];
         // SAFETY: the caller's.
         unsafe { self.launch(|kernels| kernels.rows, weights, rows, &rest) }
     }
@@ -276,7 +276,7 @@ impl DraftGemms {
     ) -> Result<()> {
         let weights = weights.into();
         let rest =
-            args![hidden.address, hidden.weight, hidden.eps, hidden.width, bias, x, weights.place().1 / 2, pitch];
+            args![hidden.address, hidden.weight, hidden.eps, hidden.width, bias, x, weights.matrix().1 / 2, pitch];
         // SAFETY: the caller's.
         unsafe { self.launch(|kernels| kernels.gated, weights, rows, &rest) }
     }
@@ -298,7 +298,7 @@ impl DraftGemms {
         rows: usize,
     ) -> Result<()> {
         let weights = weights.into();
-        let rest = args![x, xs, hidden, bias, weights.place().1];
+        let rest = args![x, xs, hidden, bias, weights.matrix().1];
         // SAFETY: the caller's.
         unsafe { self.launch(|kernels| kernels.add_i8, weights, rows, &rest) }
     }
@@ -320,7 +320,7 @@ impl DraftGemms {
         rows: usize,
     ) -> Result<()> {
         let weights = weights.into();
-        let rest = args![x, weights.place().2, pitch, hidden, bias, weights.place().1];
+        let rest = args![x, weights.matrix().2, pitch, hidden, bias, weights.matrix().1];
         // SAFETY: the caller's.
         unsafe { self.launch(|kernels| kernels.add_bf16, weights, rows, &rest) }
     }

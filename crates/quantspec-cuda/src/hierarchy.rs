@@ -17,8 +17,9 @@ const _: () = assert!(GROUP == ATOM);
 #[derive(Debug)]
 pub struct Hierarchy {
     upper: Buffer,
-    /// None if the weights have four bits.
+    /// Of the rows from `both_from` on; None if there are none.
     lower: Option<Buffer>,
+    both_from: usize,
     n: usize,
     k: usize,
     /// As in [`crate::linear::Quantised`].
@@ -68,13 +69,21 @@ impl Hierarchy {
         &self.upper
     }
 
-    /// The lower plane; None if the weights have four bits.
+    /// The lower plane, of the rows that have one; None if there are none.
     pub fn lower(&self) -> Option<&Buffer> {
         self.lower.as_ref()
     }
 
-    fn lower_address(&self) -> u64 {
-        self.lower.as_ref().map_or(0, |lower| lower.at(0))
+    /// The rows without a lower plane, then those with one: first row, rows, address of the lower plane or 0.
+    fn parts(&self) -> impl Iterator<Item = (usize, usize, u64)> {
+        let lower = self.lower.as_ref().map_or(0, |lower| lower.at(0));
+        let parts = [(0, self.both_from, 0), (self.both_from, self.n - self.both_from, lower)];
+        parts.into_iter().filter(|&(_, rows, _)| rows > 0)
+    }
+
+    /// Address of the upper plane of the rows from `row` on, which begins a tile.
+    fn upper_at(&self, row: usize) -> u64 {
+        self.upper.at(Hierarchy::bytes(row, self.k)[0])
     }
 }
 
@@ -115,13 +124,13 @@ impl Hierarchies {
         })
     }
 
-    /// Queues quantising a matrix to both planes, or to the upper one alone; `paired` as in [`crate::linear::Quantised`].
-    /// `flag` begins with the device's error flag, a u32.
+    /// Queues quantising a matrix: rows from `both_from` on to both planes, those before it to the upper one alone. `paired` as
+    /// in [`crate::linear::Quantised`]. `flag` begins with the device's error flag, a u32.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, or if rows are not whole
-    /// heads. Those of [`Device::allocate`] and of the launch.
-    pub fn quantise(&self, weights: &Matrix, both: bool, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
+    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, if rows are not whole
+    /// heads, or if planes change inside a tile or head. Those of [`Device::allocate`] and of the launch.
+    pub fn quantise(&self, weights: &Matrix, both_from: usize, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
@@ -131,20 +140,28 @@ impl Hierarchies {
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
         }
-        let [upper, lower] = Hierarchy::bytes(n, k);
+        let whole = |row: usize| row.is_multiple_of(TILE.max(paired)) || row == n;
+        if both_from > n || !whole(both_from) {
+            return Err(Error::internal(format!("a lower plane from row {both_from} of {n} on")));
+        }
+        let [upper, _] = Hierarchy::bytes(n, k);
+        let [_, lower] = Hierarchy::bytes(n - both_from, k);
         let upper = self.device.allocate(upper)?;
-        let lower = if both { Some(self.device.allocate(lower)?) } else { None };
-        let to = Hierarchy { upper, lower, n, k, paired, dtype: self.dtype };
+        let lower = if lower > 0 { Some(self.device.allocate(lower)?) } else { None };
+        let to = Hierarchy { upper, lower, both_from, n, k, paired, dtype: self.dtype };
         let [bf16, f16, f32] = self.quantise;
         let kernel = match weights.dtype {
             Dtype::Bf16 => bf16,
             Dtype::F16 => f16,
             Dtype::F32 => f32,
         };
-        let grid = [stride(k) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, &to.upper, to.lower_address(), n, k, paired, flag];
-        // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
-        unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
+        for (first, rows, lower) in to.parts() {
+            let grid = [stride(k) as u32, rows.div_ceil(TILE) as u32, 1];
+            let from = weights.buffer.at(Matrix::bytes(weights.dtype, first, k));
+            let arguments = args![from, to.upper_at(first), lower, rows, k, paired, flag];
+            // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
+            unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
+        }
         Ok(to)
     }
 
@@ -159,24 +176,21 @@ impl Hierarchies {
     /// Both addresses must stay valid for their shapes until the stream has completed this call.
     pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
         self.check(weights)?;
-        let tiles = weights.n.div_ceil(TILE);
-        let family = if reads == Reads::All && weights.lower.is_some() { &self.both } else { &self.upper };
-        let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
         let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
-        let arguments = args![
-            &weights.upper,
-            weights.lower_address(),
-            x,
-            y,
-            groups,
-            stride(weights.k),
-            tiles,
-            weights.n,
-            rows,
-            pitch
-        ];
-        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
-        unsafe { self.device.launch(kernel, launch, &arguments) }
+        let launch = |first: usize, outputs: usize, lower: u64| {
+            let tiles = outputs.div_ceil(TILE);
+            let family = if lower == 0 { &self.upper } else { &self.both };
+            let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
+            let y = y + (first * size_of::<f32>()) as u64;
+            let arguments =
+                args![weights.upper_at(first), lower, x, y, groups, stride(weights.k), tiles, weights.n, rows, pitch];
+            // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
+            unsafe { self.device.launch(kernel, launch, &arguments) }
+        };
+        match reads {
+            Reads::Upper => launch(0, weights.n, 0),
+            Reads::All => weights.parts().try_for_each(|(first, outputs, lower)| launch(first, outputs, lower)),
+        }
     }
 
     /// Queues writing the dequantised matrix, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
@@ -190,10 +204,15 @@ impl Hierarchies {
         if at + bytes > to.bytes() {
             return Err(Error::internal(format!("{bytes} bytes of a matrix at {at} of {}", to.bytes())));
         }
-        let grid = [k.div_ceil(ATOM) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.upper, weights.lower_address(), to.at(at), n, stride(k), weights.paired];
-        // SAFETY: the argument list is the kernel's, and the buffer has room for the matrix.
-        unsafe { self.device.launch(self.atoms, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
+        for (first, rows, lower) in weights.parts() {
+            let grid = [k.div_ceil(ATOM) as u32, rows.div_ceil(TILE) as u32, 1];
+            let to = to.at(at + Matrix::bytes(self.dtype, first, k));
+            let arguments = args![weights.upper_at(first), lower, to, rows, stride(k), weights.paired];
+            let launch = Launch { grid, block: 128, shared: 0, overlap: false };
+            // SAFETY: the argument list is the kernel's, and the buffer has room for the matrix.
+            unsafe { self.device.launch(self.atoms, launch, &arguments)? };
+        }
+        Ok(())
     }
 
     fn check(&self, weights: &Hierarchy) -> Result<()> {

@@ -176,7 +176,7 @@ impl Penalising {
             tokens: [0; COMMIT_TOKENS],
         };
         match commit.tokens.get_mut(..more.len()) {
-            Some(place) => place.copy_from_slice(more),
+            Some(tokens) => tokens.copy_from_slice(more),
             None => self.texts.write((slot * self.pitch + from) * 4, more)?,
         }
         *known = Known { on: true, text: Some((history.answer(), text.len())) };

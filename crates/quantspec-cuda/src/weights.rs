@@ -267,16 +267,33 @@ fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
 }
 
+/// First row with both planes of each of a layer's matrices in nibbles, in the order of [`shapes`]
+/// ([`Part::has_both_planes`]). Keys and values follow the queries.
+fn both_from(config: &ModelConfig, weights: TargetWeights) -> [usize; 4] {
+    use LayerPart::*;
+    let both = |part| Part::Layer(0, part).has_both_planes(weights);
+    let mut first = shapes(config).map(|(n, _)| n);
+    for (first, part) in first.iter_mut().zip([Q, Output, Gate, Down]) {
+        if both(part) {
+            *first = 0;
+        }
+    }
+    if both(K) {
+        first[0] = first[0].min(config.q_width());
+    }
+    first
+}
+
 /// Bytes of a checkpoint's weights on a device, without the draft's own.
 pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrix = |weights, dtype, n, k| match (weights, Hierarchy::bytes(n, k)) {
-        (TargetWeights::Checkpoint, _) => Matrix::bytes(dtype, n, k),
-        (TargetWeights::Int8, [upper, lower]) => upper + lower,
-        (TargetWeights::Int4, [upper, _]) => upper,
+    let matrix = |dtype, n, k, both_from| match weights {
+        TargetWeights::Checkpoint => Matrix::bytes(dtype, n, k),
+        TargetWeights::Int8 | TargetWeights::Int4 => Hierarchy::bytes(n, k)[0] + Hierarchy::bytes(n - both_from, k)[1],
     };
-    let matrices: usize = shapes(config).iter().map(|&(n, k)| matrix(weights, config.dtype, n, k)).sum();
+    let of_layer = shapes(config).into_iter().zip(both_from(config, weights));
+    let matrices: usize = of_layer.map(|((n, k), both_from)| matrix(config.dtype, n, k, both_from)).sum();
     let mut vectors = if config.norms == LayerNorms::Both { 4 } else { 2 } * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
@@ -286,9 +303,7 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
         QkNorm::Heads => 2 * config.head_dim,
         QkNorm::Projection => q + kv,
     };
-    // The head is in both planes.
-    let of_head = if weights == TargetWeights::Int4 { TargetWeights::Int8 } else { weights };
-    let head = matrix(of_head, checkpoint.dtype(Part::Head), config.vocab, hidden);
+    let head = matrix(checkpoint.dtype(Part::Head), config.vocab, hidden, 0);
     let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, hidden);
     let tables = if config.tied_embeddings { head } else { embedding + head };
     config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
@@ -413,32 +428,32 @@ fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
 pub(crate) struct Expanded {
     buffer: Buffer,
     /// Byte offset of each matrix, in the order of [`Layer::matrices`].
-    places: [usize; 4],
+    offsets: [usize; 4],
     /// The layer in the buffer.
     layer: Option<usize>,
 }
 
 impl Expanded {
     /// Offsets and total bytes of the four matrices, each aligned to [`ALIGNED`].
-    fn places(config: &ModelConfig) -> ([usize; 4], usize) {
+    fn offsets(config: &ModelConfig) -> ([usize; 4], usize) {
         let mut end = 0;
-        let places = shapes(config).map(|(n, k)| {
-            let place = end;
+        let offsets = shapes(config).map(|(n, k)| {
+            let offset = end;
             end += Matrix::bytes(config.dtype, n, k).next_multiple_of(ALIGNED);
-            place
+            offset
         });
-        (places, end)
+        (offsets, end)
     }
 
     /// Bytes held.
     pub(crate) fn bytes(config: &ModelConfig) -> usize {
-        Expanded::places(config).1
+        Expanded::offsets(config).1
     }
 
     /// Room for a layer.
     pub(crate) fn new(device: &Arc<Device>, config: &ModelConfig) -> Result<Expanded> {
-        let (places, bytes) = Expanded::places(config);
-        Ok(Expanded { buffer: device.allocate(bytes)?, places, layer: None })
+        let (offsets, bytes) = Expanded::offsets(config);
+        Ok(Expanded { buffer: device.allocate(bytes)?, offsets, layer: None })
     }
 
     /// Bytes held.
@@ -450,14 +465,14 @@ impl Expanded {
     pub(crate) fn layer(&mut self, hierarchies: &Hierarchies, index: usize, layer: &Layer) -> Result<[u64; 4]> {
         if self.layer != Some(index) {
             self.layer = None;
-            for (full, &place) in layer.matrices().into_iter().zip(&self.places) {
+            for (full, &offset) in layer.matrices().into_iter().zip(&self.offsets) {
                 if let Full::Nibbles(hierarchy) = full {
-                    hierarchies.expand(hierarchy, &self.buffer, place)?;
+                    hierarchies.expand(hierarchy, &self.buffer, offset)?;
                 }
             }
             self.layer = Some(index);
         }
-        Ok(self.places.map(|place| self.buffer.at(place)))
+        Ok(self.offsets.map(|offset| self.buffer.at(offset)))
     }
 }
 
@@ -492,17 +507,17 @@ pub(crate) fn load(
     };
     let draft_bytes = draft_bytes(&config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut places = DraftArena { buffer, taken: 0 };
-    let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
-        Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
+    let mut arena = DraftArena { buffer, taken: 0 };
+    let in_nibbles = |matrix: Matrix, both_from: usize, paired: usize| match hierarchies {
+        Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),
     };
     // Tables first: the largest matrix needs its full size on the device until it is in nibbles.
     let embedding = loader.plain(Part::Embedding)?;
-    let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
-    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
+    let embedding = if config.tied_embeddings { in_nibbles(embedding, 0, 0)? } else { Full::Whole(embedding) };
+    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, 0, 0)?) };
     let draft_head = match head.as_ref().unwrap_or(&embedding) {
-        Full::Whole(head) => places.quantise(linear, head, head_bits(options), 0, flag)?,
+        Full::Whole(head) => arena.quantise(linear, head, head_bits(options), 0, flag)?,
         Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
@@ -522,16 +537,16 @@ pub(crate) fn load(
         ])?;
         let down = loader.plain(part(Down))?;
         let bits = if hierarchies.is_some() { [None; 4] } else { draft_bits(options) };
-        let mut draft = |kind: usize, matrix, paired| places.quantise(linear, matrix, bits[kind], paired, flag);
+        let mut draft = |kind: usize, matrix, paired| arena.quantise(linear, matrix, bits[kind], paired, flag);
         let draft = DraftLayer {
             qkv: draft(0, &qkv, config.head_dim)?,
             output: draft(1, &output, 0)?,
             gate_up: draft(2, &gate_up, 0)?,
             down: draft(3, &down, 0)?,
         };
-        let both = options.weights == TargetWeights::Int8;
-        let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);
-        let (gate_up, down) = (in_nibbles(gate_up, both, 0)?, in_nibbles(down, both, 0)?);
+        let [of_qkv, of_output, of_gate_up, of_down] = both_from(&config, options.weights);
+        let (qkv, output) = (in_nibbles(qkv, of_qkv, config.head_dim)?, in_nibbles(output, of_output, 0)?);
+        let (gate_up, down) = (in_nibbles(gate_up, of_gate_up, 0)?, in_nibbles(down, of_down, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
         let mut norm = |kind: LayerPart| kind.exists(&config).then(|| loader.vector(&[part(kind)])).transpose();
         let (attention_norm, attention_output_norm) = (norm(AttentionNorm)?, norm(AttentionOutputNorm)?);
@@ -559,7 +574,7 @@ pub(crate) fn load(
         });
     }
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
+    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: arena.buffer })
 }
 
 /// Address of an optional vector; 0 for None.

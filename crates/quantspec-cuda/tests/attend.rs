@@ -167,7 +167,7 @@ impl World {
         }
     }
 
-    fn places(&self, slice: &StepSlice, list_pitch: usize) -> (SliceAddresses, Vec<Buffer>) {
+    fn addresses(&self, slice: &StepSlice, list_pitch: usize) -> (SliceAddresses, Vec<Buffer>) {
         let rows = self.attend.partial_rows(slice.merged.len());
         let buffers = vec![
             self.device.copied(&slice.spans).unwrap(),
@@ -176,7 +176,7 @@ impl World {
             poisoned(&self.device, rows * self.config.head_dim * 4),
             poisoned(&self.device, rows * 8),
         ];
-        let places = SliceAddresses {
+        let addresses = SliceAddresses {
             spans: buffers[0].at(0),
             tiles: buffers[1].at(0),
             merged: buffers[2].at(0),
@@ -186,7 +186,7 @@ impl World {
             partial: buffers[3].at(0),
             extremes: buffers[4].at(0),
         };
-        (places, buffers)
+        (addresses, buffers)
     }
 
     /// Attention of consecutive rows from `position` on; q f16 [row][heads][d], scaled as by the append kernel.
@@ -210,14 +210,14 @@ impl World {
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
         let slice = self.attend.slices(View::Upper, rows, list, |_| false, false).unwrap().remove(0);
-        let (places, _keep) = self.places(&slice, chosen.map_or(0, |(.., pitch)| pitch));
+        let (addresses, _keep) = self.addresses(&slice, chosen.map_or(0, |(.., pitch)| pitch));
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
         unsafe {
-            self.attend.run(View::Upper, &slice, q.at(0), &layer, &places, neighbours).unwrap();
-            self.attend.merge(&slice, None, x.at(0), xs.at(0), groups * 128, 0, &places).unwrap();
+            self.attend.run(View::Upper, &slice, q.at(0), &layer, &addresses, neighbours).unwrap();
+            self.attend.merge(&slice, None, x.at(0), xs.at(0), groups * 128, 0, &addresses).unwrap();
             let (x, xs) = (panel.at(0), panel_scales.at(0));
-            self.attend.merge(&slice, None, x, xs, groups * 128, rows.len(), &places).unwrap();
+            self.attend.merge(&slice, None, x, xs, groups * 128, rows.len(), &addresses).unwrap();
         }
         let all = (x.read::<i8>(0, rows.len() * groups * 128).unwrap(), xs.read::<f32>(0, rows.len() * groups * 2));
         let (codes, scales) = arranged(&all.0, &all.1.unwrap(), rows.len(), groups, rows.len());
@@ -265,12 +265,12 @@ impl World {
             None => self.attend.slices(view, rows, list, |_| true, drafts),
         };
         for slice in slices.unwrap() {
-            let (places, _keep) = self.places(&slice, chosen.map_or(0, |(.., pitch)| pitch));
+            let (addresses, _keep) = self.addresses(&slice, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
             unsafe {
-                self.attend.run(view, &slice, q.at(0), &layer, &places, Neighbours::default()).unwrap();
-                self.attend.merge(&slice, Some(Dtype::F32), x.at(0), 0, width, 0, &places).unwrap();
+                self.attend.run(view, &slice, q.at(0), &layer, &addresses, Neighbours::default()).unwrap();
+                self.attend.merge(&slice, Some(Dtype::F32), x.at(0), 0, width, 0, &addresses).unwrap();
             }
             self.device.synchronize().unwrap();
         }
@@ -750,7 +750,7 @@ fn chosen_pages_equal_core() {
                     ..PageChoice::default()
                 }])
                 .unwrap();
-            let places = SliceAddresses {
+            let addresses = SliceAddresses {
                 tables: world.tables.at(0),
                 table_pitch: world.table.len() / SLOTS,
                 list_pitch: pitch,
@@ -761,8 +761,10 @@ fn chosen_pages_equal_core() {
                 let layer = world.layer(lists.at(0));
                 let by = if best { scores.at(0) } else { 0 };
                 // SAFETY: everything lives until the read below, which waits.
-                unsafe { world.attend.choose(choices.at(0), [1, 1], visible, n, on_device.at(0), by, &layer, &places) }
-                    .unwrap();
+                unsafe {
+                    world.attend.choose(choices.at(0), [1, 1], visible, n, on_device.at(0), by, &layer, &addresses)
+                }
+                .unwrap();
                 let lists_read = lists.read::<i32>(0, SLOTS * kv_heads * pitch).unwrap();
                 let group = heads / kv_heads;
                 let mut outputs = Vec::new();
@@ -785,20 +787,20 @@ fn chosen_pages_equal_core() {
                     for (name, deep) in [("bounds_1_4", 4), ("bounds_4_2", 2), ("bounds_4_4", 4)] {
                         let arguments = args![
                             layer.upper,
-                            places.tables,
-                            places.table_pitch,
+                            addresses.tables,
+                            addresses.table_pitch,
                             &on_device,
                             &choices,
                             &scores,
-                            places.table_pitch,
+                            addresses.table_pitch,
                             kv_heads,
                             group,
                             d,
                             centre
                         ];
-                        scores.write(0, &vec![f32::NAN; kv_heads * places.table_pitch]).unwrap();
+                        scores.write(0, &vec![f32::NAN; kv_heads * addresses.table_pitch]).unwrap();
                         run(&device, name, [visible.div_ceil(deep * 2048 / d), kv_heads, 1], 256, 0, &arguments);
-                        let got = scores.read::<f32>(head * places.table_pitch * 4, visible).unwrap();
+                        let got = scores.read::<f32>(head * addresses.table_pitch * 4, visible).unwrap();
                         let want: Vec<f64> = bounds.iter().map(|&bound| f64::from(bound)).collect();
                         let error = distance(&got, &want);
                         assert!(error < 1e-6, "{name}, {visible} pages, head {head} of {d}: {error}");

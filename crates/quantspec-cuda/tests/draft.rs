@@ -71,7 +71,7 @@ fn weights(
     let made = match kind {
         Kind::Own => Weights::Own(Linear::new(device).unwrap().quantise(&full, 4, paired, &flag).unwrap()),
         Kind::Upper => {
-            Weights::Upper(Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, true, paired, &flag).unwrap())
+            Weights::Upper(Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, 0, paired, &flag).unwrap())
         }
     };
     device.synchronize().unwrap();

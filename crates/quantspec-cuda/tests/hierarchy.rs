@@ -36,18 +36,18 @@ fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) 
 }
 
 /// Source row of a row index in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
-fn source_row(place: usize, paired: usize) -> usize {
+fn source_row(stored: usize, paired: usize) -> usize {
     if paired == 0 {
-        return place;
+        return stored;
     }
-    let (head, at) = (place / paired, place % paired);
+    let (head, at) = (stored / paired, stored % paired);
     let channel = at / 16 * 8 + at % 8;
     head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
 }
 
 fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
     w.chunks(k)
-        .map(|row| if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap())
+        .map(|row| if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap())
         .collect()
 }
 
@@ -104,7 +104,7 @@ fn planes_have_cores_bytes() {
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
             for both in [true, false] {
-                let got = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let got = hierarchies.quantise(&full, if both { 0 } else { n }, paired, &flag).unwrap();
                 let want = packed(&quantised(&w, k, both), n, k, paired);
                 let planes = [Some(got.upper()), got.lower()];
                 assert_eq!(got.lower().is_some(), both);
@@ -129,7 +129,9 @@ fn nan_weights_are_flagged() {
         let flag = device.zeroed(4).unwrap();
         let mut w = weights(&mut random, 32, 128, Dtype::Bf16);
         w[17 * 128 + 100] = bad;
-        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), both, 0, &flag).unwrap();
+        hierarchies
+            .quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), if both { 0 } else { 32 }, 0, &flag)
+            .unwrap();
         assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad}");
     }
     let error = Hierarchies::new(&device, Dtype::F32).unwrap_err();
@@ -147,7 +149,7 @@ fn the_matrix_of_both_planes() {
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
             for both in [true, false] {
-                let planes = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let planes = hierarchies.quantise(&full, if both { 0 } else { n }, paired, &flag).unwrap();
                 let to = poisoned(&device, full.buffer.bytes());
                 hierarchies.expand(&planes, &to, 0).unwrap();
                 let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
@@ -198,7 +200,7 @@ fn check_gemms(shapes: &[(usize, usize)]) {
             let x_device = upload(&device, &pitched, dtype);
             let full = on_device(&device, &w, n, k, dtype);
             for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
-                let planes = hierarchies.quantise(&full, both, 0, &flag).unwrap();
+                let planes = hierarchies.quantise(&full, if both { 0 } else { n }, 0, &flag).unwrap();
                 let y = poisoned(&device, most * n * 4);
                 let run = |rows: usize| {
                     y.fill(0xff).unwrap();
@@ -229,6 +231,60 @@ fn check_gemms(shapes: &[(usize, usize)]) {
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
 }
 
+/// A matrix whose last rows alone have a lower plane is that of two matrices, in bytes, values and outputs.
+#[test]
+fn planes_of_the_last_rows() {
+    let Some(device) = device() else { return };
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(12);
+    for (n, both_from, k, paired, dtype) in [
+        (96, 64, 200, 0, Dtype::Bf16),
+        (384, 256, 512, 64, Dtype::Bf16),
+        (768, 256, 1376, 128, Dtype::F16),
+        (6144, 4096, 4096, 128, Dtype::Bf16),
+    ] {
+        let hierarchies = Hierarchies::new(&device, dtype).unwrap();
+        let w = weights(&mut random, n, k, dtype);
+        let of_rows = |w: &[f32], both_from: usize| {
+            let rows = w.len() / k;
+            hierarchies.quantise(&on_device(&device, w, rows, k, dtype), both_from, paired, &flag).unwrap()
+        };
+        let (planes, first, last) =
+            (of_rows(&w, both_from), of_rows(&w[..both_from * k], both_from), of_rows(&w[both_from * k..], 0));
+        assert_eq!(planes.held_bytes(), first.held_bytes() + last.held_bytes());
+        let all = |buffer: &quantspec_cuda::device::Buffer| buffer.read::<u8>(0, buffer.bytes()).unwrap();
+        assert!(all(planes.upper()) == [all(first.upper()), all(last.upper())].concat(), "upper plane of {n} x {k}");
+        assert!(all(planes.lower().unwrap()) == all(last.lower().unwrap()), "lower plane of {n} x {k}");
+        let full = |planes: &Hierarchy| {
+            let to = device.zeroed(Matrix::bytes(dtype, planes.shape().0, k)).unwrap();
+            hierarchies.expand(planes, &to, 0).unwrap();
+            all(&to)
+        };
+        assert!(full(&planes) == [full(&first), full(&last)].concat(), "values of {n} x {k}");
+        let most = 17;
+        let x = upload(&device, &random.normals(most * k.next_multiple_of(64)), dtype);
+        for reads in [Reads::All, Reads::Upper] {
+            for rows in [1, 8, most] {
+                let outputs = |planes: &Hierarchy| {
+                    let n = planes.shape().0;
+                    let y = poisoned(&device, rows * n * 4);
+                    // SAFETY: x has `most` rows and y room for `rows`.
+                    unsafe { hierarchies.run(planes, reads, x.at(0), y.at(0), rows) }.unwrap();
+                    y.read::<u32>(0, rows * n).unwrap()
+                };
+                let (got, first, last) = (outputs(&planes), outputs(&first), outputs(&last));
+                let want = first.chunks(both_from).zip(last.chunks(n - both_from));
+                let want: Vec<u32> = want.flat_map(|(first, last)| [first, last].concat()).collect();
+                let differs = got.iter().zip(&want).position(|(a, b)| a != b);
+                assert_eq!(differs, None, "{rows} rows, {n} x {k}, {reads:?}");
+            }
+        }
+        let odd = hierarchies.quantise(&on_device(&device, &w, n, k, dtype), both_from + 8, paired, &flag);
+        assert_eq!(odd.unwrap_err().kind, ErrorKind::Internal);
+    }
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
 #[test]
 fn other_work_changes_no_bit() {
     let Some(device) = device() else { return };
@@ -242,7 +298,7 @@ fn other_work_changes_no_bit() {
         let full = on_device(&device, &w, n, k, Dtype::Bf16);
         let most = 64;
         let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
-        let planes = hierarchies.quantise(&full, true, 0, &flag).unwrap();
+        let planes = hierarchies.quantise(&full, 0, 0, &flag).unwrap();
         for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();

@@ -125,9 +125,10 @@ impl Model {
         };
         for row in values.chunks_mut(k) {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
-            let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight");
+            let few = name.contains("k_proj") || name.contains("v_proj");
+            let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight") && !few;
             row.copy_from_slice(
-                &if upper { quantize_row_upper(row, GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
+                &if upper { quantize_row_upper(row, &[], GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
             );
         }
     }

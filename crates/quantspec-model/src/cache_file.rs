@@ -197,7 +197,7 @@ impl Stored {
 pub(crate) struct Writer {
     file: File,
     path: PathBuf,
-    place: PathBuf,
+    destination: PathBuf,
     head: Vec<u8>,
     index: Vec<u8>,
     index_at: usize,
@@ -207,14 +207,14 @@ pub(crate) struct Writer {
 
 impl Writer {
     /// Begins a file of `segments` segments; creates its folder if needed.
-    pub(crate) fn new(format: &Format, place: &Path, description: &[u8], segments: usize) -> io::Result<Writer> {
-        let folder = place.parent().unwrap_or(Path::new("."));
+    pub(crate) fn new(format: &Format, destination: &Path, description: &[u8], segments: usize) -> io::Result<Writer> {
+        let folder = destination.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let name = format!(
             "{}{}.{}.{}.tmp",
             format.prefix,
-            XxHash3_64::oneshot(place.as_os_str().as_encoded_bytes()),
+            XxHash3_64::oneshot(destination.as_os_str().as_encoded_bytes()),
             std::process::id(),
             since.as_nanos()
         );
@@ -228,8 +228,8 @@ impl Writer {
         head[HEADER_BYTES..index_at].copy_from_slice(description);
         let file = File::options().write(true).create_new(true).open(&path)?;
         let index = Vec::with_capacity(ENTRY_BYTES * segments);
-        let place = place.to_path_buf();
-        let mut writer = Writer { file, path, place, head, index, index_at, done: 0, published: false };
+        let destination = destination.to_path_buf();
+        let mut writer = Writer { file, path, destination, head, index, index_at, done: 0, published: false };
         writer.file.write_all(&writer.head)?;
         Ok(writer)
     }
@@ -244,8 +244,8 @@ impl Writer {
     }
 
     /// Final path of the file.
-    pub(crate) fn place(&self) -> &Path {
-        &self.place
+    pub(crate) fn destination(&self) -> &Path {
+        &self.destination
     }
 
     /// Writes the head into the space reserved for it, and moves the file to its final path.
@@ -259,7 +259,7 @@ impl Writer {
         self.head[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
         self.file.rewind()?;
         self.file.write_all(&self.head)?;
-        fs::rename(&self.path, &self.place)?;
+        fs::rename(&self.path, &self.destination)?;
         self.published = true;
         Ok(())
     }

@@ -43,8 +43,9 @@ pub struct Checkpoint {
 /// Open files, and the location of each part.
 #[derive(Debug)]
 enum Weights {
-    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, TensorLocation>, quantised: Quantised },
-    Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
+    SafeTensors { shards: Vec<SafeTensors>, locations: HashMap<Part, TensorLocation>, quantised: Quantised },
+    Gguf { gguf: Gguf, locations: HashMap<Part, Packed> },
+    StandIn,
 }
 
 /// Largest JSON file read. A config.json has some kilobytes; the index of a 405B model has 0.1 MB, that of the deepest model
@@ -66,8 +67,8 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if path.is_file() {
             let gguf = Gguf::open(path)?;
-            let (config, places) = gguf_config::read(&gguf)?;
-            return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, places }, draft_cache: None });
+            let (config, locations) = gguf_config::read(&gguf)?;
+            return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, locations }, draft_cache: None });
         }
         let (config, scheme, wrapped) = configuration(path)?;
         let (mut shards, names) = open_shards(path)?;
@@ -85,11 +86,17 @@ impl Checkpoint {
             return Checkpoint::open(path);
         }
         let (config, ..) = configuration(path)?;
-        let place = TensorLocation { shard: 0, offset: 0, dtype: config.dtype };
+        let location = TensorLocation { shard: 0, offset: 0, dtype: config.dtype };
         let tied = config.tied_embeddings.then_some(Part::Head);
-        let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
-        let weights = Weights::SafeTensors { shards: Vec::new(), places, quantised: Quantised::new(config.dtype) };
+        let locations = Part::all(&config).into_iter().chain(tied).map(|part| (part, location)).collect();
+        let weights = Weights::SafeTensors { shards: Vec::new(), locations, quantised: Quantised::new(config.dtype) };
         Ok(Checkpoint { config, weights, draft_cache: None })
+    }
+
+    /// Made-up weights for a model of this shape, in its number format: for timing its kernels, which take the same time for all
+    /// weights.
+    pub fn stand_in(config: ModelConfig) -> Checkpoint {
+        Checkpoint { config, weights: Weights::StandIn, draft_cache: None }
     }
 
     /// A checkpoint from memory: config.json and one safetensors file.
@@ -114,7 +121,7 @@ impl Checkpoint {
     ) -> Result<Checkpoint> {
         refuse_foreign(&config, scheme, &shards, names)?;
         let table = embedding_of(&mut config, &shards, names)?;
-        let mut places = HashMap::new();
+        let mut locations = HashMap::new();
         let mut quantised = Quantised::new(config.dtype);
         for part in Part::all(&config) {
             if let Some(scheme) = scheme
@@ -124,17 +131,17 @@ impl Checkpoint {
             {
                 continue;
             }
-            let place = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
-            places.insert(part, place);
+            let location = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
+            locations.insert(part, location);
         }
         if config.tied_embeddings {
-            places.insert(Part::Head, table);
+            locations.insert(Part::Head, table);
         }
-        if let Some(place) = places.get(&Part::Layer(0, LayerPart::Q)) {
-            config.dtype = place.dtype;
+        if let Some(location) = locations.get(&Part::Layer(0, LayerPart::Q)) {
+            config.dtype = location.dtype;
         }
         config::round_embedding_factor(&mut config, table.dtype);
-        Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places, quantised }, draft_cache: None })
+        Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, locations, quantised }, draft_cache: None })
     }
 
     /// The model's shape. Its dtype is that of the first layer's query projection. Its head is tied if configuration and
@@ -156,10 +163,12 @@ impl Checkpoint {
     /// Number format in which a part is read; that of the model if the part does not exist.
     pub fn dtype(&self, part: Part) -> Dtype {
         let own = match &self.weights {
-            Weights::SafeTensors { places, quantised, .. } => {
-                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name(&self.config)))
-            }
-            Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
+            Weights::SafeTensors { locations, quantised, .. } => locations
+                .get(&part)
+                .map(|location| location.dtype)
+                .or_else(|| quantised.dtype(&part.name(&self.config))),
+            Weights::Gguf { locations, .. } => locations.get(&part).map(|location| location.dtype),
+            Weights::StandIn => None,
         };
         own.unwrap_or(self.config.dtype)
     }
@@ -167,7 +176,9 @@ impl Checkpoint {
     /// The type of a GGUF file's matrix.
     pub fn encoding(&self, part: Part) -> Option<Encoding> {
         match &self.weights {
-            Weights::Gguf { places, .. } if !part.is_vector() => places.get(&part).map(|place| place.encoding),
+            Weights::Gguf { locations, .. } if !part.is_vector() => {
+                locations.get(&part).map(|location| location.encoding)
+            }
             _ => None,
         }
     }
@@ -186,10 +197,14 @@ impl Checkpoint {
     /// Returns true if the checkpoint has the part. Biases and norms are optional; a tied head counts.
     pub fn has(&self, part: Part) -> bool {
         match &self.weights {
-            Weights::SafeTensors { places, quantised, .. } => {
-                places.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
+            Weights::SafeTensors { locations, quantised, .. } => {
+                locations.contains_key(&part) || quantised.dtype(&part.name(&self.config)).is_some()
             }
-            Weights::Gguf { places, .. } => places.contains_key(&part),
+            Weights::Gguf { locations, .. } => locations.contains_key(&part),
+            Weights::StandIn => match part {
+                Part::Layer(layer, part) => layer < self.config.layers && part.exists(&self.config),
+                Part::Embedding | Part::FinalNorm | Part::Head => true,
+            },
         }
     }
 
@@ -197,7 +212,7 @@ impl Checkpoint {
     pub fn tensor_name(&self, part: Part) -> String {
         let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
         match self.weights {
-            Weights::SafeTensors { .. } => part.name(&self.config),
+            Weights::SafeTensors { .. } | Weights::StandIn => part.name(&self.config),
             Weights::Gguf { .. } => gguf_config::tensor_name(&self.config.family, part),
         }
     }
@@ -218,17 +233,23 @@ impl Checkpoint {
         let row_bytes = width * dtype.bytes();
         self.check_room(part, &rows, row_bytes, out.len())?;
         match &self.weights {
-            Weights::SafeTensors { shards, places, quantised } => {
-                self.by_stored_rows(part, rows, row_bytes, out, |rows, out| match places.get(&part) {
+            Weights::SafeTensors { shards, locations, quantised } => {
+                self.by_stored_rows(part, rows, row_bytes, out, |rows, out| match locations.get(&part) {
                     None => quantised.read(shards, &part.name(&self.config), rows, out),
-                    Some(&place) => {
-                        let offset = place.offset + rows.start as u64 * row_bytes as u64;
-                        read_at(shards, TensorLocation { offset, ..place }, out)
+                    Some(&location) => {
+                        let offset = location.offset + rows.start as u64 * row_bytes as u64;
+                        read_at(shards, TensorLocation { offset, ..location }, out)
                     }
                 })
             }
-            Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
-            Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
+            Weights::Gguf { gguf, locations } if part.is_vector() => read_vector(gguf, &locations[&part], width, out),
+            Weights::Gguf { gguf, locations } => {
+                read_rows(gguf, &Packed { dtype, ..locations[&part] }, rows, width, out)
+            }
+            Weights::StandIn => {
+                made_up(dtype, rows.start * width, width, out);
+                Ok(())
+            }
         }
     }
 
@@ -290,8 +311,8 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::read_f32`].
     pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        if let Weights::SafeTensors { shards, places, quantised } = &self.weights
-            && !places.contains_key(&part)
+        if let Weights::SafeTensors { shards, locations, quantised } = &self.weights
+            && !locations.contains_key(&part)
         {
             let width = self.shape(part).1;
             let first = rows.start * width;
@@ -361,36 +382,53 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
 }
 
+/// Writes numbers between −s and s for s = 1/√width, of elements from `first` on. Rows of a matrix differ.
+fn made_up(dtype: Dtype, first: usize, width: usize, out: &mut [u8]) {
+    let scale = 2.0 / (width as f32).sqrt();
+    let value = |element: usize| {
+        let hash = (element as u32).wrapping_mul(0x9E37_79B1);
+        (((hash ^ hash >> 15).wrapping_mul(0x85EB_CA77) >> 8) as f32 / 16_777_216.0 - 0.5) * scale
+    };
+    let mut values = [0.0; 256];
+    let bytes = dtype.bytes();
+    for (chunk, out) in out.chunks_mut(values.len() * bytes).enumerate() {
+        let values = &mut values[..out.len() / bytes];
+        let first = first + chunk * 256;
+        values.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
+        round(dtype, values, out);
+    }
+}
+
 /// Reads rows of a GGUF matrix in its read format.
-fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out: &mut [u8]) -> Result<()> {
-    let (values, block_bytes) = place.encoding.block();
+fn read_rows(gguf: &Gguf, location: &Packed, rows: Range<usize>, width: usize, out: &mut [u8]) -> Result<()> {
+    let (values, block_bytes) = location.encoding.block();
     let raw_row = width / values * block_bytes;
     // Consecutive rows are read in one call.
-    let at_once = if place.order == RowOrder::Own { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
-    let row_bytes = width * place.dtype.bytes();
+    let at_once = if location.order == RowOrder::Own { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
+    let row_bytes = width * location.dtype.bytes();
     let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
     let mut decoded = vec![0.0; width];
     for (index, out) in out.chunks_mut(at_once * row_bytes).enumerate() {
         let raw = &mut raw[..out.len() / row_bytes * raw_row];
-        let first = place.row(rows.start + index * at_once);
-        gguf.read(place.part, place.offset + first as u64 * raw_row as u64, raw)?;
+        let first = location.row(rows.start + index * at_once);
+        gguf.read(location.part, location.offset + first as u64 * raw_row as u64, raw)?;
         for (raw, out) in raw.chunks_exact(raw_row).zip(out.chunks_exact_mut(row_bytes)) {
-            place.encoding.decode(raw, &mut decoded);
-            round(place.dtype, &decoded, out);
+            location.encoding.decode(raw, &mut decoded);
+            round(location.dtype, &decoded, out);
         }
     }
     Ok(())
 }
 
 /// Reads a GGUF vector in its read format. A permutation of rows permutes the vector's elements.
-fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Result<()> {
-    let (values, block_bytes) = place.encoding.block();
+fn read_vector(gguf: &Gguf, location: &Packed, width: usize, out: &mut [u8]) -> Result<()> {
+    let (values, block_bytes) = location.encoding.block();
     let mut raw = vec![0; width / values * block_bytes];
-    gguf.read(place.part, place.offset, &mut raw)?;
+    gguf.read(location.part, location.offset, &mut raw)?;
     let mut decoded = vec![0.0; width];
-    place.encoding.decode(&raw, &mut decoded);
-    let ordered: Vec<f32> = (0..width).map(|element| decoded[place.row(element)]).collect();
-    round(place.dtype, &ordered, out);
+    location.encoding.decode(&raw, &mut decoded);
+    let ordered: Vec<f32> = (0..width).map(|element| decoded[location.row(element)]).collect();
+    round(location.dtype, &ordered, out);
     Ok(())
 }
 
@@ -658,9 +696,9 @@ fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation
     let (mut a, mut b) = (vec![0; room], vec![0; room]);
     for done in (0..bytes).step_by(CHUNK_BYTES) {
         let length = (bytes - done).min(CHUNK_BYTES);
-        for (place, chunk) in [(one, &mut a), (other, &mut b)] {
-            let place = TensorLocation { offset: place.offset + done as u64, ..place };
-            read_at(shards, place, &mut chunk[..length])?;
+        for (location, chunk) in [(one, &mut a), (other, &mut b)] {
+            let location = TensorLocation { offset: location.offset + done as u64, ..location };
+            read_at(shards, location, &mut chunk[..length])?;
         }
         if a[..length] != b[..length] {
             return Ok(false);

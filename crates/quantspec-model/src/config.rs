@@ -175,7 +175,7 @@ const WRAPPERS: [&str; 2] = ["mistral3", "gemma3"];
 /// something that is not implemented.
 pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
-    let outer = Fields { map: &object, place: "config.json" };
+    let outer = Fields { map: &object, object: "config.json" };
     let fields =
         if wraps(&outer)? { outer.inner("text_config")?.ok_or_else(|| outer.missing("text_config"))? } else { outer };
     let family = family(&fields)?;
@@ -272,7 +272,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
 /// [`quantspec_core::ErrorKind::Model`] if it is not valid JSON.
 pub fn is_wrapped(config: &[u8]) -> Result<bool> {
     let object = object(config, "config.json")?;
-    wraps(&Fields { map: &object, place: "config.json" })
+    wraps(&Fields { map: &object, object: "config.json" })
 }
 
 fn wraps(fields: &Fields) -> Result<bool> {
@@ -280,12 +280,12 @@ fn wraps(fields: &Fields) -> Result<bool> {
 }
 
 /// Parses a whole file as a JSON object.
-fn object(bytes: &[u8], place: &str) -> Result<Map<String, Value>> {
+fn object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::model(format!("{place} is not a JSON object"), "download the file again")),
+        Ok(_) => Err(Error::model(format!("{file} is not a JSON object"), "download the file again")),
         Err(error) => Err(Error::model(
-            format!("{place} is not valid JSON: {}", shown(&error.to_string())),
+            format!("{file} is not valid JSON: {}", shown(&error.to_string())),
             "the file is damaged or cut short; download it again",
         )),
     }
@@ -305,7 +305,7 @@ fn unsupported(what: String) -> Error {
 #[derive(Clone, Copy)]
 struct Fields<'a> {
     map: &'a Map<String, Value>,
-    place: &'static str,
+    object: &'static str,
 }
 
 impl<'a> Fields<'a> {
@@ -318,11 +318,11 @@ impl<'a> Fields<'a> {
     }
 
     fn missing(&self, name: &str) -> Error {
-        absurd(format!("{}: {name} is missing", self.place))
+        absurd(format!("{}: {name} is missing", self.object))
     }
 
     fn wrong(&self, name: &str, value: &Value, want: &str) -> Error {
-        absurd(format!("{}: {name} is {}, not {want}", self.place, shown(&value.to_string())))
+        absurd(format!("{}: {name} is {}, not {want}", self.object, shown(&value.to_string())))
     }
 
     fn size(&self, name: &str, range: RangeInclusive<usize>, default: Option<usize>) -> Result<usize> {
@@ -370,7 +370,7 @@ impl<'a> Fields<'a> {
     fn inner(&self, name: &'static str) -> Result<Option<Fields<'a>>> {
         match self.get(name) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields { map, place: name })),
+            Some(Value::Object(map)) => Ok(Some(Fields { map, object: name })),
             Some(value) => Err(self.wrong(name, value, "an object")),
         }
     }
@@ -517,7 +517,7 @@ fn plain_positions(fields: &Fields) -> Result<usize> {
     let original = chunks.size("original_max_position_embeddings", POSITIONS, Some(chunk))?;
     match chunk.checked_sub(local) {
         Some(plain) if plain > 0 => Ok(plain.min(original)),
-        _ => Err(absurd(format!("{}: chunk_size {chunk} is not above local_size {local}", chunks.place))),
+        _ => Err(absurd(format!("{}: chunk_size {chunk} is not above local_size {local}", chunks.object))),
     }
 }
 
@@ -592,7 +592,7 @@ fn no_rope(fields: &Fields, layers: usize) -> Result<Vec<bool>> {
         }
         Some(list) => {
             let entries = list.len();
-            Err(absurd(format!("{}: no_rope_layers has {entries} entries for {layers} layers", fields.place)))
+            Err(absurd(format!("{}: no_rope_layers has {entries} entries for {layers} layers", fields.object)))
         }
         None => {
             let every = fields.size("no_rope_layer_interval", POSITIONS, Some(SMOLLM3_INTERVAL))?;
@@ -609,7 +609,7 @@ fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
             Ok(value)
         } else {
             let (least, most) = (MULTIPLIERS.start(), MULTIPLIERS.end());
-            Err(absurd(format!("{}: {name} {value} is not from {least} to {most}", fields.place)))
+            Err(absurd(format!("{}: {name} {value} is not from {least} to {most}", fields.object)))
         }
     };
     let (embedding, residual) = (multiplier("embedding_multiplier")?, multiplier("residual_multiplier")?);
@@ -620,19 +620,19 @@ fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
 /// The channels of a head that are rotated, of `partial_rotary_factor` in the scaling or next to it.
 fn rotated(fields: &Fields, scaling: Option<&Fields>, family: &Family, head_dim: usize) -> Result<usize> {
     const NAME: &str = "partial_rotary_factor";
-    let place = scaling.filter(|inner| inner.stated(NAME)).unwrap_or(fields);
-    let factor = place.number(NAME, Some(1.0))?;
+    let stated = scaling.filter(|inner| inner.stated(NAME)).unwrap_or(fields);
+    let factor = stated.number(NAME, Some(1.0))?;
     if factor == 1.0 {
         return Ok(head_dim);
     }
     if !family.partial_rotary {
-        return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor})", place.place)));
+        return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor})", stated.object)));
     }
     let dim = (head_dim as f64 * factor) as usize;
     if !(*HEAD_DIM.start()..=head_dim).contains(&dim) || !dim.is_multiple_of(2) {
         return Err(absurd(format!(
             "{}: {NAME} {factor} rotates {dim} of {head_dim} channels, not an even number from {}",
-            place.place,
+            stated.object,
             HEAD_DIM.start()
         )));
     }
@@ -665,7 +665,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         return Ok((Rope { theta, dim, scaling: RopeScaling::None, query_scale: None }, stated_positions));
     };
     if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
-        return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.place, shown(name))));
+        return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.object, shown(name))));
     }
     let kind = match inner.text("rope_type")? {
         Some(kind) => kind,
@@ -685,7 +685,7 @@ fn rope(fields: &Fields, family: &Family, head_dim: usize, stated_positions: usi
         const BETA: &str = "llama_4_scaling_beta";
         let beta = inner.number(BETA, None)?;
         if !(0.0..=100.0).contains(&beta) {
-            return Err(absurd(format!("{}: {BETA} {beta} is not from 0 to 100", inner.place)));
+            return Err(absurd(format!("{}: {BETA} {beta} is not from 0 to 100", inner.object)));
         }
         Some(QueryScale { beta, original: original()? })
     } else {
@@ -706,7 +706,7 @@ fn stretch(inner: &Fields, default: Option<f64>) -> Result<f64> {
     if (1.0..=65_536.0).contains(&factor) {
         Ok(factor)
     } else {
-        Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
+        Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.object)))
     }
 }
 
@@ -724,7 +724,7 @@ fn scaled(
         if (1e-6..=1e6).contains(&value) {
             Ok(value)
         } else {
-            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
+            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.object)))
         }
     };
     // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
@@ -742,7 +742,7 @@ fn scaled(
             if low >= high {
                 return Err(absurd(format!(
                     "{}: low_freq_factor {low} is not below high_freq_factor {high}",
-                    inner.place
+                    inner.object
                 )));
             }
             let scaling = RopeScaling::Llama3 {
@@ -793,7 +793,7 @@ fn stretches(fields: &Fields, name: &str, pairs: usize) -> Result<Vec<f32>> {
     if list.len() != pairs {
         return Err(absurd(format!(
             "{}: {name} has {} numbers for {pairs} pairs of channels",
-            fields.place,
+            fields.object,
             list.len()
         )));
     }
@@ -820,7 +820,7 @@ fn attention_factor(fields: &Fields, own: f64) -> Result<f64> {
     if value > 0.0 && value <= 100.0 {
         Ok(value)
     } else {
-        Err(absurd(format!("{}: attention factor {value} is not above 0 and up to 100", fields.place)))
+        Err(absurd(format!("{}: attention factor {value} is not above 0 and up to 100", fields.object)))
     }
 }
 
@@ -842,7 +842,7 @@ fn dtype(fields: &Fields) -> Result<Dtype> {
 fn eos(fields: &Fields, generation: Option<&[u8]>, vocab: usize) -> Result<Vec<u32>> {
     if let Some(bytes) = generation {
         let map = object(bytes, "generation_config.json")?;
-        let generation = Fields { map: &map, place: "generation_config.json" };
+        let generation = Fields { map: &map, object: "generation_config.json" };
         if generation.get("eos_token_id").is_some() {
             return eos_of(&generation, vocab);
         }

@@ -43,14 +43,14 @@ pub enum Value {
     Float(f64),
     /// true or false.
     Flag(bool),
-    /// A text, by its place in the file.
+    /// A text, by its position in the file.
     Text {
         /// First byte.
         at: u64,
         /// Bytes.
         bytes: u64,
     },
-    /// A list of elements of one type, by its place in the file.
+    /// A list of elements of one type, by its position in the file.
     List {
         /// The elements' type.
         kind: Kind,

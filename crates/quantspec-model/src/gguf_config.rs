@@ -139,7 +139,7 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
             SUPPORTED,
         ));
     }
-    let mut places = HashMap::new();
+    let mut locations = HashMap::new();
     for &part in &parts {
         let (first, rows) = rows_within(part, &config);
         let extents = if part.is_vector() { vec![rows] } else { vec![rows, part.shape(&config).1] };
@@ -160,21 +160,21 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
             dtype: own_dtype(tensor.encoding),
             order,
         };
-        places.insert(part, packed);
+        locations.insert(part, packed);
     }
     let matrices = || parts.iter().filter(|part| !part.is_vector());
-    config.dtype = common_dtype(matrices().filter_map(|part| places.get(part)).map(|place| place.encoding));
+    config.dtype = common_dtype(matrices().filter_map(|part| locations.get(part)).map(|location| location.encoding));
     for part in matrices() {
-        if let Some(place) = places.get_mut(part) {
-            place.dtype = config.dtype;
+        if let Some(location) = locations.get_mut(part) {
+            location.dtype = config.dtype;
         }
     }
     if config.tied_embeddings
-        && let Some(&table) = places.get(&Part::Embedding)
+        && let Some(&table) = locations.get(&Part::Embedding)
     {
-        places.insert(Part::Head, table);
+        locations.insert(Part::Head, table);
     }
-    Ok((config, places))
+    Ok((config, locations))
 }
 
 fn is_permuted(part: LayerPart) -> bool {

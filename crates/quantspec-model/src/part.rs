@@ -1,6 +1,6 @@
 //! The weights of a network, named independently of file formats.
 
-use quantspec_core::config::{LayerNorms, ModelConfig, QkNorm, Sensitive};
+use quantspec_core::config::{LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights};
 
 /// A weight of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -159,6 +159,16 @@ impl Part {
             Part::Layer(_, Gate | Up) => gate_up,
             Part::Layer(_, Down) => down,
             _ => false,
+        }
+    }
+
+    /// True if weights in nibbles have both planes of this matrix: every matrix of int8; of int4 the head, the keys and the
+    /// values, which are few bytes and matter most.
+    pub fn has_both_planes(self, weights: TargetWeights) -> bool {
+        match weights {
+            TargetWeights::Checkpoint => false,
+            TargetWeights::Int8 => matches!(self, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)),
+            TargetWeights::Int4 => matches!(self, Part::Head | Part::Layer(_, K | V)),
         }
     }
 

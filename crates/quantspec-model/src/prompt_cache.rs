@@ -128,7 +128,7 @@ pub struct PromptFolder {
 /// The prompts that one engine keeps.
 #[derive(Debug)]
 pub struct PromptCache {
-    place: Storage,
+    storage: Storage,
     rope: RopeTable,
     layers: usize,
     /// Bytes of a block in one layer.
@@ -186,10 +186,10 @@ impl PromptCache {
         PromptCache::new(backend, Storage::Disk { at, recipe }, root)
     }
 
-    fn new<B: Network + PromptRows>(backend: &B, place: Storage, root: u128) -> PromptCache {
+    fn new<B: Network + PromptRows>(backend: &B, storage: Storage, root: u128) -> PromptCache {
         let config: &ModelConfig = backend.config();
         PromptCache {
-            place,
+            storage,
             rope: RopeTable::new(config),
             layers: config.layers,
             segment_bytes: BLOCK_TOKENS * backend.row_bytes(),
@@ -203,7 +203,7 @@ impl PromptCache {
 
     /// Bytes held in memory.
     pub fn held_bytes(&self) -> usize {
-        match &self.place {
+        match &self.storage {
             Storage::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
             Storage::Disk { .. } => 0,
         }
@@ -238,7 +238,7 @@ impl PromptCache {
     /// The longest known prefix of a prompt, at least one row shorter than it, and the rows to record.
     pub fn find(&mut self, prompt: &[u32]) -> Reuse {
         let chain = self.chain(prompt);
-        let branches = match &mut self.place {
+        let branches = match &mut self.storage {
             Storage::Memory { branches, .. } => find_held(branches, &chain),
             Storage::Disk { .. } => self.find_stored(&chain),
         };
@@ -262,7 +262,7 @@ impl PromptCache {
     fn record(&mut self, reuse: &mut Reuse, from: usize) {
         let block_bytes = self.layers * self.segment_bytes;
         let new = reuse.chain.len().saturating_sub(from);
-        let blocks = match &mut self.place {
+        let blocks = match &mut self.storage {
             Storage::Memory { branches, limit_bytes } => {
                 let in_use: usize =
                     reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
@@ -277,7 +277,7 @@ impl PromptCache {
             Storage::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
-        reuse.recorder = match &self.place {
+        reuse.recorder = match &self.storage {
             _ if blocks == 0 => None,
             Storage::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
             Storage::Disk { at, recipe } => {
@@ -297,7 +297,7 @@ impl PromptCache {
 
     /// Follows the chain through the folder's files, and lists the files used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
+        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.storage else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -354,7 +354,7 @@ impl PromptCache {
     /// Adds the blocks of a prompt to the cache, after its prefill succeeded.
     pub fn keep(&mut self, mut reuse: Reuse) {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
-            match (to, &mut self.place) {
+            match (to, &mut self.storage) {
                 (Kept::Memory(layers), Storage::Memory { branches, .. }) => {
                     let bytes = chain.len() * self.layers * self.segment_bytes;
                     let new = Arc::new(Held { chain, layers, bytes });
@@ -363,7 +363,7 @@ impl PromptCache {
                 }
                 (Kept::Disk(file), _) => {
                     // A sound file replaces a damaged one.
-                    self.damaged.remove(file.place());
+                    self.damaged.remove(file.destination());
                     reuse.failed = file.publish().err();
                     touch(&reuse.branches);
                 }
@@ -383,7 +383,7 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
+        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.storage) {
             let note = unusable(&at.folder, &error);
             self.add_note(note);
         }

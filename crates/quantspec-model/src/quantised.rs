@@ -520,9 +520,9 @@ impl Matrix {
     }
 }
 
-/// Field `place` of a 32-bit word, counted from its lowest bits.
-fn field(raw: &[u8], word: usize, place: usize, bits: usize) -> i16 {
-    let bit = place * bits;
+/// Field `index` of a 32-bit word, counted from its lowest bits.
+fn field(raw: &[u8], word: usize, index: usize, bits: usize) -> i16 {
+    let bit = index * bits;
     i16::from(raw[4 * word + bit / 8] >> (bit % 8)) & ((1 << bits) - 1)
 }
 

@@ -30,7 +30,7 @@ use quantspec_core::quantize::{
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, importance_of_down, mean_square, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -124,7 +124,7 @@ impl ReferenceBackend {
                 TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, options, &mut values, columns)?
+                    hierarchy_values(checkpoint, part, options, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -212,11 +212,11 @@ impl ReferenceBackend {
         if part.exists(&self.config) { self.norm(rows, Part::Layer(layer, part)) } else { Ok(rows.clone()) }
     }
 
-    /// Applies a layer's RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
-    fn rotate(&self, layer: usize, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
+    /// Applies a layer's RoPE to [rows][heads · head_dim]; `row_positions` holds the (position, length) of each row.
+    fn rotate(&self, layer: usize, x: &Tensor, heads: usize, row_positions: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
-        let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
-        for (row, &(position, length)) in places.iter().enumerate() {
+        let (mut cos, mut sin) = (vec![0.0; row_positions.len() * half], vec![0.0; row_positions.len() * half]);
+        for (row, &(position, length)) in row_positions.iter().enumerate() {
             let channels = row * half..(row + 1) * half;
             let (cos, sin) = (&mut cos[channels.clone()], &mut sin[channels]);
             let local = self.local_rope.as_ref().filter(|_| self.config.reach(layer).is_some());
@@ -227,13 +227,13 @@ impl ReferenceBackend {
             }
         }
         tensor(|| {
-            let x = x.reshape((places.len(), heads, 2 * half))?;
-            let cos = Tensor::from_vec(cos, (places.len(), 1, half), &Device::Cpu)?;
-            let sin = Tensor::from_vec(sin, (places.len(), 1, half), &Device::Cpu)?;
+            let x = x.reshape((row_positions.len(), heads, 2 * half))?;
+            let cos = Tensor::from_vec(cos, (row_positions.len(), 1, half), &Device::Cpu)?;
+            let sin = Tensor::from_vec(sin, (row_positions.len(), 1, half), &Device::Cpu)?;
             let (x1, x2) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
             let y1 = (x1.broadcast_mul(&cos)? - x2.broadcast_mul(&sin)?)?;
             let y2 = (x2.broadcast_mul(&cos)? + x1.broadcast_mul(&sin)?)?;
-            Tensor::cat(&[y1, y2], 2)?.reshape((places.len(), heads * 2 * half))
+            Tensor::cat(&[y1, y2], 2)?.reshape((row_positions.len(), heads * 2 * half))
         })
     }
 
@@ -243,7 +243,7 @@ impl ReferenceBackend {
         layer: usize,
         hidden: &Tensor,
         weights: Weights,
-        places: &[(usize, usize)],
+        row_positions: &[(usize, usize)],
     ) -> Result<[Tensor; 3]> {
         use LayerPart::*;
         let part = |part| Part::Layer(layer, part);
@@ -255,17 +255,17 @@ impl ReferenceBackend {
         match self.config.qk_norm {
             QkNorm::None => (),
             QkNorm::Heads => {
-                let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
+                let by_head = |x: &Tensor, heads| tensor(|| x.reshape((row_positions.len(), heads, head_dim)));
                 let flat = |x: Tensor| tensor(|| x.flatten_from(1));
                 q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
                 k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
             }
             QkNorm::Projection => (q, k) = (self.norm(&q, part(QNorm))?, self.norm(&k, part(KNorm))?),
         }
-        let factors: Vec<f32> = places.iter().map(|&(position, _)| self.config.query_factor(position)).collect();
-        let factors = tensor(|| Tensor::from_vec(factors, (places.len(), 1), &Device::Cpu))?;
-        let q = self.rotate(layer, &q, heads, places)?;
-        Ok([tensor(|| q.broadcast_mul(&factors))?, self.rotate(layer, &k, kv_heads, places)?, v])
+        let factors: Vec<f32> = row_positions.iter().map(|&(position, _)| self.config.query_factor(position)).collect();
+        let factors = tensor(|| Tensor::from_vec(factors, (row_positions.len(), 1), &Device::Cpu))?;
+        let q = self.rotate(layer, &q, heads, row_positions)?;
+        Ok([tensor(|| q.broadcast_mul(&factors))?, self.rotate(layer, &k, kv_heads, row_positions)?, v])
     }
 
     /// Attention of one decode row, [1][q_width].
@@ -365,23 +365,51 @@ fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -
 }
 
 /// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
-fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
+fn hierarchy_values(
+    checkpoint: &Checkpoint,
+    part: Part,
+    options: &Options,
+    values: &mut [f32],
+    columns: usize,
+) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    // Of 4 bits, values and the head have both planes, and the draft reads both.
-    let few = part == Part::Head || options.weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let both = part.has_both_planes(options.weights);
+    // Matrices of int4 that have both planes, and the head: the draft reads both.
+    let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
     let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
+    let importance = match part {
+        Part::Layer(layer, Down) if !both => importance(checkpoint, layer)?,
+        _ => Vec::new(),
+    };
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = options.weights == TargetWeights::Int8 || few;
-        let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
+        let codes =
+            if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, &importance, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
     Ok(kept.then_some(draft))
+}
+
+/// Importance of the inputs of a layer's down projection.
+fn importance(checkpoint: &Checkpoint, layer: usize) -> Result<Vec<f32>> {
+    let mut norm = Vec::new();
+    if LayerPart::MlpNorm.exists(checkpoint.config()) {
+        norm.resize(checkpoint.config().hidden, 0.0);
+        checkpoint.read_f32(Part::Layer(layer, LayerPart::MlpNorm), 0..1, &mut norm)?;
+    }
+    let norm = (!norm.is_empty()).then_some(&norm[..]);
+    let squares = |part: LayerPart| -> Result<Vec<f32>> {
+        let (rows, columns) = checkpoint.shape(Part::Layer(layer, part));
+        let mut values = vec![0.0; rows * columns];
+        checkpoint.read_stored(Part::Layer(layer, part), 0..rows, &mut values)?;
+        Ok(values.chunks_exact(columns).map(|row| mean_square(row, norm)).collect())
+    };
+    Ok(importance_of_down(&squares(LayerPart::Gate)?, &squares(LayerPart::Up)?))
 }
 
 /// Activations rounded to codes of at most `most`, row by row, in groups of `group`.
@@ -554,7 +582,7 @@ impl Head {
         };
         let stored = Stored { quantised, full: options.planes.full.then_some((keys, values)), ablated };
         match self.pages.get_mut(page) {
-            Some(place) => *place = Some(stored),
+            Some(entry) => *entry = Some(stored),
             None => return Err(Error::internal(format!("page {page} is beyond the slot's capacity"))),
         }
         Ok(())
@@ -646,8 +674,8 @@ impl Network for ReferenceBackend {
             Pass::Step(step) => {
                 let (kv_heads, head_dim) = (self.config.kv_heads, self.config.head_dim);
                 for (row, hidden) in step.rows.iter().zip(&hidden) {
-                    let place = (row.position, row.position + 1);
-                    let [q, k, v] = self.project(layer, hidden, step.weights, &[place])?;
+                    let row_position = (row.position, row.position + 1);
+                    let [q, k, v] = self.project(layer, hidden, step.weights, &[row_position])?;
                     let keys = halves(&tensor(|| k.flatten_all()?.to_vec1())?, "keys", layer)?;
                     let values = halves(&tensor(|| v.flatten_all()?.to_vec1())?, "values", layer)?;
                     let at = ring_index(row.position) * head_dim;
@@ -662,11 +690,12 @@ impl Network for ReferenceBackend {
             }
             Pass::Prefill(block) => {
                 let positions = block.start..block.start + block.rows;
-                let places: Vec<(usize, usize)> = positions.map(|position| (position, block.prompt.len())).collect();
-                let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &places)?;
+                let row_positions: Vec<(usize, usize)> =
+                    positions.map(|position| (position, block.prompt.len())).collect();
+                let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &row_positions)?;
                 if self.options.page_masses {
                     let rows = tensor(|| q.to_vec2::<f32>())?;
-                    self.last.extend(places.iter().map(|&(position, _)| position).zip(rows));
+                    self.last.extend(row_positions.iter().map(|&(position, _)| position).zip(rows));
                     self.last.drain(..self.last.len().saturating_sub(SNAP_QUERIES));
                 }
                 let earlier = self.scratch.take().filter(|_| block.start > 0);
@@ -854,7 +883,7 @@ impl TokenSampler for ReferenceBackend {
             let logits = turn.allowed(&logits, &drafted[1..])?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
-                Some(place) => *place = token,
+                Some(entry) => *entry = token,
                 None => return Err(Error::internal(format!("offset {} is outside the window", row.offset + 1))),
             }
         }

@@ -65,18 +65,15 @@ pub(crate) fn traffic<'py>(
     let out = PyDict::new(py);
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
-    // Matrices of which target and draft always read both planes: on a CPU also the values of 4-bit weights.
-    let always = |part: Part| match part {
-        Part::Layer(_, LayerPart::V) => cpu && weights == TargetWeights::Int4,
-        part => part == Part::Head,
-    };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int4 if !always(part) => nibbles(part).1,
-        TargetWeights::Int8 | TargetWeights::Int4 => nibbles(part).0,
+        weights if part.has_both_planes(weights) => nibbles(part).0,
+        _ => nibbles(part).1,
     };
+    // On a CPU drafts also read both planes of int4's keys and values.
+    let few = |part: Part| cpu && weights == TargetWeights::Int4 && part.has_both_planes(weights);
     let draft =
-        |part: Part| if always(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
+        |part: Part| if few(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
@@ -135,9 +132,9 @@ pub(crate) fn planned(
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        place.resolve_auto(models, &mut resolved)?;
-        place.plan(models, &resolved.options, 0)
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        chosen.resolve_auto(models, &mut resolved)?;
+        chosen.plan(models, &resolved.options, 0)
     })
 }
 
@@ -154,11 +151,11 @@ pub(crate) fn kernels<'py>(
 ) -> PyResult<(String, String, f64, Vec<Bound<'py, PyDict>>)> {
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
-    let (place, config, read, measured) = interruptible(py, &raised, || {
+    let (chosen, config, read, measured) = interruptible(py, &raised, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let config = checkpoint.config().clone();
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        let ChosenDevice::Cuda { gpu, .. } = &place else {
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        let ChosenDevice::Cuda { gpu, .. } = &chosen else {
             return Err(Error::usage(
                 "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
                 "use --device cuda (quantspec doctor shows the usable GPUs); bench without kernels compares whole steps with the bandwidth",
@@ -170,7 +167,7 @@ pub(crate) fn kernels<'py>(
             measured.push(one);
             interrupted()
         })?;
-        Ok((place, config, read, measured))
+        Ok((chosen, config, read, measured))
     })?;
     let describe = |one: &quantspec_cuda::bench::Measured| {
         let out = PyDict::new(py);
@@ -192,5 +189,5 @@ pub(crate) fn kernels<'py>(
         Ok(out)
     };
     let rows = measured.iter().map(describe).collect::<PyResult<_>>()?;
-    Ok((place.name(), place.hardware(), read, rows))
+    Ok((chosen.name(), chosen.hardware(), read, rows))
 }

@@ -119,7 +119,7 @@ impl ChosenDevice {
                 for (index, gpu) in gpus.iter().enumerate() {
                     if quantspec_cuda::check(checkpoint, gpu).is_ok() {
                         match ChosenDevice::open(index) {
-                            Ok(place) => return Ok(place),
+                            Ok(gpu) => return Ok(gpu),
                             Err(error) => failed = failed.or(Some(error)),
                         }
                     }

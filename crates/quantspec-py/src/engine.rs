@@ -54,15 +54,15 @@ impl OriginSlot {
         let slot = self.clone();
         Box::new(move |origin| {
             // No code panics while holding the lock.
-            if let Ok(mut place) = slot.0.lock() {
-                *place = Some(origin);
+            if let Ok(mut origin_slot) = slot.0.lock() {
+                *origin_slot = Some(origin);
             }
         })
     }
 
     /// Sets `cached_drafts` (share of the draft weights that was read; None without a cache) and `note`.
     pub(crate) fn describe(&self, out: &Bound<'_, PyDict>) -> PyResult<()> {
-        let origin = self.0.lock().ok().and_then(|mut place| place.take());
+        let origin = self.0.lock().ok().and_then(|mut origin_slot| origin_slot.take());
         out.set_item("cached_drafts", origin.as_ref().map(|o| o.cached as f64 / o.blocks.max(1) as f64))?;
         out.set_item("note", origin.and_then(|origin| origin.note))
     }
@@ -100,7 +100,7 @@ pub(crate) struct PyEngine {
     user: Mutex<Option<ThreadId>>,
     /// Slots of sequences that ended while another thread held `device`; the next holder frees them.
     ended: Mutex<Vec<usize>>,
-    place: ChosenDevice,
+    chosen: ChosenDevice,
     threads: usize,
     raised: Raised,
     accept: Accept,
@@ -171,7 +171,7 @@ impl PyEngine {
         locked(&self.user)
     }
 
-    /// One sample per prompt: the noise's sequence key is 0, so a prompt's text does not depend on its place in a batch.
+    /// One sample per prompt: the noise's sequence key is 0, so a prompt's text does not depend on its position in a batch.
     fn sampler(&self, temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> PyResult<Sampler> {
         let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
         Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)
@@ -249,21 +249,21 @@ impl PyEngine {
         let (accept, step_rows, planes) = (resolved.accept, resolved.options.step_rows, resolved.options.planes);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, second, place, config, kept, sensitive, planned_bytes, prompt_bytes) =
+        let (device, second, chosen, config, kept, sensitive, planned_bytes, prompt_bytes) =
             interruptible(py, &raised, || {
                 let checkpoint = open(model, draft_cache)?;
                 let draft = draft_model.map(|model| open(model, None)).transpose()?;
                 let models = Models { target: &checkpoint, draft: draft.as_ref() };
-                let place = ChosenDevice::choose(device, &checkpoint)?;
-                place.resolve_auto(models, &mut resolved)?;
+                let chosen = ChosenDevice::choose(device, &checkpoint)?;
+                chosen.resolve_auto(models, &mut resolved)?;
                 let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
-                let planned_bytes = place.plan(models, &resolved.options, 0)?;
+                let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
                 let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
                 let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
                 let prompt_bytes =
-                    (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
+                    (prompt_memory && prompt_folder.is_none()).then(|| chosen.bytes_for_prompts(planned_bytes));
                 let (mut engine, second) =
-                    PyEngine::check_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
+                    PyEngine::check_raised(&raised, chosen.engine(models, resolved, [hooks, of_second]))?;
                 if let Some(limit_bytes) = prompt_bytes {
                     on_device!(&mut engine, engine => {
                         let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
@@ -279,15 +279,15 @@ impl PyEngine {
                         engine.cache_prompts(cache);
                     });
                 }
-                Ok((engine, second, place, checkpoint.config().clone(), kept, sensitive, planned_bytes, prompt_bytes))
+                Ok((engine, second, chosen, checkpoint.config().clone(), kept, sensitive, planned_bytes, prompt_bytes))
             })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks for its lifetime, and Python's garbage collector does not traverse it. A callback that
         // refers to the engine would leak both.
         drop(locked(&loading).take());
         let info = PyDict::new(py);
-        info.set_item("device", place.name())?;
-        info.set_item("device_name", place.hardware())?;
+        info.set_item("device", chosen.name())?;
+        info.set_item("device_name", chosen.hardware())?;
         let simd = match &device {
             Device::Cpu(_) => Some(detached(py, quantspec_cpu::simd)?.name),
             Device::Cuda(_) => None,
@@ -310,7 +310,7 @@ impl PyEngine {
             device: Mutex::new(device),
             user: Mutex::new(None),
             ended: Mutex::new(Vec::new()),
-            place,
+            chosen,
             threads,
             raised,
             accept,
@@ -518,7 +518,7 @@ impl PyEngine {
     /// Memory bandwidth of the engine's device, measured now, in 10⁹ bytes per second.
     fn read_gb_per_s(&self, py: Python<'_>) -> PyResult<f64> {
         let threads = self.threads;
-        let gpu = self.place.gpu();
+        let gpu = self.chosen.gpu();
         self.run(py, |_| match gpu {
             Some(gpu) => Ok(quantspec_cuda::bench::read_bytes_per_s(gpu)? / 1e9),
             None => quantspec_cpu::read_gb_per_s(threads),
@@ -580,7 +580,7 @@ impl PyEngine {
         out.update(memory_dict(py, &memory)?.as_mapping())?;
         out.set_item("prompt_cache_bytes", prompt_bytes)?;
         out.set_item("planned_bytes", self.planned_bytes)?;
-        out.set_item("peak_bytes", self.place.peak_bytes())?;
+        out.set_item("peak_bytes", self.chosen.peak_bytes())?;
         Ok(out)
     }
 }

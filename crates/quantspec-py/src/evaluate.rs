@@ -57,27 +57,27 @@ pub(crate) fn scores<'py>(
     let polled = poll(raised.clone());
     let origin = OriginSlot::default();
     let drafts = origin.hook();
-    let (place, read, scored) = interruptible(py, &raised, || {
+    let (chosen, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        if options.ablation.is_some() && place.gpu().is_some() {
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        if options.ablation.is_some() && chosen.gpu().is_some() {
             return Err(Error::usage(
-                format!("{} reads no cache with other groups or truncated codes", place.name()),
+                format!("{} reads no cache with other groups or truncated codes", chosen.name()),
                 "add --device cpu",
             ));
         }
         let read =
-            place.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
+            chosen.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
         let other_bytes =
-            stored.as_ref().map_or(Ok(0), |stored| Ok(place.memory_plan(models, stored, 0)?.needed_bytes))?;
-        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(other_bytes))?;
-        let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
+            stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
+        chosen.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(other_bytes))?;
+        let (options, stored) = (chosen.adapt(&options), stored.map(|stored| chosen.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let text = (&tokens[..], context, &pages[..]);
-        let scored = match &place {
+        let scored = match &chosen {
             ChosenDevice::Cpu => {
                 let load = |options: &Options, hooks| CpuBackend::load(&checkpoint, options, hooks);
                 score(load, (&options, stored.as_ref()), hooks, text, &mut show)
@@ -87,7 +87,7 @@ pub(crate) fn scores<'py>(
                 score(load, (&options, stored.as_ref()), hooks, text, &mut show)
             }
         };
-        Ok((place.name(), options.sensitive, scored?))
+        Ok((chosen.name(), options.sensitive, scored?))
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
@@ -122,7 +122,7 @@ pub(crate) fn scores<'py>(
         choices.set_item(pages.to_string(), of_drafts(scores)?)?;
     }
     let out = PyDict::new(py);
-    out.set_item("device", place)?;
+    out.set_item("device", chosen)?;
     out.set_item("draft_precision", read.names())?;
     out.set_item("tokens", tokens.len())?;
     out.set_item("positions", scored.positions)?;
@@ -187,9 +187,9 @@ pub(crate) fn sensitivity<'py>(
     let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
     let (config, scores, matrices) = interruptible(py, &raised, || {
         let checkpoint = open(model, None)?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        if layers && place.gpu().is_some() {
-            let message = format!("{} scores kinds of matrices, not those of each layer", place.name());
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        if layers && chosen.gpu().is_some() {
+            let message = format!("{} scores kinds of matrices, not those of each layer", chosen.name());
             return Err(Error::usage(message, "add --device cpu"));
         }
         // Steps of each load, in those of a draft: each matrix is another one.
@@ -197,12 +197,12 @@ pub(crate) fn sensitivity<'py>(
         let (mut scores, mut matrices) = (Vec::new(), Vec::new());
         for (index, (name, sensitive)) in read.enumerate() {
             let options = Options { sensitive, ..options.clone() };
-            place.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
-            let options = place.adapt(&options);
+            chosen.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
+            let options = chosen.adapt(&options);
             let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
             let whole = 1 + kinds.len() + of_matrices;
             let rows = options.block_rows;
-            let score = match &place {
+            let score = match &chosen {
                 ChosenDevice::Cpu => {
                     let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
                     if layers && sensitive == Sensitive::NONE {

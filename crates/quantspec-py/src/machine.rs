@@ -37,12 +37,15 @@ fn group_available() -> Option<usize> {
             names.split(',').any(|name| name == controller).then(|| path.trim_start_matches('/'))
         })
     };
-    let places = [
+    let hierarchies = [
         ("/sys/fs/cgroup", own(""), &VERSION_2),
         ("/sys/fs/cgroup/unified", own(""), &VERSION_2),
         ("/sys/fs/cgroup/memory", own("memory"), &VERSION_1),
     ];
-    places.iter().filter_map(|(root, own, version)| tightest(Path::new(root), own.unwrap_or_default(), version)).min()
+    hierarchies
+        .iter()
+        .filter_map(|(root, own, version)| tightest(Path::new(root), own.unwrap_or_default(), version))
+        .min()
 }
 
 /// The least bytes left by the cgroup `own` below `root` or by a parent group: its limit minus its use. Cached files count as

@@ -132,6 +132,11 @@ pub(crate) fn sensitive(names: &str) -> Result<Option<Sensitive>> {
 /// Values of the `kv_target` argument.
 const KV_TARGETS: [(&str, View); 3] = [("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)];
 
+/// The view named by `kv_target`.
+pub(crate) fn target_view(name: &str) -> Result<View> {
+    one_of("kv_target", name, &KV_TARGETS)
+}
+
 /// What `kv_target` calls a view.
 pub(crate) fn target_name(view: View) -> Option<&'static str> {
     KV_TARGETS.iter().find(|(_, known)| *known == view).map(|(name, _)| *name)
@@ -163,7 +168,7 @@ impl Request<'_> {
     /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(self.weights)?;
-        let target = one_of("kv_target", self.kv_target, &KV_TARGETS)?;
+        let target = target_view(self.kv_target)?;
         let rounding = rounding(self.kv_rounding)?;
         let wanted = one_of(
             "draft_weights",

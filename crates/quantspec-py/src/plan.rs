@@ -4,12 +4,16 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, target_weights, weights_name};
+use crate::options::{DraftPages, Request, sensitive, target_view, target_weights, weights_name};
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use quantspec_core::Result;
+use quantspec_core::config::Pages;
+use quantspec_core::{Error, Result};
+use quantspec_cpu::rates::{Cost, ROWS, Workload};
+use quantspec_model::backend::{DraftConfig, Hooks};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::Entry;
 use std::path::Path;
 
 /// A device that is open. While it exists, a plan does not open the device, and an engine opens it sooner: the driver keeps its
@@ -80,16 +84,16 @@ pub(crate) fn plan<'py>(
     let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
-        let place = match &opened {
+        let chosen = match &opened {
             Some(opened) => opened.get().0.now()?,
             None => ChosenDevice::choose(device, &checkpoint)?,
         };
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        place.resolve_auto(models, &mut resolved)?;
-        let memory = place.memory_plan(models, &resolved.options, 0)?;
+        chosen.resolve_auto(models, &mut resolved)?;
+        let memory = chosen.memory_plan(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
         let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
-        Ok((place.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
+        Ok((chosen.name(), kept, sensitive, memory, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
@@ -144,9 +148,9 @@ pub(crate) fn fitting(
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
-        let place = ChosenDevice::choose(device, first)?;
+        let chosen = ChosenDevice::choose(device, first)?;
         let memory_plan = |checkpoint| {
-            let memory = place.memory_plan(Models::alone(checkpoint), &resolved.options, 0)?;
+            let memory = chosen.memory_plan(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((memory.parts.weights_bytes, memory.parts.draft_weights_bytes, memory.longest_context))
         };
         described.iter().map(memory_plan).collect()
@@ -168,10 +172,11 @@ fn steady<T>(threads: usize, measure: &mut dyn FnMut() -> Result<T>) -> Result<(
     }
 }
 
-/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
-/// model that config.json describes, for sequences of `context` tokens and weights kept so.
+/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, seconds of passes of a model that config.json describes, after
+/// `context` tokens. `drafts`: a method that drafts for itself, and a number of pages in place of its own choice.
 #[pyfunction]
-#[pyo3(signature = (model, *, device, threads, context, weights))]
+#[pyo3(signature = (model, *, device, threads, context, weights, kv_target, draft_precision, drafts))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn rates<'py>(
     py: Python<'py>,
     model: &str,
@@ -179,43 +184,56 @@ pub(crate) fn rates<'py>(
     threads: Option<usize>,
     context: usize,
     weights: &str,
+    kv_target: &str,
+    draft_precision: &str,
+    drafts: Vec<(String, Option<usize>)>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
-    let kept = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let sensitive = sensitive(draft_precision).map_err(to_python)?.unwrap_or_default();
+    let view = target_view(kv_target).map_err(to_python)?;
+    let config = |(name, pages): &(String, Option<usize>)| {
+        let config = Entry::named(name).and_then(|method| method.draft_config(view));
+        let config = config.ok_or_else(|| Error::internal(format!("method {name} does not draft for itself")))?;
+        Ok(DraftConfig { pages: pages.map_or(config.pages, Pages::Best), ..config })
+    };
+    let drafts: Vec<DraftConfig> = drafts.iter().map(config).collect::<Result<_>>().map_err(to_python)?;
     let raised = Raised::default();
-    let mut interrupted = poll(raised.clone());
-    let (place, read, rates) = interruptible(py, &raised, || {
+    let (chosen, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
-        let place = ChosenDevice::choose(device, &checkpoint)?;
-        Ok(match place.gpu() {
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        Ok(match chosen.gpu() {
             Some(gpu) => {
                 let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;
-                (place, read, None)
+                (chosen, read, None)
             }
             None => {
+                let config = checkpoint.config();
+                let work = Workload { config, weights, sensitive, view, drafts: &drafts, context, threads };
                 let (read, rates) = steady(threads, &mut || {
-                    quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)
+                    let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+                    quantspec_cpu::rates::rates(&work, hooks)
                 })?;
-                (place, read, Some(rates))
+                (chosen, read, Some(rates))
             }
         })
     })?;
     let out = PyDict::new(py);
-    out.set_item("device", place.name())?;
-    out.set_item("device_name", place.hardware())?;
-    out.set_item("compute_capability", place.gpu().map(|gpu| gpu.info.compute_capability.clone()))?;
+    out.set_item("device", chosen.name())?;
+    out.set_item("device_name", chosen.hardware())?;
+    out.set_item("compute_capability", chosen.gpu().map(|gpu| gpu.info.compute_capability.clone()))?;
     out.set_item("read_gb_per_s", read / 1e9)?;
     out.set_item("threads", threads)?;
     if let Some(rates) = rates {
-        out.set_item("rows", quantspec_cpu::rates::ROWS)?;
-        out.set_item("window", quantspec_cpu::rates::WINDOW)?;
-        out.set_item("weights", rates.weights)?;
-        out.set_item("draft_weights", rates.draft_weights)?;
-        out.set_item("fp16", rates.fp16)?;
-        out.set_item("int8", rates.int8)?;
-        out.set_item("int4", rates.int4)?;
-        out.set_item("draft_int4", rates.draft_int4)?;
-        out.set_item("dispatch_s", rates.dispatch_s)?;
+        let pair = |cost: &Cost| (cost.matrices_s, cost.attention_s);
+        out.set_item("rows", ROWS)?;
+        out.set_item("target", rates.target.iter().map(pair).collect::<Vec<_>>())?;
+        out.set_item(
+            "drafts",
+            rates.drafts.iter().map(|[first, later]| (pair(first), pair(later))).collect::<Vec<_>>(),
+        )?;
+        out.set_item("many_s", rates.many_s)?;
+        out.set_item("token_s", rates.token_s)?;
         out.set_item("prompt_matrix", rates.prompt_matrix)?;
         out.set_item("prompt_attention", rates.prompt_attention)?;
     }

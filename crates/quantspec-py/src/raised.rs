@@ -20,21 +20,21 @@ pub(crate) struct Raised(Arc<Mutex<Option<PyErr>>>);
 impl Raised {
     /// Keeps the first exception. Returns the error that ends the operation.
     pub(crate) fn keep(&self, error: PyErr) -> Error {
-        self.place().get_or_insert(error);
+        self.lock().get_or_insert(error);
         Error::interrupted()
     }
 
     pub(crate) fn is_set(&self) -> bool {
-        self.place().is_some()
+        self.lock().is_some()
     }
 
     /// The exception, which its caller gets.
     pub(crate) fn take(&self) -> Option<PyErr> {
-        self.place().take()
+        self.lock().take()
     }
 
     /// Never held while waiting for the GIL.
-    fn place(&self) -> MutexGuard<'_, Option<PyErr>> {
+    fn lock(&self) -> MutexGuard<'_, Option<PyErr>> {
         locked(&self.0)
     }
 }

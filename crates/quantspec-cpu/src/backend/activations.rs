@@ -17,7 +17,7 @@ use quantspec_model::rope::RopeTable;
 
 /// Activations of a step.
 pub(super) struct Rows {
-    pub(super) places: QkvOffsets,
+    pub(super) offsets: QkvOffsets,
     /// `[row][row_stride(hidden)]`
     pub(super) hidden: Array<f32>,
     /// Input of a linear layer, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for
@@ -26,7 +26,7 @@ pub(super) struct Rows {
     pub(super) x16: Array<u16>,
     pub(super) x8: Acts,
     pub(super) limbs: hierarchy::Acts,
-    /// `[row][places.width]`
+    /// `[row][offsets.width]`
     pub(super) qkv: Array<f32>,
     /// `[row][row_stride(q_width)]`
     pub(super) attended: Array<f32>,
@@ -125,7 +125,7 @@ impl Rows {
         let rotated = len.angles - len.unrotated;
         RopeTable::new(config).fill_unrotated(&mut cos[rotated..], &mut sin[rotated..]);
         Ok(Rows {
-            places: QkvOffsets::new(config),
+            offsets: QkvOffsets::new(config),
             hidden: Array::zeros(len.hidden)?,
             x: Array::zeros(len.x)?,
             x16: Array::zeros(len.x)?,

@@ -159,7 +159,7 @@ impl CpuBackend {
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
         let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.sizes.shape);
         let (cache, qkv, width, rounding) =
-            (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
+            (&self.cache, &self.rows.qkv, self.rows.offsets.width, self.options.rounding);
         let (chosen, snap_scores) = (DisjointSlice::new(&mut self.chosen), DisjointSlice::new(&mut self.snap_scores));
         self.pool.run(&|thread| {
             let mut bounds = Vec::new();
@@ -249,7 +249,7 @@ impl CpuBackend {
                 }
             }
         }
-        let (rounding, width) = (self.options.rounding, self.rows.places.width);
+        let (rounding, width) = (self.options.rounding, self.rows.offsets.width);
         let planes = match self.options.ablation {
             None => attend::Planes::of(step.view, step.weights),
             Some(_) => None,

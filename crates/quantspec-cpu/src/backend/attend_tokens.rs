@@ -21,7 +21,7 @@ impl CpuBackend {
         }
         let (config, threads, rounding) = (&self.config, self.pool.threads(), self.options.rounding);
         let (d, kv_heads, group) = (config.head_dim, config.kv_heads, config.group());
-        let (cache, qkv, width) = (&self.cache, &self.rows.qkv, self.rows.places.width);
+        let (cache, qkv, width) = (&self.cache, &self.rows.qkv, self.rows.offsets.width);
         let stride = row_stride(config.q_width());
         let failure = std::sync::Mutex::new(None);
         let out = DisjointSlice::new(&mut self.rows.attended);

@@ -57,7 +57,7 @@ impl CpuBackend {
                     let (head, index) = (heads.start + (start + item) / own.len(), (start + item) % own.len());
                     let (kv_head, page) = (head % kv_heads, pages.start + index);
                     // The slot's own page: no other item and no other sequence has it.
-                    let page_at = sizes.place(head, own[index]);
+                    let page_at = sizes.index(head, own[index]);
                     let ring = &ring[sizes.ring_at(head, page)..][..shape.full_len()];
                     let (keys, values) = if from_prompt {
                         prompt.page(kv_head, page)

@@ -103,7 +103,7 @@ impl CpuBackend {
         let layer = &self.model.layers[index];
         self.will_read(&layer.output, step.weights, 1);
         self.rows.norm(simd, config, layer.attention_norm.as_deref(), m);
-        let places = self.rows.places;
+        let offsets = self.rows.offsets;
         let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, Source::X, config.hidden, m);
         let out = DisjointSlice::new(out.qkv);
         let bias = &layer.qkv.bias;
@@ -111,7 +111,7 @@ impl CpuBackend {
             for (j, tile) in tile.chunks_exact_mut(PANEL).enumerate() {
                 add_bias(tile, bias, panel);
                 // SAFETY: a panel is one unit of one thread.
-                unsafe { out.slice(j * places.width + panel * PANEL, PANEL) }.copy_from_slice(tile);
+                unsafe { out.slice(j * offsets.width + panel * PANEL, PANEL) }.copy_from_slice(tile);
             }
         })?;
         self.append(index, step)
@@ -121,9 +121,9 @@ impl CpuBackend {
     fn append(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
-        let (d, heads, kv_heads, places) = (config.head_dim, config.heads, config.kv_heads, self.rows.places);
+        let (d, heads, kv_heads, offsets) = (config.head_dim, config.heads, config.kv_heads, self.rows.offsets);
         let shape = self.cache.sizes.shape;
-        let threads = self.pool.team(m * places.width);
+        let threads = self.pool.team(m * offsets.width);
         let (cos, sin, rotates) = (&self.rows.cos, &self.rows.sin, config.rotates(index));
         let local = if config.reach(index).is_some() { self.rows.local_angles } else { 0 };
         let (of_heads, of_projection) = match config.qk_norm {
@@ -131,8 +131,8 @@ impl CpuBackend {
             QkNorm::None | QkNorm::Heads => (layer.qk_norm.as_ref(), None),
         };
         if let Some((q_norm, k_norm)) = of_projection {
-            for row in self.rows.qkv.chunks_exact_mut(places.width).take(m) {
-                for (from, norm) in [(0, q_norm), (places.key, k_norm)] {
+            for row in self.rows.qkv.chunks_exact_mut(offsets.width).take(m) {
+                for (from, norm) in [(0, q_norm), (offsets.key, k_norm)] {
                     let x = &mut row[from..from + norm.len()];
                     let before = x.to_vec();
                     rms_norm(simd, &before, norm, config.rms_eps, x);
@@ -151,7 +151,7 @@ impl CpuBackend {
             let mut halves = vec![0u16; 2 * d];
             for item in share(kv_heads + heads * m, thread, threads) {
                 // SAFETY: heads of a row do not overlap, and each belongs to one item.
-                let part = |j: usize, from: usize| unsafe { qkv.slice(j * places.width + from, d) };
+                let part = |j: usize, from: usize| unsafe { qkv.slice(j * offsets.width + from, d) };
                 let turn = |j: usize, x: &mut [f32], norm: Option<&Vec<f32>>| {
                     if let Some(norm) = norm {
                         let before = x.to_vec();
@@ -169,7 +169,7 @@ impl CpuBackend {
                     continue;
                 }
                 for (j, row) in step.rows.iter().enumerate() {
-                    let (key, value) = (part(j, places.key + item * d), part(j, places.value + item * d));
+                    let (key, value) = (part(j, offsets.key + item * d), part(j, offsets.value + item * d));
                     turn(j, key, of_heads.map(|norms| &norms.1));
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);

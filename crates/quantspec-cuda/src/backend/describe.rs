@@ -162,7 +162,7 @@ impl CudaBackend {
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for (slices, described) in [(slices, &mut layout.slices), (local_slices, &mut layout.local_slices)] {
             for slice in slices {
-                let places = SliceAddresses {
+                let addresses = SliceAddresses {
                     spans: base + writer.put(&slice.spans)? as u64,
                     tiles: base + writer.put(&slice.tiles)? as u64,
                     merged: base + writer.put(&slice.merged)? as u64,
@@ -172,7 +172,7 @@ impl CudaBackend {
                     partial: self.step.partial.at(0),
                     extremes: self.step.extremes.at(0),
                 };
-                described.push((slice, places));
+                described.push((slice, addresses));
             }
         }
         *at = writer.at;
@@ -202,9 +202,9 @@ impl CudaBackend {
             layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
-        for (slice, places) in layout.slices.iter().chain(&layout.local_slices) {
+        for (slice, addresses) in layout.slices.iter().chain(&layout.local_slices) {
             key.extend(slice.key());
-            key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
+            key.extend([addresses.spans, addresses.tiles, addresses.merged, addresses.list_pitch as u64]);
         }
     }
 }

@@ -302,7 +302,7 @@ impl CudaBackend {
         let space = &self.step;
         let local = self.config.reach(layer).is_some();
         // A local layer reads all pages of its reach.
-        if let (Some((_, places)), false, true) = (self.layout.slices.first(), local, self.layout.choosing > 0) {
+        if let (Some((_, addresses)), false, true) = (self.layout.slices.first(), local, self.layout.choosing > 0) {
             let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
                 Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
@@ -320,24 +320,32 @@ impl CudaBackend {
                     space.q.at(0),
                     scores,
                     &cache,
-                    places,
+                    addresses,
                 )?;
             }
         }
         let slices = if local { &self.layout.local_slices } else { &self.layout.slices };
-        for (index, (slice, places)) in slices.iter().enumerate() {
+        for (index, (slice, addresses)) in slices.iter().enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
             let none = draft || index + 1 < slices.len();
             let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS rows.
             unsafe {
-                self.attend.run(step.view, slice, space.q.at(0), &cache, places, neighbours)?;
+                self.attend.run(step.view, slice, space.q.at(0), &cache, addresses, neighbours)?;
                 let input = &space.attended;
                 if draft {
                     let panels = self.linear.panels(step.rows.len());
-                    self.attend.merge(slice, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
+                    self.attend.merge(
+                        slice,
+                        None,
+                        input.x8.at(0),
+                        input.xs.at(0),
+                        input.pitch8(),
+                        panels,
+                        addresses,
+                    )?;
                 } else {
-                    self.attend.merge(slice, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
+                    self.attend.merge(slice, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, addresses)?;
                 }
             }
         }

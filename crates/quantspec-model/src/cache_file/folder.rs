@@ -66,11 +66,11 @@ fn model_of(format: &Format, file: &File, length: u64) -> Option<PathBuf> {
     (!model.is_empty()).then(|| PathBuf::from(model))
 }
 
-/// Removes temporary files of killed processes, then the least recently used files, until the files other than `place` have
+/// Removes temporary files of killed processes, then the least recently used files, until the files other than `destination` have
 /// at most `allowed_bytes`. Best effort: an unreadable folder cannot be written either, and the caller reports that.
-pub(crate) fn make_room(format: &Format, place: &Path, allowed_bytes: u64) {
-    let Ok(mut files) = place.parent().map_or(Ok(Vec::new()), |folder| files(format, folder)) else { return };
-    files.retain(|file| file.path != place);
+pub(crate) fn make_room(format: &Format, destination: &Path, allowed_bytes: u64) {
+    let Ok(mut files) = destination.parent().map_or(Ok(Vec::new()), |folder| files(format, folder)) else { return };
+    files.retain(|file| file.path != destination);
     let mut held: u64 = files.iter().map(|file| file.bytes).sum();
     for file in files {
         let abandoned = file.path.extension().is_some_and(|extension| extension != format.suffix);

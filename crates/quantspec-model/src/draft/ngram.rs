@@ -79,11 +79,11 @@ impl Text {
     pub(super) fn extend(&mut self, tokens: &[u32]) {
         for &token in tokens {
             self.tokens.push(token);
-            let place = self.tokens.len();
+            let position = self.tokens.len();
             // Positions 0 and 1 have fewer than two tokens before them.
-            self.earlier.resize(place + 1, 0);
+            self.earlier.resize(position + 1, 0);
             if let Some(&pair) = self.tokens.last_chunk() {
-                self.earlier[place] = self.newest.insert(pair, place as u32).unwrap_or(0);
+                self.earlier[position] = self.newest.insert(pair, position as u32).unwrap_or(0);
             }
         }
     }
@@ -99,7 +99,7 @@ impl Text {
             if let Some(pair) = self.tokens.last_chunk().copied() {
                 match self.earlier[self.tokens.len()] {
                     0 => self.newest.remove(&pair),
-                    place => self.newest.insert(pair, place),
+                    position => self.newest.insert(pair, position),
                 };
             }
             self.tokens.pop();
@@ -110,9 +110,9 @@ impl Text {
     pub(super) fn continued(&self, n: usize) -> (Vec<u32>, usize) {
         let end = self.tokens.len();
         let mut window = Vec::from(&self.tokens[end.saturating_sub(1)..]);
-        let (agreement, place) = self.match_of_end();
-        if let Some(place) = place {
-            for next in place..place + n {
+        let (agreement, position) = self.match_of_end();
+        if let Some(position) = position {
+            for next in position..position + n {
                 // If the occurrence overlaps the end, it continues with the tokens just proposed, so a repeating text
                 // continues to repeat.
                 let token = self.tokens.get(next).copied().unwrap_or_else(|| window[next - end + 1]);
@@ -124,19 +124,19 @@ impl Text {
 
     /// The earlier position with the longest match (the newest wins ties), and the match's length.
     fn match_of_end(&self) -> (usize, Option<usize>) {
-        let before = |place: usize| match self.earlier.get(place) {
+        let before = |position: usize| match self.earlier.get(position) {
             None | Some(0) => None,
             Some(&earlier) => Some(earlier as usize),
         };
-        let agreeing = |place: usize| {
-            let pairs = self.tokens[..place].iter().rev().zip(self.tokens.iter().rev());
+        let agreeing = |position: usize| {
+            let pairs = self.tokens[..position].iter().rev().zip(self.tokens.iter().rev());
             pairs.take(LONGEST).take_while(|(a, b)| a == b).count()
         };
         let mut best = (0, None);
-        for place in std::iter::successors(before(self.tokens.len()), |&place| before(place)).take(COMPARED) {
-            let length = agreeing(place);
+        for position in std::iter::successors(before(self.tokens.len()), |&position| before(position)).take(COMPARED) {
+            let length = agreeing(position);
             if length > best.0 {
-                best = (length, Some(place));
+                best = (length, Some(position));
             }
             if length == LONGEST {
                 break;
@@ -218,14 +218,14 @@ mod tests {
         #[test]
         fn a_proposal_is_that_of_a_plain_search(text in prop::collection::vec(0u32..4, 1..120), n in 0usize..9) {
             let end = text.len();
-            let agreeing = |place: usize| {
-                (1..=LONGEST.min(place)).take_while(|i| text[place - i] == text[end - i]).count()
+            let agreeing = |position: usize| {
+                (1..=LONGEST.min(position)).take_while(|i| text[position - i] == text[end - i]).count()
             };
             let longest = (SHORTEST..end).map(agreeing).max().unwrap_or(0);
-            let place = (SHORTEST..end).rev().find(|&place| longest >= SHORTEST && agreeing(place) == longest);
+            let position = (SHORTEST..end).rev().find(|&position| longest >= SHORTEST && agreeing(position) == longest);
             let mut continued = text.clone();
-            for i in 0..place.map_or(0, |_| n) {
-                continued.push(continued[place.unwrap() + i]);
+            for i in 0..position.map_or(0, |_| n) {
+                continued.push(continued[position.unwrap() + i]);
             }
             prop_assert_eq!(proposed(&text, n), &continued[end..]);
         }
