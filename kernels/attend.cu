@@ -4,21 +4,10 @@
 #include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_half_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
-// and shared memory are in the table below. The number of warpgroups affects the order of a row's sums, so it is fixed per view and head width.
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
-#else
-#define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
-#endif
-// BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage. build.rs copies these rows for the launcher.
-#define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED)            \
-  struct name##_of : Attend<D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM> {};                                     \
-  static_assert(name##_of::THREADS == BLOCK && WARPGROUPS * name##_of::STAGE == STAGE_BYTES);                  \
-  static_assert(WARPGROUPS * name##_of::REST + name##_of::TAIL == SHARED);                                     \
-  KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {                     \
-    extern __shared__ __align__(128) uint8_t shared[];                                                    \
-    attend<name##_of>(args, shared);                                                                      \
-  }
+// and shared memory are in the table below (`ATTEND_KERNEL`). The number of warpgroups affects the order of a row's sums, so it is fixed per view and
+// head width.
+#define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
+  ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one group of 128 producer threads
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)

@@ -60,7 +60,8 @@ struct AttendArgs {
   int stages;
   float centre;                          // Upper view: codes stand for U s + z - centre s
   const uint8_t* prefetch;               // weights that the next GEMM reads first: prefetched into L2 after the pages
-  int prefetch_bytes, unused;            // prefetch_bytes: a multiple of 16
+  int prefetch_bytes;                    // a multiple of 16
+  int reach;                             // LOCAL: tokens that a row sees, including its own
 };
 
 // Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
@@ -68,13 +69,14 @@ DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
 // One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one column instead of two and
 // computes half the probabilities. STAGES: pipeline stages of a warpgroup; 0: set at launch, without TMA (not Hopper). TMA: producer warps fill the
-// stages. HALF_SM: a block has half an SM.
-template <int D_, int VIEW_, int ROWS_, int WARPGROUPS_, int STAGES_, bool HALF_SM_ = false>
+// stages. HALF_SM: a block has half an SM. LOCAL: rows see their last `reach` tokens (core::cache::first_visible), and the rows of a span see the same
+// first page.
+template <int D_, int VIEW_, int ROWS_, int WARPGROUPS_, int STAGES_, bool HALF_SM_ = false, bool LOCAL_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_;
   static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
   static_assert(ROWS == 4 || ROWS == NT * 8);
-  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, TMA = STAGES > 0, HALF_SM = HALF_SM_;
+  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, TMA = STAGES > 0, HALF_SM = HALF_SM_, LOCAL = LOCAL_;
   // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = TMA && (NT >= 3 || D == 256 || HALF_SM);
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : TMA ? WARPGROUPS * 32 : 0);
@@ -125,6 +127,7 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   const Span& span = w.span;
   const int local = index - w.tile.first, last = span.position + span.queries - 1;
   w.head = local / span.chunks, w.chunk = local - w.head * span.chunks, w.first_page = w.chunk * span.chunk_pages;
+  if (C::LOCAL) w.first_page += first_visible(span.position, p.reach) / PAGE;
   const int all = span.listed >= 0 ? span.listed : min(quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - warpgroup + C::WARPGROUPS - 1) / C::WARPGROUPS;
@@ -142,18 +145,18 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
 #include "attend_state.cuh"
 #include "attend_page.cuh"
 
-// Step n of a warpgroup over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: number of
-// page tokens that every row sees.
+// Step n of a warpgroup over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token. Every row sees the
+// page tokens from `hidden` up to `seen`.
 template <class C, bool PLAIN>
-DEV void attend_step(Warpgroup<C>& warpgroup, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int seen) {
+DEV void attend_step(Warpgroup<C>& warpgroup, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int hidden, int seen) {
   constexpr int NT = C::NT, E = C::E, TILES = PLAIN ? 1 : 2;      // token tiles of a warp
   constexpr float SCALE = PLAIN ? 1.f : Warpgroup<C>::SCORE_SCALE;
   const bool owner = !PLAIN || warpgroup.warp < C::STEP / 16;          // this warp has tokens
   warpgroup.ready(warpgroup.stage, warpgroup.parity);
   float S[TILES][NT][4];
   uint32_t loaded;
-  if constexpr (PLAIN) loaded = score_halves(warpgroup, n >= w.pages, owner, token, seen, S);
-  else loaded = score_codes(warpgroup, token, seen, S);
+  if constexpr (PLAIN) loaded = score_halves(warpgroup, n >= w.pages, owner, token, hidden, seen, S);
+  else loaded = score_codes(warpgroup, token, hidden, seen, S);
   if (PLAIN || !C::WGMMA) warpgroup.release(loaded);
   // ---- if a score exceeds its row's reference maximum by more than REACH, the reference becomes the step's maximum ----
   float over = MASKED;
@@ -215,6 +218,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     warpgroup.load_query(w);
     // A list was made for this row or an earlier one, so every listed page is visible.
     const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.tile.row / p.group), w.span.cap);
+    const int hidden = C::LOCAL ? first_visible(w.span.position + (w.tile.row + w.tile.rows - 1) / p.group, p.reach) : 0;
     warpgroup.block_sync();
 
     State<C> state;
@@ -243,13 +247,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll 1
     for (; n < w.pages; n++) {
       fetch(n);
-      if constexpr (C::FULL_VIEW) attend_step<C, true>(warpgroup, state, copies, w, n, w.first_page * PAGE + (warpgroup.index + n * WARPGROUPS) * C::STEP, seen);
-      else attend_step<C, false>(warpgroup, state, copies, w, n, (w.first_page + warpgroup.index + n * WARPGROUPS) * PAGE, seen);
+      if constexpr (C::FULL_VIEW) attend_step<C, true>(warpgroup, state, copies, w, n, w.first_page * PAGE + (warpgroup.index + n * WARPGROUPS) * C::STEP, hidden, seen);
+      else attend_step<C, false>(warpgroup, state, copies, w, n, (w.first_page + warpgroup.index + n * WARPGROUPS) * PAGE, hidden, seen);
     }
 #pragma unroll 1
     for (; n < w.pages + w.recents; n++) {
       fetch(n);
-      attend_step<C, true>(warpgroup, state, copies, w, n, (w.recent + (n - w.pages) * w.span.chunks * WARPGROUPS) * C::STEP, seen);
+      attend_step<C, true>(warpgroup, state, copies, w, n, (w.recent + (n - w.pages) * w.span.chunks * WARPGROUPS) * C::STEP, hidden, seen);
     }
     if (!C::TMA) copy_wait<0>();
     state.merge(warpgroup);
@@ -257,3 +261,19 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     warpgroup.block_sync();                                            // the next item overwrites q, limits and the warpgroups' results
   }
 }
+
+// Defines an instance, of the attend arguments after SHARED. BLOCK threads, SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage.
+// build.rs copies the tables' rows for the launcher.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
+#else
+#define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
+#endif
+#define ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, ...)                                          \
+  struct name##_of : Attend<__VA_ARGS__> {};                                                                  \
+  static_assert(name##_of::THREADS == BLOCK && name##_of::WARPGROUPS * name##_of::STAGE == STAGE_BYTES);      \
+  static_assert(name##_of::WARPGROUPS * name##_of::REST + name##_of::TAIL == SHARED);                         \
+  KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {                         \
+    extern __shared__ __align__(128) uint8_t shared[];                                                        \
+    attend<name##_of>(args, shared);                                                                          \
+  }

@@ -77,7 +77,7 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
 // Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it releases the
 // stage itself.
 template <class C>
-DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int seen, float (&S)[2][C::NT][4]) {
+DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
   constexpr bool TWO = C::TWO;
   const int lane = warpgroup.lane, w4 = warpgroup.warp;
@@ -167,12 +167,24 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int seen, float (&S
         if (token + PAGE > (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8))
 #pragma unroll
           for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = MASKED;
+  if (C::LOCAL && token < hidden)                          // a page whose first tokens only some rows see
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const int from = first_visible((int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4), warpgroup.p.reach) - token - w4 * 32 - warpgroup.g;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          if (i * 16 < from) S[i][t][e] = MASKED;
+          if (i * 16 + 8 < from) S[i][t][e + 2] = MASKED;
+        }
+      }
   return loaded;
 }
 
 // Scores of f16 tokens, 16 per warp with tokens (`owner`), of the buffer (`recent`) or of a full page.
 template <class C>
-DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner, int token, int seen, float (&S)[1][C::NT][4]) {
+DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner, int token, int hidden, int seen, float (&S)[1][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E;
   const int lane = warpgroup.lane, w4 = warpgroup.warp;
   const uint32_t k = warpgroup.stages_at + warpgroup.stage * C::STAGE;
@@ -196,14 +208,14 @@ DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner
       }
     }
     const int a = token + w4 * 16 + warpgroup.g;
-    if (recent || token + C::STEP > seen)
+    if (recent || token + C::STEP > seen || (C::LOCAL && token < hidden))
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const uint2 limit = lds64(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8);
-          // tokens [0, limit.x) are read from pages, [limit.x, limit.y] from the buffer
-          const int from = recent ? (int)limit.x : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
+          // tokens [0, limit.x) are read from pages (in a local layer only visible ones), [limit.x, limit.y] from the buffer
+          const int from = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, warpgroup.p.reach) : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
           if (a < from || a > to) S[0][t][e] = MASKED;
           if (a + 8 < from || a + 8 > to) S[0][t][e + 2] = MASKED;
         }

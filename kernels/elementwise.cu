@@ -1,4 +1,4 @@
-// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, SiLU * up, the conversions to a GEMM's input type.
+// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, activation * up, the conversions to a GEMM's input type.
 //
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of rows. Kernels that write a
 // GEMM's input exist once per input type:
@@ -253,12 +253,13 @@ DEV void convert(const float* hidden, int width, Out out) {
   out.put(row, group, lane, inside, inside ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
 }
 
-// ---- SiLU * up: one warp per group of 128 outputs of a row ----
+// ---- activation * up: one warp per group of 128 outputs of a row ----
 //
-// silu_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
+// {silu,gelu}_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
 // Grid (ceil(width / 1024), rows), block 256.
-template <class Out>
-DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
+template <class Activation, class Out>
+DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
+  const Activation f;
   grid_trigger();
   grid_wait();
   const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
@@ -270,7 +271,7 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
     const float* from = y + (size_t)row * 2 * width + at;
     float4 gate = load4(from), up = load4(from + 8);
     if (bias) gate = add4(gate, *(const float4*)(bias + at)), up = add4(up, *(const float4*)(bias + at + 8));
-    v = make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w);
+    v = make_float4(f(gate.x) * up.x, f(gate.y) * up.y, f(gate.z) * up.z, f(gate.w) * up.w);
   }
   out.put(row, group, lane, inside, v);
 }
@@ -285,7 +286,10 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
     norm_prompt(hidden, weight, eps, width, Into<T>{x, pitch});                                                                                           \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
-    silu_mul(y, bias, width, Into<T>{x, pitch});                                                                                                          \
+    activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                                                                \
+  }                                                                                                                                                       \
+  KERNEL __launch_bounds__(256) gelu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
+    activate_mul<Gelu>(y, bias, width, Into<T>{x, pitch});                                                                                                \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch) {                                                   \
     convert(hidden, width, Into<T>{x, pitch});                                                                                                            \
@@ -298,7 +302,10 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, co
   norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
-  silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
+  activate_mul<Silu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
+}
+KERNEL __launch_bounds__(256) gelu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
+  activate_mul<Gelu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 KERNEL __launch_bounds__(256) convert_i8(const float* hidden, int8_t* x, float2* xs, int width, int panels) {
   convert(hidden, width, IntoInt8{x, xs, (width + 127) / 128, panels});

@@ -5,6 +5,9 @@
 constexpr int PAGE = 128;          // tokens of a page (core::cache::G)
 constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::BUFFER_TOKENS)
 
+// The first token that a query sees in a local layer (core::cache::first_visible).
+DEV int first_visible(int position, int reach) { return max(0, position + 1 - reach); }
+
 // One row of a step, described by the host before the round's drafted tokens are known. offset: index in the slot's window; position: in the text;
 // token: its id, or -1 if it is read from the window.
 struct Row {

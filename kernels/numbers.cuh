@@ -53,6 +53,14 @@ DEV float4 load4(const float* p) {
 
 // x * sigmoid(x). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
+// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). As for `silu`; the factor is -2 sqrt(2 / pi) log2(e).
+DEV float gelu(float x) { return __fdividef(x, 1.f + exp2_fast((x + 0.044715f * x * x * x) * -2.3022081987f)); }
+struct Silu {
+  DEV float operator()(float x) const { return silu(x); }
+};
+struct Gelu {
+  DEV float operator()(float x) const { return gelu(x); }
+};
 
 // Logarithm of zero: of a masked score, and of the sum over no tokens. Finite, so that differences are not NaN.
 constexpr float LOG_ZERO = -1e30f;

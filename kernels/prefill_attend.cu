@@ -2,15 +2,25 @@
 //
 // Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the numbers that
 // the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals. Sums are f32; O has the weights'
-// type. Keys run upward from 0 in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's position in its tile.
+// type. Keys run upward in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's position in its tile.
+//
+// LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped. Scores of hidden keys are minus
+// infinity: a tile of which a row sees nothing then leaves the row's sums as they are to the bit, before its first visible key, too.
 //
 // sm_90a uses wgmma and TMA, except for heads of 256 channels. Those and other architectures use mma.sync and cp.async.
+#include "layout.cuh"
 #include "numbers.cuh"
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
 // Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant in addition (barriers, alignment).
 constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
+
+// Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees, so a finite number suffices.
+template <bool LOCAL>
+DEV float hidden_score() {
+  return LOCAL ? __uint_as_float(0xff800000) : LOG_ZERO;
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #include "hopper.cuh"
@@ -29,8 +39,8 @@ struct Tile {
 
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}. Q and O
 // have n rows, K and V q0 + n; rows beyond read as zero and are masked.
-template <int D, class T>
-DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2) {
+template <int D, bool LOCAL, class T>
+DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2, int reach) {
   constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE, SLICES = Tile<D>::SLICES;
   static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D && 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);  // barriers; room to align
   extern __shared__ char raw[];
@@ -40,7 +50,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
   // Grid: KV head slowest, then query tiles from the last (longest) down, then the heads of the group, which share K and V in L2.
   const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
   const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
-  const int tiles = (q0 + min(row0 + ROWS, n) - 1) / KEYS + 1;
+  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0, tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   if (threadIdx.x == 0) {
     mbar_init(q_full, 1);
     for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(v_full + 8 * s, 1), mbar_init(k_empty + 8 * s, 8), mbar_init(v_empty + 8 * s, 8);
@@ -60,12 +70,12 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
         if (j < tiles) {
           const int s = j % STAGES;
           mbar_wait(k_empty + 8 * s, (j / STAGES & 1) ^ 1);
-          load(k_at + s * BYTES, K, j * KEYS, kv_head, k_full + 8 * s);
+          load(k_at + s * BYTES, K, first_key + j * KEYS, kv_head, k_full + 8 * s);
         }
         if (j) {
           const int i = j - 1, s = i % STAGES;
           mbar_wait(v_empty + 8 * s, (i / STAGES & 1) ^ 1);
-          load(v_at + s * BYTES, V, i * KEYS, kv_head, v_full + 8 * s);
+          load(v_at + s * BYTES, V, first_key + i * KEYS, kv_head, v_full + 8 * s);
         }
       }
     }
@@ -73,7 +83,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     registers_take<240>();
     const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);  // position of this thread's first row; the second is 8 later
-    const int unmasked = (q0 + row0 + w * 64 + 1) / KEYS;            // tiles that all 64 rows see entirely
+    // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
+    const int unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
+    const int shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
     const uint64_t q_desc = desc_kmajor(q_at + w * 64 * 128);
     float s[64], o[D / 2], max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
     uint32_t p[32];
@@ -97,11 +109,11 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       wgmma_commit();
     };
     auto softmax = [&](int j, float& keep0, float& keep1) {  // s becomes 2^(s - max + P_SHIFT); keep: the factor for the earlier sums
-      if (j >= unmasked) {
+      if (j >= unmasked || (LOCAL && j < shown)) {
 #pragma unroll
         for (int i = 0; i < 64; i++) {
-          const int key = j * KEYS + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
-          if (key > query + (i & 2) * 4) s[i] = LOG_ZERO;
+          const int key = first_key + j * KEYS + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = query + (i & 2) * 4;
+          if (key > row || (LOCAL && key <= row - reach)) s[i] = hidden_score<LOCAL>();
         }
       }
       float m0 = max0, m1 = max1;
@@ -178,19 +190,21 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 
 }  // namespace wgmma_attention
 
-// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e)): the suffix is O's type.
-// Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above.
-#define ENTRY(D, NAME, T)                                                                                                                           \
+// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e), reach), prefill_attend_{64,128}_local_*: the suffix is O's
+// type; `reach` is read by local kernels. Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above.
+#define KERNEL_OF(NAME, D, T, LOCAL)                                                                                                                \
   extern "C" __global__ void __launch_bounds__(wgmma_attention::THREADS, 1)                                                                         \
-      prefill_attend_##D##_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,    \
-                                  const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2) {                                \
-    wgmma_attention::attend<D, T>(&Q, &K, &V, &O, n, q0, group, scale_log2);                                                                        \
+      prefill_attend_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,          \
+                            const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2, int reach) {                           \
+    wgmma_attention::attend<D, LOCAL, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                                                          \
   }
+#define ENTRY(D, NAME, T) KERNEL_OF(D##_##NAME, D, T, false) KERNEL_OF(D##_local_##NAME, D, T, true)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
 ENTRY(128, f16, Half)
 
+#undef KERNEL_OF
 #undef ENTRY
 
 #endif
@@ -212,8 +226,9 @@ DEV void arrived() {
   __syncthreads();
 }
 
-template <int D, class Store>
-DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, Store store) {
+template <int D, bool LOCAL, class Store>
+DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, int reach,
+                Store store) {
   constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;                // blocks of 16 rows of a warp
   constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
   static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
@@ -221,7 +236,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   const uint32_t base = shared_address(raw);
   const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
   const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
-  const int keys = q0 + n, tiles = (q0 + min(row0 + ROWS, n) - 1) / KEYS + 1, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
+  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0, tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
+  const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
   auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
     for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
       copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8, first + i < end);
@@ -230,8 +246,10 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
   const uint32_t q_at = base + warp * 16 * BLOCKS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
   load(base, Q + head * D, q_row, row0, n, ROWS);
-  load(k_at, k_head, kv_row, 0, keys, KEYS);
-  const int query = q0 + row0 + warp * 16 * BLOCKS + (lane >> 2), unmasked = (q0 + row0 + warp * 16 * BLOCKS + 1) / KEYS;  // rows query + 16 m + 8 h
+  load(k_at, k_head, kv_row, first_key, keys, KEYS);
+  // Rows query + 16 m + 8 h. `unmasked` and `shown` as in `wgmma_attention`, for the warp's rows.
+  const int first_row = q0 + row0 + warp * 16 * BLOCKS, query = first_row + (lane >> 2), unmasked = (first_row + 1 - first_key) / KEYS;
+  const int shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
   float o[BLOCKS][D / 8][4], top[BLOCKS][2], sum[BLOCKS][2];
 #pragma unroll
   for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
@@ -239,7 +257,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   for (int i = 0; i < 2 * BLOCKS; i++) top[i >> 1][i & 1] = LOG_ZERO, sum[i >> 1][i & 1] = 0;
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
-    load(v_at, v_head, kv_row, j * KEYS, keys, KEYS);
+    load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
     float s[BLOCKS][8][4];
 #pragma unroll
     for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
@@ -257,12 +275,12 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
       }
     }
     arrived();  // V of tile j; K of tile j has been used
-    if (j + 1 < tiles) load(k_at, k_head, kv_row, (j + 1) * KEYS, keys, KEYS);
-    if (j >= unmasked) {
+    if (j + 1 < tiles) load(k_at, k_head, kv_row, first_key + (j + 1) * KEYS, keys, KEYS);
+    if (j >= unmasked || (LOCAL && j < shown)) {
 #pragma unroll
       for (int i = 0; i < 32 * BLOCKS; i++) {
-        const int key = j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
-        if (key > query + (i >> 5) * 16 + (i & 2) * 4) s[i >> 5][i >> 2 & 7][i & 3] = LOG_ZERO;
+        const int key = first_key + j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1), row = query + (i >> 5) * 16 + (i & 2) * 4;
+        if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
       }
     }
     uint32_t p[BLOCKS][4][4];
@@ -313,16 +331,18 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 
 }  // namespace mma_attention
 
-// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): q_row, kv_row and o_row are row strides in
-// elements; a head's channels are contiguous and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads, or with 256 channels
-// ceil(n / 64) * heads; block 128; dynamic shared memory as above.
-#define ENTRY(D, NAME, T)                                                                                                                             \
-  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                                             \
-      prefill_attend_##D##_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,      \
-                                  int64_t kv_row, int64_t o_row, float scale_log2) {                                                                  \
-    mma_attention::attend<D>(Q, K, V, n, q0, group, q_row, kv_row, scale_log2,                                                                        \
-                             [&](int row, int column, float x, float y) { *(uint32_t*)(O + row * o_row + column) = T::pack(x, y); });                 \
+// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2, reach), prefill_attend_{64,128,256}_local_*: q_row,
+// kv_row and o_row are row strides in elements; a head's channels are contiguous and 16-byte aligned; the suffix is O's type; `reach` is read by local
+// kernels. Grid: ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads; block 128; dynamic shared memory as above.
+#define KERNEL_OF(NAME, D, T, LOCAL)                                                                                                                \
+  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                             \
+      prefill_attend_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,          \
+                            int64_t kv_row, int64_t o_row, float scale_log2, int reach) {                                                           \
+    mma_attention::attend<D, LOCAL>(Q, K, V, n, q0, group, q_row, kv_row, scale_log2, reach, [&](int row, int column, float x, float y) {           \
+      *(uint32_t*)(O + row * o_row + column) = T::pack(x, y);                                                                                       \
+    });                                                                                                                                             \
   }
+#define ENTRY(D, NAME, T) KERNEL_OF(D##_##NAME, D, T, false) KERNEL_OF(D##_local_##NAME, D, T, true)
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)

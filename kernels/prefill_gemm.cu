@@ -13,7 +13,8 @@
 //     Epilogues:
 //     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, in the weights' type
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, in the weights'
+//               type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
@@ -188,6 +189,7 @@ struct Residual {
   }
 };
 
+template <class Activation>
 struct Gated {
   const TensorMap* x;  // [M][N / 2]; box 64 x 64
   const float* bias;   // [N], interleaved as W's rows, or null
@@ -196,13 +198,14 @@ struct Gated {
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
     const int c = threadIdx.x & 3;
+    const Activation f;
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 16; j++) {
       float2 g = make_float2(0, 0), u = g;
       const int column = at.column + 16 * j + 2 * c;
       if (bias && column < N) g = *(const float2*)(bias + column), u = *(const float2*)(bias + column + 8);
 #pragma unroll
-      for (int i = 0; i < 4; i++) d[4 * j + i] = silu(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
+      for (int i = 0; i < 4; i++) d[4 * j + i] = f(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
     }
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 128; j++)
@@ -292,7 +295,7 @@ using namespace wgmma_gemm;
 // kv_heads, M, N, K, group)
 //
 //     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
-//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group)
+//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group) with SiLU, prefill_gated_gelu_* with GELU
 //
 // Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: SHARED_BYTES.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
@@ -311,11 +314,11 @@ using namespace wgmma_gemm;
                               const __grid_constant__ TensorMap hidden, const float* bias, int M, int N, int K, int group) {                   \
     multiply<CONFIG>(&A, &W, M, N, K, group, Residual{&hidden, bias, N});                                                                      \
   }
-#define GATED(NAME, CONFIG, CLUSTERED)                                                                                                        \
+#define GATED(NAME, ACTIVATION, CONFIG, CLUSTERED)                                                                                            \
   extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                      \
-      prefill_gated_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap X,      \
+      prefill_gated_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap X,     \
                            const float* bias, int M, int N, int K, int group) {                                                               \
-    multiply<CONFIG>(&A, &W, M, N, K, group, Gated{&X, bias, N});                                                                             \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Gated<ACTIVATION>{&X, bias, N});                                                                 \
   }
 #define ENTRIES(NAME, T)                                                                                             \
   QKV(64, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                        \
@@ -331,10 +334,14 @@ using namespace wgmma_gemm;
   RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
   RESIDUAL(NAME##_slim, Slim<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                                                                         \
-  GATED(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                          \
-  GATED(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                      \
-  GATED(NAME##_tall, Tall<T>, SINGLE)                                                                                \
-  GATED(NAME##_small, Small<T>, SINGLE)
+  GATED(NAME##_wide, Silu, Wide<T>, CLUSTER_PAIR)                                                                    \
+  GATED(NAME##_middle, Silu, Middle<T>, CLUSTER_PAIR)                                                                \
+  GATED(NAME##_tall, Silu, Tall<T>, SINGLE)                                                                          \
+  GATED(NAME##_small, Silu, Small<T>, SINGLE)                                                                        \
+  GATED(gelu_##NAME##_wide, Gelu, Wide<T>, CLUSTER_PAIR)                                                             \
+  GATED(gelu_##NAME##_middle, Gelu, Middle<T>, CLUSTER_PAIR)                                                         \
+  GATED(gelu_##NAME##_tall, Gelu, Tall<T>, SINGLE)                                                                   \
+  GATED(gelu_##NAME##_small, Gelu, Small<T>, SINGLE)
 ENTRIES(bf16, Bf16)
 ENTRIES(f16, Half)
 
@@ -430,8 +437,17 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 }  // namespace mma_gemm
 
 // prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch,
-// ...): pitch and x_pitch are row strides of A and X in elements, group is that of `tile_at` in tile rows.
+// ...), prefill_gated_gelu_*(likewise): pitch and x_pitch are row strides of A and X in elements, group is that of `tile_at` in tile rows.
 // N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared memory.
+#define GATED(NAME, ACTIVATION, T)                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(128, 2) prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias,       \
+                                                                            int x_pitch, int M, int N, int K, int pitch, int group) {                \
+    mma_gemm::multiply<T, true>(A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {                      \
+      const ACTIVATION f;                                                                                                                            \
+      if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];                                          \
+      *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(f(g0) * u0, f(g1) * u1);                                    \
+    });                                                                                                                                              \
+  }
 #define ENTRIES(NAME, T)                                                                                                                             \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
       prefill_plain_##NAME(const uint16_t* A, const uint4* W, float* Y, int M, int N, int K, int pitch, int group) {                                 \
@@ -446,13 +462,8 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
       *h = make_float2(old.x + (x + b.x), old.y + (y + b.y));                                                                                        \
     });                                                                                                                                              \
   }                                                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(128, 2) prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias,       \
-                                                                            int x_pitch, int M, int N, int K, int pitch, int group) {                \
-    mma_gemm::multiply<T, true>(A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {                      \
-      if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];                                          \
-      *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(silu(g0) * u0, silu(g1) * u1);                              \
-    });                                                                                                                                              \
-  }
+  GATED(NAME, Silu, T)                                                                                                                               \
+  GATED(gelu_##NAME, Gelu, T)
 #ifdef QS_SM80
 ENTRIES(bf16, Bf16)
 #endif

@@ -39,7 +39,7 @@ static_assert(sizeof(Cut) == CUT_BYTES);
 
 constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
 constexpr int SAMPLE_CHUNK = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
-constexpr int SAMPLE_VOCAB_MAX = 262143;                  // masses of at most 2^14 each fit in the 32 bits of a histogram's bin
+constexpr int SAMPLE_VOCAB_MAX = 524287;                  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -159,7 +159,7 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t fixed[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: independent of order
+    uint32_t fixed[BINS];  // sums of exp(z - top of the bin) in units that let a vocabulary fit (`fixed_unit`): independent of order
     double mass[BINS];     // sums of exp(z)
   };
   float list[LIST];  // the tokens of the bin at the edge
@@ -173,8 +173,12 @@ struct Histogram {
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
   static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }
 
+  // One over the unit: 2^14 for fewer than 2^18 tokens, 2^13 for fewer than 2^19.
+  static DEV float fixed_unit(int vocab) { return vocab < 1 << 18 ? 16384.f : 8192.f; }
+
   // Counts where `counts`, masses where `masses`.
   DEV void fill(const Tokens& t, bool counts, bool masses) {
+    const float unit = fixed_unit(t.vocab);
     for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = fixed[i] = 0;
     __syncthreads();
     each_token(t.row, t.vocab, [&](int, float x) {
@@ -182,14 +186,14 @@ struct Histogram {
       const float z = t.depth(x);
       const int b = bin(z);
       if (counts) atomicAdd(&count[b], 1);
-      if (masses) atomicAdd(&fixed[b], __float2uint_rn(inside(z, b) * 16384.f));
+      if (masses) atomicAdd(&fixed[b], __float2uint_rn(inside(z, b) * unit));
     });
     __syncthreads();
     double m[BINS / 1024];
 #pragma unroll
     for (int i = 0; i < BINS / 1024; i++) {
       const int b = threadIdx.x + i * 1024;
-      m[i] = (double)fixed[b] * (1 / 16384.) * exp(-b / (double)BINS_PER_NAT);
+      m[i] = (double)fixed[b] * (1. / unit) * exp(-b / (double)BINS_PER_NAT);
     }
     __syncthreads();
 #pragma unroll

@@ -45,10 +45,12 @@ SPILLS = {
     # first masked tile's index once per tile, which is 1,200 to 1,400 instructions.
     **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},
     # On Turing, where copies pass through registers, 8 of some 1,700 instructions per tile load and store the sums of four
-    # rows, and 4 reload loop invariants.
+    # rows, and 4 reload loop invariants; kernels of local layers have one invariant more.
     **{(f"prefill_attend_128_{out}", "sm_75"): 12 for out in ("bf16", "f16")},
+    **{(f"prefill_attend_128_local_{out}", "sm_75"): 13 for out in ("bf16", "f16")},
     # Likewise, but never launched: heads of 256 channels need compute capability 8.0 (check_head of quantspec-cuda).
     **{(f"prefill_attend_256_{out}", "sm_75"): 8 for out in ("bf16", "f16")},
+    **{(f"prefill_attend_256_local_{out}", "sm_75"): 9 for out in ("bf16", "f16")},
 }
 
 # Loops of kernels without matrix instructions. `judge` has 1,024 threads, so 64 registers, and runs once a round: with

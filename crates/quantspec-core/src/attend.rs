@@ -4,7 +4,7 @@
 //! precision ([`crate::cache`]). A draft may read a subset of the pages. It ranks them by an upper bound of their scores,
 //! which the page's quantised key parameters give without reading the keys.
 
-use crate::cache::{BUFFER_TOKENS, G, ring_index, visible_buffer, visible_pages, visible_quantised};
+use crate::cache::{BUFFER_TOKENS, G, first_visible, ring_index, visible_buffer, visible_pages, visible_quantised};
 use crate::config::{Pages, Rounding, View};
 use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
@@ -103,6 +103,19 @@ pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache
             tokens.push(cache.page_token(view, page, token)?);
         }
     }
+    tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
+    Ok(softmax_sum(query, &tokens))
+}
+
+/// As [`attend`] in a local layer, where the query sees `reach` tokens, at least 2G ([`first_visible`]).
+///
+/// # Errors
+/// As [`attend`].
+pub fn attend_local(query: &[f32], position: usize, view: View, reach: usize, cache: &Cache) -> Result<Vec<f64>> {
+    cache.check(query)?;
+    let of_pages = first_visible(position, reach)..visible_quantised(position);
+    let mut tokens =
+        of_pages.map(|token| cache.page_token(view, token / G, token % G)).collect::<Result<Vec<Token>>>()?;
     tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
     Ok(softmax_sum(query, &tokens))
 }
@@ -322,6 +335,25 @@ mod tests {
         );
         let weight = 3f64.exp() / (3f64.exp() + 1.0);
         assert!(distance(&out, &[weight, 1.0 - weight, 2.0, 0.0]) < 1e-15);
+    }
+
+    #[test]
+    fn local_attention_sees_its_reach_alone() {
+        for position in [0, 255, 256, 383, 511, 512, 640] {
+            let sequence = Sequence::new(position + 1, Rounding::Balanced, noise);
+            let full = sequence.full_pages();
+            let local = |view, reach| attend_local(&query(9), position, view, reach, &sequence.cache(&full)).unwrap();
+            let wide = |tokens: &[f16]| tokens.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+            for reach in [256, 320, 1024] {
+                let first = (position + 1).saturating_sub(reach) * D;
+                let exact = attend_exact(&query(9), &wide(&sequence.keys[first..]), &wide(&sequence.values[first..]));
+                assert!(distance(&local(View::Full, reach), &exact) < 1e-12, "{position} {reach}");
+            }
+            for view in [View::Upper, View::Both] {
+                let all = sequence.attend(&query(9), position, view, &all_pages(position)).unwrap();
+                assert!(distance(&local(view, position.max(256) + 1), &all) < 1e-12, "{position} {view:?}");
+            }
+        }
     }
 
     #[test]

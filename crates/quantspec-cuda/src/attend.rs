@@ -6,7 +6,7 @@ use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::images;
 use crate::linear::{GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
-use quantspec_core::cache::{G, visible_pages, visible_quantised};
+use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
@@ -119,6 +119,8 @@ pub struct StepSlice {
     pub merged: Vec<Merged>,
     /// Row of the step at which the slice begins.
     pub first_row: usize,
+    /// Tokens that a row sees, for a local layer.
+    reach: Option<usize>,
     /// Pages of the longest work item.
     longest: usize,
     items: usize,
@@ -148,6 +150,11 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
     (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
 }
 
+/// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
+fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
+    (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
+}
+
 /// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
 /// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
 fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
@@ -171,6 +178,8 @@ struct Variant {
 struct Split {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
+    /// Those of local layers; none if the model has no such layers.
+    local: Vec<Variant>,
     /// Items per KV head that fill the GPU.
     items: usize,
 }
@@ -184,10 +193,16 @@ const fn view_number(view: View) -> usize {
     }
 }
 
-/// A view's kernels, ascending by rows: with or without TMA, for whole or half SMs.
-fn instances(view: View, d: usize, tma: bool, half_sm: bool) -> impl Iterator<Item = &'static shapes::Attend> {
+/// A view's kernels of a table, ascending by rows: with or without TMA, for whole or half SMs.
+fn instances(
+    table: &'static [shapes::Attend],
+    view: View,
+    d: usize,
+    tma: bool,
+    half_sm: bool,
+) -> impl Iterator<Item = &'static shapes::Attend> {
     let is = (d, view_number(view), half_sm, tma);
-    shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.half_sm, of.stages > 0) == is)
+    table.iter().filter(move |of| (of.d, of.view, of.half_sm, of.stages > 0) == is)
 }
 
 /// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
@@ -293,7 +308,7 @@ struct AttendArgs {
     centre: f32,
     prefetch: u64,
     prefetch_bytes: i32,
-    unused: i32,
+    reach: i32,
 }
 
 /// `MergeArgs` in kernels/attend.cu.
@@ -361,19 +376,24 @@ impl Attend {
             })
         };
         let split = |view: View, registers: usize| -> Result<Split> {
-            let variants = instances(view, d, tma, false).filter_map(|of| {
-                // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
-                let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
-                let stages = if tma { of.stages } else { [4, 2].into_iter().find(fits)? };
-                Some(variant(format!("attend_{}_{d}_{}", view_name(view), of.rows), of, stages))
-            });
-            let smallest = instances(view, d, false, false).find(|of| of.rows == 8);
+            let variants = |table, stem: &str| -> Result<Vec<Variant>> {
+                let fitting = instances(table, view, d, tma, false).filter_map(|of| {
+                    // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
+                    let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
+                    let stages = if tma { of.stages } else { [4, 2].into_iter().find(fits)? };
+                    Some(variant(format!("{stem}_{}_{d}_{}", view_name(view), of.rows), of, stages))
+                });
+                fitting.collect()
+            };
+            let local =
+                if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
+            let smallest = instances(shapes::ATTEND, view, d, false, false).find(|of| of.rows == 8);
             let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
             let blocks = if tma { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.sms * blocks, config.kv_heads);
-            Ok(Split { variants: variants.collect::<Result<_>>()?, items })
+            Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
-        let half_sm = instances(View::Upper, d, tma, true).map(|of| {
+        let half_sm = instances(shapes::ATTEND, View::Upper, d, tma, true).map(|of| {
             let variant = variant(format!("attend_half_{d}_{}", of.rows), of, of.stages)?;
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
@@ -429,22 +449,46 @@ impl Attend {
         fresh: impl Fn(usize) -> bool,
         drafts: bool,
     ) -> Result<Vec<StepSlice>> {
+        self.divide(view, rows, None, chosen, fresh, drafts)
+    }
+
+    /// As [`Attend::slices`], for local layers whose queries see `reach` tokens: of every page of these.
+    ///
+    /// # Errors
+    /// As [`Attend::slices`].
+    pub fn local_slices(&self, view: View, rows: &[Row], reach: usize, drafts: bool) -> Result<Vec<StepSlice>> {
+        self.divide(view, rows, Some(reach), |_| None, |_| false, drafts)
+    }
+
+    fn divide(
+        &self,
+        view: View,
+        rows: &[Row],
+        reach: Option<usize>,
+        chosen: impl Fn(usize) -> Option<Chosen>,
+        fresh: impl Fn(usize) -> bool,
+        drafts: bool,
+    ) -> Result<Vec<StepSlice>> {
         let split = self.split(view);
-        let most_rows =
-            split.variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
+        let variants = if reach.is_some() { &split.local } else { &split.variants };
+        let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
         let mut slices = Vec::new();
         for (index, chunk) in rows.chunks(SLICE_ROWS).enumerate() {
-            let mut slice = StepSlice { first_row: index * SLICE_ROWS, ..StepSlice::default() };
+            let mut slice = StepSlice { first_row: index * SLICE_ROWS, reach, ..StepSlice::default() };
             // Rows of a sequence are adjacent.
             let sequences = chunk.chunk_by(|row, next| row.slot == next.slot).count();
+            let items = |pages: usize| if drafts { draft_items(split.items, sequences, pages) } else { split.items };
             let mut start = 0;
             while start < chunk.len() {
                 let first = chunk[start];
                 let list = chosen(first.slot);
-                let length = |row: &Row| {
-                    let pages = list.map_or(visible_pages(row.position), |list| list.listed);
-                    let items = if drafts { draft_items(split.items, sequences, pages) } else { split.items };
-                    cut(pages, items)
+                // The first page, and how the pages from there on are cut.
+                let length = |row: &Row| match reach {
+                    Some(reach) => cut_local(row.position, reach, items(reach.div_ceil(G))),
+                    None => {
+                        let pages = list.map_or(visible_pages(row.position), |list| list.listed);
+                        (0, cut(pages, items(pages)))
+                    }
                 };
                 let same = |(offset, row): (usize, &Row)| {
                     row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
@@ -452,7 +496,7 @@ impl Attend {
                 let queries =
                     chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
                 let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
-                let (chunk_pages, chunks) = length(&first);
+                let (_, (chunk_pages, chunks)) = length(&first);
                 let number = slice.spans.len() as i32;
                 let span = Span {
                     slot: first.slot as i32,
@@ -510,8 +554,10 @@ impl Attend {
         addresses: &SliceAddresses,
         neighbours: Neighbours,
     ) -> Result<()> {
-        let half_sm = self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short());
-        let mut variants = half_sm.chain(&self.split(view).variants);
+        let (split, local) = (self.split(view), slice.reach.is_some());
+        let half_sm =
+            self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short() && !local);
+        let mut variants = half_sm.chain(if local { &split.local } else { &split.variants });
         let variant = variants.find(|variant| variant.rows >= slice.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } = *variant
             .ok_or_else(|| Error::internal(format!("attention of {} query rows per KV head", slice.tile_rows)))?;
@@ -537,7 +583,7 @@ impl Attend {
             centre: self.centre,
             prefetch: neighbours.prefetch.0,
             prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
-            unused: 0,
+            reach: slice.reach.unwrap_or(0) as i32,
         };
         let blocks = if tma { slice.items.min(self.device.sms) } else { slice.items };
         let grid = [blocks as u32, 1, 1];
@@ -677,6 +723,22 @@ mod tests {
     }
 
     #[test]
+    fn items_of_local_layers_have_every_page() {
+        for (reach, items) in
+            [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
+        {
+            for position in 0..3 * reach {
+                let (first, (pages, chunks)) = cut_local(position, reach, items);
+                let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
+                assert!(chunks <= items && first + pages * chunks >= last, "{position} {reach} {items}");
+                assert!(
+                    first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
+                );
+            }
+        }
+    }
+
+    #[test]
     fn items_of_drafts_fill_the_device_with_their_batch() {
         // 16 KV heads on 132 SMs.
         assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
@@ -690,7 +752,7 @@ mod tests {
 
     #[test]
     fn shared_memory_fits_a_block() {
-        for of in shapes::ATTEND {
+        for of in shapes::ATTEND.iter().chain(shapes::ATTEND_LOCAL) {
             // Shared memory of a block on Hopper, and of each of two blocks that share an SM's 228 KiB; the driver reserves 1
             // KiB per block.
             let most = if of.half_sm { 113 * 1024 } else { 227 * 1024 };

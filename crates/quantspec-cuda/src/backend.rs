@@ -20,7 +20,7 @@ use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::masses::PageMasses;
-use crate::prefill::{self, Path, Prefill, Shape};
+use crate::prefill::{self, Path, Prefill, Shape, activate_mul};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Expanded, Full, Weights as Stored};
@@ -57,8 +57,9 @@ struct Kernels {
     /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 ones, and 16-bit ones for nibbles.
     coarse_i8: Kernel,
     coarse: Option<Kernel>,
-    silu: Kernel,
-    silu_i8: Kernel,
+    /// activation(gate) · up.
+    activate: Kernel,
+    activate_i8: Kernel,
     append: Kernel,
     /// Multiplies queries by the factor of their position (Ministral 3).
     scale_queries: Kernel,
@@ -91,8 +92,8 @@ impl Kernels {
                 Dtype::F32 => None,
                 Dtype::Bf16 | Dtype::F16 => Some(device.kernel(&format!("coarse_{}", name(dtype)), 0)?),
             },
-            silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
-            silu_i8: device.kernel("silu_mul_i8", 0)?,
+            activate: device.kernel(&format!("{}_{}", activate_mul(config.activation), name(dtype)), 0)?,
+            activate_i8: device.kernel(&format!("{}_i8", activate_mul(config.activation)), 0)?,
             append: device.kernel(&format!("append_{d}"), 0)?,
             scale_queries: device.kernel("scale_queries", 0)?,
             flush: device.kernel(&format!("flush_{d}"), page_shared)?,
@@ -108,6 +109,8 @@ pub struct CudaBackend {
     options: Options,
     hooks: Hooks,
     rope: RopeTable,
+    /// Of local layers.
+    local_rope: Option<RopeTable>,
     device: Arc<Device>,
     kernels: Kernels,
     linear: Linear,
@@ -265,6 +268,7 @@ impl CudaBackend {
             slots: (0..options.slots).map(|_| None).collect(),
             sampling,
             rope: RopeTable::new(&config),
+            local_rope: RopeTable::local(&config),
             options: options.clone(),
             device: device.clone(),
             kernels,

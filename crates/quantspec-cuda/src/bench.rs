@@ -10,7 +10,7 @@ use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
-use crate::prefill::{Prefill, Shape, padded, readable};
+use crate::prefill::{Prefill, Shape, activate_mul, padded, readable};
 use crate::sample::Sampling;
 use half::f16;
 use quantspec_core::Result;
@@ -446,7 +446,8 @@ impl Bench {
         let most = rows.iter().copied().max().unwrap_or(1);
         let kernel = |name: &str| device.kernel(name, 0);
         let norms = [kernel(&format!("norm_{dtype}"))?, kernel("norm_i8")?];
-        let gated = [kernel(&format!("silu_mul_{dtype}"))?, kernel("silu_mul_i8")?];
+        let stem = activate_mul(config.activation);
+        let gated = [kernel(&format!("{stem}_{dtype}"))?, kernel(&format!("{stem}_i8"))?];
         let append = kernel(&format!("append_{d}"))?;
         let widest = (2 * width).max(hidden).max(q_width + 2 * kv_width);
         let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * widest * 4)?);
@@ -664,7 +665,7 @@ impl Bench {
         for &context in contexts {
             let took = seconds(device, || {
                 // SAFETY: as above; kv has room for the context and the block.
-                unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), context, rows) }
+                unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), context, rows, None) }
             })?;
             // Scores and weighted sums over the mean number of visible tokens.
             let seen = context as f64 + (rows as f64 + 1.0) / 2.0;

@@ -16,7 +16,7 @@ use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::name;
 use crate::shapes;
 use cudarc::driver::sys;
-use quantspec_core::config::{Dtype, LayerNorms, ModelConfig, QkNorm};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Branch;
 use std::sync::Arc;
@@ -40,6 +40,8 @@ pub struct Shape {
     pub qk_norm: QkNorm,
     /// Norms of the layers.
     pub norms: LayerNorms,
+    /// Activation of the feed-forward network.
+    pub activation: Activation,
     /// Type of the weights, and of the GEMMs' inputs.
     pub dtype: Dtype,
 }
@@ -56,6 +58,7 @@ impl Shape {
             rms_eps: config.rms_eps,
             qk_norm: config.qk_norm,
             norms: config.norms,
+            activation: config.activation,
             dtype: config.dtype,
         }
     }
@@ -93,6 +96,14 @@ impl Path {
             (80.., _) | (_, Dtype::F16) => Path::Tensor,
             _ => Path::Plain,
         }
+    }
+}
+
+/// Stem of the kernels that compute activation(gate) · up.
+pub(crate) const fn activate_mul(activation: Activation) -> &'static str {
+    match activation {
+        Activation::Silu => "silu_mul",
+        Activation::Gelu => "gelu_mul",
     }
 }
 
@@ -178,7 +189,7 @@ impl Gemm {
 enum Kernels {
     Hopper { qkv: Gemm, residual: Gemm, gated: Gemm },
     Tensor { plain: Kernel, residual: Kernel, gated: Kernel },
-    Plain { plain: Kernel, silu_mul: Kernel, add_rows: Kernel },
+    Plain { plain: Kernel, gated: Kernel, add_rows: Kernel },
 }
 
 /// Launches prefill's kernels for one model on one device.
@@ -188,6 +199,8 @@ pub struct Prefill {
     shape: Shape,
     kernels: Kernels,
     attend: Kernel,
+    /// Of local layers.
+    attend_local: Kernel,
     rope_store: Kernel,
     widen: Kernel,
     norm_rows: Kernel,
@@ -209,6 +222,10 @@ impl Prefill {
         check(&shape)?;
         check_head(&device.info, shape.head_dim)?;
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
+        let gated = match shape.activation {
+            Activation::Silu => "prefill_gated",
+            Activation::Gelu => "prefill_gated_gelu",
+        };
         let kernels = match path {
             Path::Hopper => Kernels::Hopper {
                 // A head is within one tile.
@@ -219,24 +236,28 @@ impl Prefill {
                     if d > MIDDLE.shape.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
                 )?,
                 residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
-                gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
+                gated: Gemm::new(device, gated, dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
             Path::Tensor => Kernels::Tensor {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), shapes::MMA_SHARED)?,
                 residual: device.kernel(&format!("prefill_residual_{dtype}"), shapes::MMA_SHARED)?,
-                gated: device.kernel(&format!("prefill_gated_{dtype}"), shapes::MMA_SHARED)?,
+                gated: device.kernel(&format!("{gated}_{dtype}"), shapes::MMA_SHARED)?,
             },
             Path::Plain => Kernels::Plain {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), 0)?,
-                silu_mul: device.kernel(&format!("silu_mul_{dtype}"), 0)?,
+                gated: device.kernel(&format!("{}_{dtype}", activate_mul(shape.activation)), 0)?,
                 add_rows: device.kernel("add_rows", 0)?,
             },
         };
         let bytes = Prefill::scratch_bytes(&shape, rows, path);
-        let attend = format!("prefill_attend_{d}_{}", if shape.dtype == Dtype::F32 { "f16" } else { dtype });
+        let attend = |local: &str| {
+            let out = if shape.dtype == Dtype::F32 { "f16" } else { dtype };
+            device.kernel(&format!("prefill_attend_{d}{local}_{out}"), attend_shared_bytes(device, d))
+        };
         Ok(Prefill {
             kernels,
-            attend: device.kernel(&attend, attend_shared_bytes(device, d))?,
+            attend: attend("")?,
+            attend_local: attend("_local")?,
             rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
             widen: device.kernel("widen", 0)?,
             norm_rows: device.kernel("norm_rows", 0)?,
@@ -256,7 +277,7 @@ impl Prefill {
     /// Device memory [`Prefill::new`] takes for itself.
     pub fn scratch_bytes(shape: &Shape, rows: usize, path: Path) -> usize {
         let of_rows = if shape.qk_norm == QkNorm::Projection { shape.qkv_width() } else { 0 };
-        let of_rows = if shape.norms == LayerNorms::After { of_rows.max(shape.hidden) } else { of_rows };
+        let of_rows = if shape.norms == LayerNorms::Before { of_rows } else { of_rows.max(shape.hidden) };
         let widest = match path {
             Path::Hopper => of_rows,
             Path::Tensor => of_rows.max(shape.qkv_width()),
@@ -343,7 +364,7 @@ impl Prefill {
         }
     }
 
-    /// Causal attention of rows `start ..` over tokens `0 .. start + rows` of the layer.
+    /// Causal attention of rows `start ..` over tokens `0 .. start + rows` of the layer, in a local layer the last `reach` before a row.
     ///
     /// q f16 `[rows][heads · head_dim]` of the block; kv f16 `[start + rows][2 · kv_heads · head_dim]` of the prompt -> x `[rows][padded(heads · head_dim)]`.
     ///
@@ -352,13 +373,22 @@ impl Prefill {
     ///
     /// # Safety
     /// As [`Prefill::qkv`].
-    pub unsafe fn attend(&self, q: u64, kv: u64, x: u64, start: usize, rows: usize) -> Result<()> {
+    pub unsafe fn attend(
+        &self,
+        q: u64,
+        kv: u64,
+        x: u64,
+        start: usize,
+        rows: usize,
+        reach: Option<usize>,
+    ) -> Result<()> {
         self.begin(rows)?;
         let s = &self.shape;
         let (d, pitch, kv_width, tokens) = (s.head_dim, padded(s.q_width()), 2 * s.kv_width(), start + rows);
         let values = kv + (s.kv_width() * 2) as u64;
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let group = s.heads / s.kv_heads;
+        let (kernel, reach) = reach.map_or((self.attend, 0), |reach| (self.attend_local, reach));
         let tile = if d > 128 { 64 } else { 128 };
         let grid = [(rows.div_ceil(tile) * s.heads) as u32, 1, 1];
         let shared = attend_shared_bytes(&self.device, d) as u32;
@@ -381,13 +411,14 @@ impl Prefill {
                     start.into(),
                     group.into(),
                     scale.into(),
+                    reach.into(),
                 ];
-                self.device.launch(self.attend, Launch { grid, block: 384, shared, overlap: false }, &arguments)?;
+                self.device.launch(kernel, Launch { grid, block: 384, shared, overlap: false }, &arguments)?;
             } else {
                 let strides = [s.q_width() as u64, kv_width as u64, out_pitch as u64];
                 let arguments =
-                    args![q, kv, values, out, rows, start, group, strides[0], strides[1], strides[2], scale];
-                self.device.launch(self.attend, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
+                    args![q, kv, values, out, rows, start, group, strides[0], strides[1], strides[2], scale, reach];
+                self.device.launch(kernel, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
             }
             if s.dtype == Dtype::F32 {
                 // Heads have a multiple of 64 channels, so rows have no padding.
@@ -471,7 +502,7 @@ impl Prefill {
         unsafe { self.device.launch(self.norm_rows, launch, &arguments) }
     }
 
-    /// Gate and up projections of a block, and SiLU(gate) · up.
+    /// Gate and up projections of a block, and activation(gate) · up.
     ///
     /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out `[rows][padded(intermediate)]` in the weights' type.
     ///
@@ -508,11 +539,11 @@ impl Prefill {
                         args![x, weights, out, bias, pitch, rows, n, s.hidden, padded(s.hidden), TILE_ROW_GROUP];
                     self.launch_mma(*gated, rows, n, &arguments)
                 }
-                Kernels::Plain { silu_mul, .. } => {
+                Kernels::Plain { gated, .. } => {
                     let y = self.plain(x, s.hidden, weights, n, rows)?;
                     let grid = [s.intermediate.div_ceil(1024) as u32, rows as u32, 1];
                     let arguments = args![y, bias, out, s.intermediate, pitch];
-                    self.device.launch(*silu_mul, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
+                    self.device.launch(*gated, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
             }
         }

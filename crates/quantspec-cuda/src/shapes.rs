@@ -63,7 +63,7 @@ pub(crate) struct PlanePipeline {
     pub(crate) shared: usize,
 }
 
-/// Decode attention: `ATTEND` in kernels/attend.cu.
+/// Decode attention: `ATTEND` in kernels/attend.cu, `ATTEND_LOCAL` in kernels/attend_local.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attend {
     /// Head width.

@@ -6,7 +6,7 @@ use crate::draft::DraftMatrix;
 use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, QkNorm, Sensitive, TargetWeights};
+use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -214,14 +214,8 @@ impl DraftArena {
     }
 }
 
-/// Refuses local layers, and layers whose matrices have different number formats: the activations of all layers have one.
+/// Refuses layers whose matrices have different number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
-    if let Some(local) = &checkpoint.config().local {
-        return Err(Error::model(
-            format!("attention to the last {} tokens ({}) on the GPU", local.reach, checkpoint.config().family),
-            "the GPU has no kernels for local layers; use --device cpu",
-        ));
-    }
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
         (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
@@ -300,7 +294,7 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     };
     let of_layer = shapes(config).into_iter().zip(both_from(config, weights));
     let matrices: usize = of_layer.map(|((n, k), both_from)| matrix(config.dtype, n, k, both_from)).sum();
-    let mut vectors = 2 * hidden;
+    let mut vectors = if config.norms == LayerNorms::Both { 4 } else { 2 } * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
@@ -614,14 +608,6 @@ mod tests {
                 assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype} {weights:?}");
             }
         }
-    }
-
-    #[test]
-    fn local_layers_are_refused() {
-        let error = check(&Shape::new("gemma3_text", "BF16", (2, 1, 64)).checkpoint(1)).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Model);
-        assert!(error.message.contains("last 256 tokens (gemma3_text) on the GPU"), "{}", error.message);
-        assert!(error.hint.contains("--device cpu"));
     }
 
     #[test]

@@ -8,10 +8,11 @@ mod small;
 use gpu::{Random, arranged, config, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{
-    Cache, FullPage, SNAP_QUERIES, attend, page_bound, page_masses, select_pages, snap_pages, window_pages,
+    Cache, FullPage, SNAP_QUERIES, attend, attend_local, page_bound, page_masses, select_pages, snap_pages,
+    window_pages,
 };
 use quantspec_core::cache::{BUFFER_TOKENS, G, ring_index, visible_pages, visible_quantised};
-use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
+use quantspec_core::config::{Dtype, Local, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
@@ -246,7 +247,7 @@ impl World {
         self.run_divided(view, rows, q, chosen, false)
     }
 
-    /// `drafts` as in [`Attend::passes`].
+    /// `drafts` as in [`Attend::slices`].
     fn run_divided(
         &self,
         view: View,
@@ -259,7 +260,11 @@ impl World {
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
         let list = |_| chosen.map(|(chosen, ..)| chosen);
-        for slice in self.attend.slices(view, rows, list, |_| true, drafts).unwrap() {
+        let slices = match &self.config.local {
+            Some(local) => self.attend.local_slices(view, rows, local.reach, drafts),
+            None => self.attend.slices(view, rows, list, |_| true, drafts),
+        };
+        for slice in slices.unwrap() {
             let (addresses, _keep) = self.addresses(&slice, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
@@ -302,7 +307,10 @@ impl World {
                 buffer_values: &buffer_values,
             };
             let query: Vec<f32> = query.iter().map(|v| (v.to_f64() * back) as f32).collect();
-            out.extend(attend(&query, at, view, pages, &cache).unwrap());
+            out.extend(match &self.config.local {
+                Some(local) => attend_local(&query, at, view, local.reach, &cache).unwrap(),
+                None => attend(&query, at, view, pages, &cache).unwrap(),
+            });
         }
         out
     }
@@ -365,6 +373,81 @@ fn long_contexts_equal_core() {
     check_against_core(&device, &HEADS, &[(2815, 7), (9470, 5)]);
 }
 
+/// A model whose only layer is local.
+fn local_config(heads: usize, kv_heads: usize, d: usize, reach: usize) -> ModelConfig {
+    let config = config(heads, kv_heads, d);
+    let local = Local { layers: vec![true], reach, rope: config.rope.clone() };
+    ModelConfig { local: Some(local), ..config }
+}
+
+/// Reaches that begin at and within a page, and windows in which the first page or the first token of a row's reach changes.
+const LOCAL: [(usize, &[(usize, usize)]); 4] = [
+    (256, &[(0, 1), (126, 5), (254, 6), (383, 8), (511, 3), (1000, 5)]),
+    (320, &[(316, 9), (380, 8), (700, 17)]),
+    (512, &[(509, 6), (767, 4), (5000, 8)]),
+    (1024, &[(1020, 8), (9470, 5)]),
+];
+
+#[test]
+fn local_layers_equal_core() {
+    let Some(device) = device() else { return };
+    check_local(&device, &HEADS);
+}
+
+fn check_local(device: &Arc<Device>, shapes: &[(usize, usize, usize)]) {
+    for &(heads, kv_heads, d) in shapes {
+        for (index, (reach, windows)) in LOCAL.into_iter().enumerate() {
+            for &(position, rows) in windows {
+                let rounding = if index % 2 == 0 { Rounding::Balanced } else { Rounding::Paper };
+                let config = local_config(heads, kv_heads, d, reach);
+                let world = World::new(device, config, rounding, position + rows, (index + position) as u64);
+                let q = queries(&mut Random(78), rows, &world.config);
+                for view in VIEWS {
+                    let got = world.run(view, position, &q, None);
+                    let error = distance(&got, &world.want(view, position, &q, &[]));
+                    let what = format!("{heads}/{kv_heads} heads of {d}, {rows} rows at {position} of reach {reach}");
+                    assert!(error < 4e-3, "{what}, {view:?}: {error}");
+                }
+            }
+        }
+    }
+}
+
+/// Rows alone, in windows of every size, and among rows of another slot in several slices.
+#[test]
+fn rows_of_local_layers_do_not_depend_on_each_other() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in
+        [(2, 2, 128), (4, 1, 128), (12, 1, 128), (3, 1, 64), (8, 2, 64), (2, 1, 256), (4, 1, 256)]
+    {
+        for (reach, position) in [(256, 120), (256, 375), (320, 571), (512, 1270), (1024, 4600)] {
+            let most = 17;
+            let config = local_config(heads, kv_heads, d, reach);
+            let world = World::new(&device, config, Rounding::Balanced, position + most, position as u64);
+            let (q, width) = (queries(&mut Random(5), most, &world.config), heads * d);
+            let others = queries(&mut Random(6), 60, &world.config);
+            for view in VIEWS {
+                let bits = |out: &[f32]| out.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+                let alone: Vec<Vec<u32>> = (0..most)
+                    .map(|row| bits(&world.run(view, position + row, &q[row * width..(row + 1) * width], None)))
+                    .collect();
+                for rows in [2, 3, 5, 8, 9, 17] {
+                    let together = world.run(view, position, &q[..rows * width], None);
+                    for (row, alone) in alone[..rows].iter().enumerate() {
+                        let same = bits(&together[row * width..(row + 1) * width]) == *alone;
+                        assert!(same, "{heads}/{kv_heads} heads of {d}, row {row} of {rows} at {position}, {view:?}");
+                    }
+                }
+                // The other slot is short and not compared.
+                let mut rows: Vec<Row> = (0..60).map(|i| Row { slot: 1 - SLOT, offset: i, position: 3 + i }).collect();
+                rows.extend((0..most).map(|i| Row { slot: SLOT, offset: i, position: position + i }));
+                let all = world.run_rows(view, &rows, &[&others[..], &q].concat(), None);
+                assert!(bits(&all[60 * width..]) == alone.concat(), "{heads}/{kv_heads} of {d} in a batch, {view:?}");
+            }
+        }
+    }
+}
+
 /// GPUs of compute capability 7.5 have 64 KiB of shared memory per block; 8.6, 8.9 and 12.0 have 99. Where four stages do not
 /// fit, two are used.
 #[test]
@@ -376,6 +459,7 @@ fn small_shared_memory_gets_two_stages() {
         let mut device = Device::open_ptx(0).unwrap();
         Arc::get_mut(&mut device).unwrap().shared_bytes = kib << 10;
         check_against_core(&device, shapes, &[(0, 1), (254, 6), (1000, 5), (2815, 7)]);
+        check_local(&device, shapes);
     }
 }
 
@@ -434,6 +518,17 @@ fn other_work_changes_no_bit() {
         let alone = run();
         let differ = while_busy(&device, || (0..40).filter(|_| run() != alone).count());
         assert_eq!(differ, 0, "of 40: {heads}/{kv_heads} heads of {d}, a draft's row");
+        let config = local_config(heads, kv_heads, d, 1024);
+        let world = World::new(&device, config, Rounding::Balanced, position + most, 4);
+        for view in VIEWS {
+            let run = || {
+                let out = world.run(view, position, &q, None);
+                out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+            };
+            let alone = run();
+            let differ = while_busy(&device, || (0..40).filter(|_| run() != alone).count());
+            assert_eq!(differ, 0, "of 40: {heads}/{kv_heads} heads of {d}, {view:?} of a local layer");
+        }
     }
 }
 
@@ -470,8 +565,12 @@ fn rows_do_not_depend_on_the_batch() {
 fn drafts_of_a_batch_equal_core() {
     let Some(device) = device() else { return };
     for (heads, kv_heads, d) in [(2, 2, 128), (8, 2, 128), (4, 2, 64), (4, 1, 256)] {
-        for position in [200, 700, 5000, 21_000] {
-            let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + 1, 4);
+        for (position, reach) in [(200, None), (700, None), (5000, None), (21_000, None), (5000, Some(1024))] {
+            let config = match reach {
+                Some(reach) => local_config(heads, kv_heads, d, reach),
+                None => config(heads, kv_heads, d),
+            };
+            let world = World::new(&device, config, Rounding::Balanced, position + 1, 4);
             let all: Vec<usize> = (0..visible_pages(position)).collect();
             // The slots alternate, so every row counts as a sequence.
             for sequences in [2, 9, 33] {

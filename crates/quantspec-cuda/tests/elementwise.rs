@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
+use gpu::{Random, arranged, device, distance, download, gelu, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{Dtype, QueryScale};
@@ -282,6 +282,15 @@ fn inputs_on_the_grid_of_4_bits() {
 
 #[test]
 fn silu_times_up() {
+    activation_times_up("silu_mul", |gate| gate / (1.0 + (-gate).exp()));
+}
+
+#[test]
+fn gelu_times_up() {
+    activation_times_up("gelu_mul", gelu);
+}
+
+fn activation_times_up(stem: &str, activation: impl Fn(f64) -> f64) {
     let Some(device) = device() else { return };
     let mut random = Random(2);
     let rows = 5;
@@ -299,34 +308,26 @@ fn silu_times_up() {
             let at = |row: usize, k: usize| {
                 let value =
                     |at: usize| f64::from(y[row * 2 * width + at]) + if with { f64::from(bias[at]) } else { 0.0 };
-                let gate = value(k / 8 * 16 + k % 8);
-                gate / (1.0 + (-gate).exp()) * value(k / 8 * 16 + k % 8 + 8)
+                activation(value(k / 8 * 16 + k % 8)) * value(k / 8 * 16 + k % 8 + 8)
             };
             let want: Vec<f64> =
                 (0..rows).flat_map(|row| (0..width).map(move |k| (row, k))).map(|(row, k)| at(row, k)).collect();
             let bias_at = if with { bias_on.at(0) } else { 0 };
             for dtype in DTYPES {
                 let x = poisoned(&device, rows * pitch * dtype.bytes());
-                run(
-                    &device,
-                    &format!("silu_mul_{}", name(dtype)),
-                    grid,
-                    256,
-                    0,
-                    &args![&on, bias_at, &x, width, pitch],
-                );
+                run(&device, &format!("{stem}_{}", name(dtype)), grid, 256, 0, &args![&on, bias_at, &x, width, pitch]);
                 let got = download(&x, rows * pitch, dtype);
                 let inside: Vec<f32> = (0..rows).flat_map(|row| got[row * pitch..][..width].to_vec()).collect();
                 let error = distance(&inside, &want);
-                assert!(error < rounding(dtype), "silu_mul_{dtype:?} of {width}: {error}");
+                assert!(error < rounding(dtype), "{stem}_{dtype:?} of {width}: {error}");
                 assert!((0..rows).all(|row| got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan())));
             }
             let exact = poisoned(&device, rows * pitch * 4);
-            run(&device, "silu_mul_f32", grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
+            run(&device, &format!("{stem}_f32"), grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
             let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
-            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, 0usize]);
+            run(&device, &format!("{stem}_i8"), grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, 0usize]);
             let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
             check_int8(&exact, pitch, width, rows, &codes, &scales);
         }
@@ -343,7 +344,7 @@ fn int8_inputs_are_stored_in_panels() {
     let hidden = device.copied(&random.normals(rows * width)).unwrap();
     let weight = device.copied(&random.normals(width)).unwrap();
     let gates = device.copied(&random.normals(rows * 2 * width)).unwrap();
-    for kernel in ["norm_i8", "silu_mul_i8"] {
+    for kernel in ["norm_i8", "silu_mul_i8", "gelu_mul_i8"] {
         let launch = |panels: usize| {
             let places = 72 * groups;
             let (x8, xs) = (poisoned(&device, places * 128), poisoned(&device, places * 8));

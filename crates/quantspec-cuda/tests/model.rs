@@ -7,6 +7,9 @@
 #[path = "../../quantspec-model/tests/support/exactness.rs"]
 mod exactness;
 mod gpu;
+#[path = "../../quantspec-cpu/tests/support/random.rs"]
+#[allow(dead_code, reason = "shared with tests that use more of it")]
+mod random;
 #[path = "gpu/model.rs"]
 mod small;
 
@@ -126,6 +129,35 @@ fn speculation_with_sensitive_matrices_changes_no_token() {
             let options = Options { weights, sensitive: Sensitive::named(names).unwrap(), ..options(3200, 3) };
             speculation(&device, &checkpoint, &options, &[View::Both]);
         }
+    }
+}
+
+/// Local layers of 256 tokens, alternating with others, in random models.
+fn with_local_layers() -> [Checkpoint; 2] {
+    [(2, 1, 64), (4, 2, 256)].map(|heads| {
+        random::Shape { layers: 3, hidden: 128, intermediate: 256, ..random::Shape::new("gemma3_text", "BF16", heads) }
+            .checkpoint(7)
+    })
+}
+
+#[test]
+fn speculation_over_local_layers_changes_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in with_local_layers() {
+        if !device.info.takes_heads_of(checkpoint.config().head_dim) {
+            eprintln!("SKIPPED: heads of {} channels", checkpoint.config().head_dim);
+            continue;
+        }
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            let mut model = Model::load(&device, &checkpoint, &Options { weights, ..options(1700, 3) });
+            for accept in [Accept::Greedy, Accept::Replay] {
+                let samplers = [0, 1, 2].map(|sequence| sampler(accept, 11, sequence));
+                let requests = model.requests(&[1130, 120, 515], &samplers, 300);
+                law(&mut model, &requests, &cases(View::Both));
+            }
+            eprintln!("acceptance over all drafts {:?}", model.engine.stats().acceptance_rate());
+        }
+        memory(&device, &checkpoint);
     }
 }
 

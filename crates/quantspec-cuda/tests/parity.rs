@@ -79,7 +79,9 @@ impl Model {
 
     /// The checkpoint, after `edit` of its tensors: name, values.
     fn checkpoint(&self, seed: u64, edit: &dyn Fn(&str, &mut [f32])) -> Checkpoint {
-        let spread = |values: &mut [f32], by: f32| values.iter_mut().for_each(|x| *x = 1.0 + by * (*x - 1.0));
+        // Gemma's norms are stored less 1.
+        let middle = if self.shape.family == "gemma3_text" { 0.0 } else { 1.0 };
+        let spread = |values: &mut [f32], by: f32| values.iter_mut().for_each(|x| *x = middle + by * (*x - middle));
         self.shape.edited(seed, &|name, values, dtype| {
             if name.ends_with("_norm.weight") {
                 // Norms of heads: deviations of 0.8 around 1.
@@ -210,6 +212,14 @@ const FAMILIES: [Model; 11] = [
     Model::new("olmo2", "F32", (4, 2, 64)).sized((120, 136, 259)),
     Model::new("ministral3", "BF16", (8, 2, 64)).untied().sized((136, 184, 2049)),
     Model::new("ministral3", "F16", (5, 1, 128)).sized((136, 200, 303)).second_prompt(300),
+];
+
+/// The first layer sees 256 tokens and has angles of its own; norms before and after the branches; GELU.
+const WITH_LOCAL_LAYERS: [Model; 4] = [
+    Model::new("gemma3_text", "BF16", (4, 1, 256)).sized((144, 328, 2049)).second_prompt(520),
+    Model::new("gemma3_text", "BF16", (6, 3, 128)).untied().sized((200, 264, 2051)).second_prompt(300),
+    Model::new("gemma3_text", "F16", (2, 1, 64)).sized((136, 184, 303)).second_prompt(255),
+    Model::new("gemma3_text", "F32", (4, 2, 64)).sized((120, 136, 259)),
 ];
 
 type StepConfig = (Weights, View, Pages);
@@ -452,6 +462,11 @@ fn families_with_angles_and_factors_of_their_own() {
     compare(&FAMILIES);
 }
 
+#[test]
+fn models_with_local_layers() {
+    compare(&WITH_LOCAL_LAYERS);
+}
+
 /// Weights in nibbles compared with the CPU backend on a checkpoint of the dequantised values. Drafts read a different
 /// target's cache there; their GEMMs are compared in the tests of `hierarchy`.
 #[test]
@@ -468,6 +483,7 @@ fn weights_in_nibbles() {
         FAMILIES[3],
         FAMILIES[5],
         FAMILIES[6],
+        WITH_LOCAL_LAYERS[1],
     ];
     let configs: Vec<StepConfig> = CONFIGS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
     let mut failures = Vec::new();

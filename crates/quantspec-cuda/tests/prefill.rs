@@ -4,9 +4,10 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, download, interleave, matrix, poisoned, round, upload};
+use gpu::{Random, device, distance, download, gelu, interleave, matrix, poisoned, round, upload};
 use half::f16;
-use quantspec_core::config::{Dtype, LayerNorms, QkNorm};
+use quantspec_core::cache::first_visible;
+use quantspec_core::config::{Activation, Dtype, LayerNorms, QkNorm};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::prefill::{Prefill, Shape, padded, readable};
 use quantspec_model::backend::Branch;
@@ -107,6 +108,7 @@ fn shape(hidden: usize, intermediate: usize, heads: usize, kv_heads: usize, head
         rms_eps: 1e-6,
         qk_norm: QkNorm::Heads,
         norms: LayerNorms::Before,
+        activation: Activation::Silu,
         dtype,
     }
 }
@@ -265,6 +267,12 @@ fn normalised_projections_onto_the_hidden_stream() {
     check_residual(with_norms_of_rows());
 }
 
+/// Gemma 3's projections of Q, K and V need no scratch for rows, its branches do.
+#[test]
+fn normalised_projections_of_a_model_with_norms_before_them() {
+    check_residual(odd().into_iter().map(|(s, rows)| (Shape { norms: LayerNorms::Both, ..s }, rows)).collect());
+}
+
 #[test]
 fn projections_onto_the_hidden_stream_in_every_tile() {
     check_residual(large());
@@ -281,7 +289,7 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
             let w = rounded(&mut random, s.hidden * k, 0.1, dtype);
             // The norm's weight, or the bias.
             let (hidden, bias) = (random.normals(rows * s.hidden), random.normals(s.hidden));
-            let normed = s.norms == LayerNorms::After;
+            let normed = s.norms != LayerNorms::Before;
             let branch = if down { Branch::Mlp } else { Branch::Attention };
             let (x_on, w_on) = (activations(&device, &x, rows, k, dtype), matrix(&device, &w, s.hidden, k, dtype));
             let bias_on = device.copied(&bias).unwrap();
@@ -341,6 +349,12 @@ fn gate_and_up_in_every_tile() {
     check_gated(large());
 }
 
+#[test]
+fn gate_and_up_with_gelu() {
+    let gelu = |(s, rows)| (Shape { activation: Activation::Gelu, ..s }, rows);
+    check_gated(odd().into_iter().chain(large()).map(gelu).collect());
+}
+
 fn check_gated(cases: Vec<(Shape, usize)>) {
     let Some(device) = device() else { return };
     for (case, (s, rows)) in cases.into_iter().enumerate() {
@@ -381,7 +395,11 @@ fn check_gated(cases: Vec<(Shape, usize)>) {
                         dot(&x[row * k..][..k], &w[n * k..][..k]) + if with_bias { f64::from(b[n]) } else { 0.0 }
                     };
                     let g = value(&gate, &gate_bias);
-                    want.push(g / (1.0 + (-g).exp()) * value(&up, &up_bias));
+                    let activated = match s.activation {
+                        Activation::Silu => g / (1.0 + (-g).exp()),
+                        Activation::Gelu => gelu(g),
+                    };
+                    want.push(activated * value(&up, &up_bias));
                     seen.push(got[row * pitch + n]);
                 }
             }
@@ -394,17 +412,34 @@ fn check_gated(cases: Vec<(Shape, usize)>) {
 
 #[test]
 fn causal_attention() {
+    let of = |case: &Causal| (*case, None);
+    check_attention(&CAUSAL.iter().map(of).collect::<Vec<_>>());
+}
+
+/// Local layers: no, one and several tiles of keys are skipped; the reach begins and ends within a tile and at its border.
+#[test]
+fn attention_to_the_last_tokens() {
+    let with = |case: &Causal| [256, 320, 512].map(|reach| (*case, Some(reach)));
+    check_attention(&CAUSAL.iter().flat_map(with).collect::<Vec<_>>());
+}
+
+/// Query heads, KV heads, head width and rows.
+type Causal = (usize, usize, usize, usize);
+
+const CAUSAL: [Causal; 7] = [
+    (4, 2, 128, 300),
+    (4, 1, 64, 300),
+    (2, 2, 128, 1),
+    (3, 1, 128, 129),
+    (8, 2, 128, 1500),
+    (5, 5, 64, 700),
+    (4, 2, 256, 333),
+];
+
+fn check_attention(cases: &[(Causal, Option<usize>)]) {
     let Some(device) = device() else { return };
     for dtype in DTYPES {
-        for (heads, kv_heads, d, rows) in [
-            (4, 2, 128, 300),
-            (4, 1, 64, 300),
-            (2, 2, 128, 1),
-            (3, 1, 128, 129),
-            (8, 2, 128, 1500),
-            (5, 5, 64, 700),
-            (4, 2, 256, 333),
-        ] {
+        for &((heads, kv_heads, d, rows), reach) in cases {
             let s = Shape {
                 hidden: 64,
                 intermediate: 64,
@@ -414,6 +449,7 @@ fn causal_attention() {
                 rms_eps: 1e-6,
                 qk_norm: QkNorm::Heads,
                 norms: LayerNorms::Before,
+                activation: Activation::Silu,
                 dtype,
             };
             let mut random = Random((heads * 1000 + rows) as u64);
@@ -435,7 +471,8 @@ fn causal_attention() {
                 for (start, count) in blocks(parts) {
                     let out = out.at(start * pitch * dtype.bytes());
                     // SAFETY: the buffers have the documented shapes.
-                    unsafe { prefill.attend(q_on.at(start * width * 2), kv_on.at(0), out, start, count) }.unwrap();
+                    unsafe { prefill.attend(q_on.at(start * width * 2), kv_on.at(0), out, start, count, reach) }
+                        .unwrap();
                 }
                 out.read::<u8>(0, rows * pitch * dtype.bytes()).unwrap()
             });
@@ -450,8 +487,9 @@ fn causal_attention() {
                     let kv_head = head / (heads / kv_heads);
                     let at = |token: usize, part: usize| (token * 2 * kv_heads + part * kv_heads + kv_head) * d;
                     let query = &q[(row * heads + head) * d..][..d];
+                    let first = reach.map_or(0, |reach| first_visible(row, reach));
                     let scores: Vec<f64> =
-                        (0..=row).map(|token| dot(query, &kv[at(token, 0)..][..d]) / (d as f64).sqrt()).collect();
+                        (first..=row).map(|token| dot(query, &kv[at(token, 0)..][..d]) / (d as f64).sqrt()).collect();
                     let most = scores.iter().copied().fold(f64::MIN, f64::max);
                     let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
                     let total: f64 = weights.iter().sum();
@@ -459,7 +497,7 @@ fn causal_attention() {
                         let sum: f64 = weights
                             .iter()
                             .enumerate()
-                            .map(|(token, w)| w * f64::from(kv[at(token, 1) + channel]))
+                            .map(|(token, w)| w * f64::from(kv[at(first + token, 1) + channel]))
                             .sum();
                         want.push(sum / total);
                     }
@@ -467,7 +505,9 @@ fn causal_attention() {
                 }
             }
             let error = distance(&seen, &want);
-            eprintln!("attention {heads}/{kv_heads} heads of {d}, {rows} rows, {dtype:?}: {error:.2e}");
+            eprintln!(
+                "attention {heads}/{kv_heads} heads of {d}, {rows} rows, {dtype:?}, reach {reach:?}: {error:.2e}"
+            );
             assert!(error < output_error(dtype), "{error}");
         }
     }
@@ -485,6 +525,7 @@ fn other_shapes_are_refused() {
         rms_eps: 1e-6,
         qk_norm: QkNorm::Heads,
         norms: LayerNorms::Before,
+        activation: Activation::Silu,
         dtype: Dtype::Bf16,
     };
     assert!(Prefill::new(&device, good, 8).is_ok());

@@ -186,7 +186,7 @@ fn greedy_takes_the_lowest_id_among_equals() {
 fn sampled_choices_equal_core() {
     let Some(device) = device() else { return };
     let mut random = Random(2);
-    for vocab in [257, 32000, 128_256] {
+    for vocab in [257, 32000, 128_256, 262_208] {
         let samplers = [
             sampler(1.0, 0, 1.0, 0.0, Accept::Replay),
             sampler(0.7, 40, 1.0, 0.0, Accept::Replay),
@@ -227,6 +227,20 @@ fn sampled_choices_equal_core() {
             }
         }
         assert_eq!(stage.flag(), 0);
+    }
+}
+
+/// 2^18 equal logits: their masses are in one bin of the histogram, which a few other tokens follow.
+#[test]
+fn one_bin_has_room_for_a_large_vocabulary() {
+    let Some(device) = device() else { return };
+    const VOCAB: usize = 262_208;
+    let s = sampler(1.0, 0, 0.6, 0.0, Accept::Replay);
+    let stage = Stage::new(&device, std::slice::from_ref(&s), VOCAB);
+    let row: Vec<f32> = (0..VOCAB).map(|id| if id % 4096 == 7 { -1.0 } else { 0.0 }).collect();
+    for position in 0..12 {
+        let (choices, ..) = stage.choose(&[[0, 0, position, 0]], &row, TARGET);
+        assert_eq!(choices[0], choose(&row, &s, position as usize + 1, Stream::Sample) as i32, "at {position}");
     }
 }
 

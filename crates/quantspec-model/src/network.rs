@@ -142,7 +142,7 @@ pub trait Network: Send {
     /// None but those of defects, and device errors of a GPU.
     fn reduce_residual(&mut self, layer: usize, branch: Branch, pass: &Pass) -> Result<()>;
 
-    /// RMSNorm if the model has it, gate and up projections, SiLU(gate) · up.
+    /// RMSNorm if the model has it, gate and up projections, activation(gate) · up.
     ///
     /// # Errors
     /// As [`Network::output`].

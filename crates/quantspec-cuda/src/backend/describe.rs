@@ -30,10 +30,12 @@ unsafe impl Plain for DeviceRow {}
 /// Layout of the current step's description.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
-    pub(super) slices: Vec<StepSlice>,
-    pub(super) addresses: Vec<SliceAddresses>,
+    pub(super) slices: Vec<(StepSlice, SliceAddresses)>,
+    /// Those of local layers, if there are any.
+    pub(super) local_slices: Vec<(StepSlice, SliceAddresses)>,
     pub(super) rows: u64,
-    pub(super) cos_sin: u64,
+    /// Angles of the rows, and those in local layers.
+    pub(super) cos_sin: [u64; 2],
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
     pub(super) choices: u64,
     pub(super) choosing: usize,
@@ -121,7 +123,12 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let slices = self.attend.slices(step.view, rows, chosen, fresh, step.weights.is_draft() || with_lists)?;
+        let drafts = step.weights.is_draft() || with_lists;
+        let slices = self.attend.slices(step.view, rows, chosen, fresh, drafts)?;
+        let local_slices = match &self.config.local {
+            Some(local) => self.attend.local_slices(step.view, rows, local.reach, drafts)?,
+            None => Vec::new(),
+        };
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
@@ -138,32 +145,37 @@ impl CudaBackend {
         let base = self.step.description.at(0);
         let mut layout = StepLayout { rows: base + writer.put(&device_rows)? as u64, ..StepLayout::default() };
         let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
-        let mut angles = Vec::with_capacity(rows.len() * half * 2);
-        for row in rows {
-            self.rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
-            angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+        for (rope, place) in [Some(&self.rope), self.local_rope.as_ref()].into_iter().zip(&mut layout.cos_sin) {
+            let Some(rope) = rope else { continue };
+            let mut angles = Vec::with_capacity(rows.len() * half * 2);
+            for row in rows {
+                rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
+                angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+            }
+            *place = base + writer.put(&angles)? as u64;
         }
-        layout.cos_sin = base + writer.put(&angles)? as u64;
         layout.choices = base + writer.put(&choices)? as u64;
         (layout.choosing, layout.scoring) = (choices.len(), scoring);
         // Rounded up, so that rounds share a graph while a text grows by a few pages. Pages beyond a sequence's own are not
         // scored.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
-        for slice in &slices {
-            layout.addresses.push(SliceAddresses {
-                spans: base + writer.put(&slice.spans)? as u64,
-                tiles: base + writer.put(&slice.tiles)? as u64,
-                merged: base + writer.put(&slice.merged)? as u64,
-                tables: self.cache.tables.at(0),
-                table_pitch: self.cache.pitch,
-                list_pitch: self.lists.pitch,
-                partial: self.step.partial.at(0),
-                extremes: self.step.extremes.at(0),
-            });
+        for (slices, described) in [(slices, &mut layout.slices), (local_slices, &mut layout.local_slices)] {
+            for slice in slices {
+                let addresses = SliceAddresses {
+                    spans: base + writer.put(&slice.spans)? as u64,
+                    tiles: base + writer.put(&slice.tiles)? as u64,
+                    merged: base + writer.put(&slice.merged)? as u64,
+                    tables: self.cache.tables.at(0),
+                    table_pitch: self.cache.pitch,
+                    list_pitch: self.lists.pitch,
+                    partial: self.step.partial.at(0),
+                    extremes: self.step.extremes.at(0),
+                };
+                described.push((slice, addresses));
+            }
         }
         *at = writer.at;
-        layout.slices = slices;
         Ok(layout)
     }
 
@@ -183,13 +195,14 @@ impl CudaBackend {
             n as u64,
             step.rows.len() as u64,
             layout.rows,
-            layout.cos_sin,
+            layout.cos_sin[0],
+            layout.cos_sin[1],
             layout.choices,
             layout.choosing as u64,
             layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
-        for (slice, addresses) in layout.slices.iter().zip(&layout.addresses) {
+        for (slice, addresses) in layout.slices.iter().chain(&layout.local_slices) {
             key.extend(slice.key());
             key.extend([addresses.spans, addresses.tiles, addresses.merged, addresses.list_pitch as u64]);
         }

@@ -300,7 +300,9 @@ impl CudaBackend {
         let draft = half_sm || weights.draft.output.is_some() && step.weights.is_draft();
         let cache = self.cache_layer(layer);
         let space = &self.step;
-        if let (Some(addresses), true) = (self.layout.addresses.first(), self.layout.choosing > 0) {
+        let local = self.config.reach(layer).is_some();
+        // A local layer reads all pages of its reach.
+        if let (Some((_, addresses)), false, true) = (self.layout.slices.first(), local, self.layout.choosing > 0) {
             let scores = match step.pages {
                 // Scores need quantised keys; without them the newest pages are read.
                 Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
@@ -322,9 +324,10 @@ impl CudaBackend {
                 )?;
             }
         }
-        for (index, (slice, addresses)) in self.layout.slices.iter().zip(&self.layout.addresses).enumerate() {
+        let slices = if local { &self.layout.local_slices } else { &self.layout.slices };
+        for (index, (slice, addresses)) in slices.iter().enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
-            let none = draft || index + 1 < self.layout.slices.len();
+            let none = draft || index + 1 < slices.len();
             let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS rows.
             unsafe {
@@ -375,10 +378,10 @@ impl CudaBackend {
             let y = crate::device::Arg::from(&space.y);
             let panels = self.linear.panels(rows);
             let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
-            self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
+            self.launch(self.kernels.activate_i8, grid, 256, 0, &arguments)
         } else {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
-            self.launch(self.kernels.silu, grid, 256, 0, &arguments)
+            self.launch(self.kernels.activate, grid, 256, 0, &arguments)
         }
     }
 }
@@ -444,6 +447,7 @@ impl Network for CudaBackend {
                         prompt.attended.at(0),
                         block.start,
                         block.rows,
+                        self.config.reach(layer),
                     )
                 }
             }

@@ -1,7 +1,7 @@
 //! The network's operations on the rows of a prompt.
 
 use super::CudaBackend;
-use super::workspace::{kept_bytes, unrotated_rows};
+use super::workspace::{angle_tables, kept_bytes, unrotated_rows};
 use crate::args;
 use crate::device::{Buffer, Launch};
 use crate::masses::PageMasses;
@@ -36,10 +36,19 @@ impl CudaBackend {
         self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
     }
 
-    /// Address of the angles of a block's or a step's rows in a layer: `own`, or those of a layer without position embedding.
-    pub(super) fn angles(&self, layer: usize, own: u64) -> u64 {
-        let unrotated = self.options.prompt_capacity.max(1) * self.config.head_dim / 2 * 8;
-        if self.config.rotates(layer) { own } else { self.prompt.cos_sin.at(unrotated) }
+    /// Offset of a row in the table of angles for prompts: tables for positions (`angle_tables`), each of the longest prompt's
+    /// rows, then rows for layers without position embedding.
+    fn angle_offset(&self, table: usize, row: usize) -> usize {
+        (table * self.options.prompt_capacity.max(1) + row) * self.config.head_dim / 2 * 8
+    }
+
+    /// Address of the angles of a block's or a step's rows in a layer: of `own`, the second in a local layer, or those of a layer
+    /// without position embedding.
+    pub(super) fn angles(&self, layer: usize, own: [u64; 2]) -> u64 {
+        if !self.config.rotates(layer) {
+            return self.prompt.cos_sin.at(self.angle_offset(angle_tables(&self.config), 0));
+        }
+        own[usize::from(self.config.reach(layer).is_some())]
     }
 
     /// Writes the angles of layers without position embedding.
@@ -51,7 +60,7 @@ impl CudaBackend {
         let (mut cos, mut sin) = (vec![0.0f32; rows * half], vec![0.0f32; rows * half]);
         self.rope.fill_unrotated(&mut cos, &mut sin);
         let angles: Vec<f32> = cos.into_iter().zip(sin).flat_map(|(c, s)| [c, s]).collect();
-        self.prompt.cos_sin.write(self.options.prompt_capacity.max(1) * half * 8, &angles)
+        self.prompt.cos_sin.write(self.angle_offset(angle_tables(&self.config), 0), &angles)
     }
 
     /// Waits for the device; the caller may interrupt.
@@ -81,13 +90,15 @@ impl CudaBackend {
         let half = self.config.head_dim / 2;
         let mut angles = vec![0.0f32; block.rows * half * 2];
         let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
-        for (row, out) in angles.chunks_mut(half * 2).enumerate() {
-            self.rope.fill(block.start + row, block.prompt.len(), &mut cos, &mut sin);
-            for (pair, (c, s)) in out.chunks_mut(2).zip(cos.iter().zip(&sin)) {
-                pair.copy_from_slice(&[*c, *s]);
+        for (table, rope) in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten().enumerate() {
+            for (row, out) in angles.chunks_mut(half * 2).enumerate() {
+                rope.fill(block.start + row, block.prompt.len(), &mut cos, &mut sin);
+                for (pair, (c, s)) in out.chunks_mut(2).zip(cos.iter().zip(&sin)) {
+                    pair.copy_from_slice(&[*c, *s]);
+                }
             }
+            self.prompt.cos_sin.write(self.angle_offset(table, block.start), &angles)?;
         }
-        self.prompt.cos_sin.write(block.start * half * 8, &angles)?;
         let tokens = self.prompt.tokens.at(block.start * 4);
         let launch = Launch { grid: [block.rows as u32, 1, 1], block: 256, shared: 0, overlap: true };
         // SAFETY: tokens and hidden states have room for the prompt.
@@ -113,7 +124,8 @@ impl CudaBackend {
         let norms = weights.qk_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
         let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
         let prompt = &self.prompt;
-        let cos_sin = self.angles(layer, prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8));
+        let tables = [0, angle_tables(&self.config) - 1];
+        let cos_sin = self.angles(layer, tables.map(|table| prompt.cos_sin.at(self.angle_offset(table, block.start))));
         let kv = self.prompt_scratch(block.start);
         // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
         unsafe {

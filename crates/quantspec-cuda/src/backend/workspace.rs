@@ -96,8 +96,8 @@ pub(super) struct PromptSpace {
     pub(super) own: [usize; 2],
     /// Which of the two are in the draft weights' memory for the current prompt.
     pub(super) borrows: [bool; 2],
-    /// Angles of every token; after them those of layers without position embedding, if there are any, for the rows of a
-    /// block or a step.
+    /// Angles of every token, again in local layers if there are any, then those of layers without position embedding if there
+    /// are any, for the rows of a block or a step.
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
     pub(super) normed: Buffer,
@@ -144,22 +144,23 @@ impl Sizes {
     pub(super) fn new(config: &ModelConfig, options: &Options, partial_rows: usize) -> Sizes {
         let rows = options.step_rows.max(1);
         let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
-        // At most one span per row; a row's group is split into tiles of at least eight query rows.
-        let per_row = size_of::<DeviceRow>()
-            + config.head_dim * 4
+        // At most one span per row; a row's group is split into tiles of at least eight query rows. Local layers have angles and
+        // slices of their own.
+        let kinds = angle_tables(config);
+        let of_kind = config.head_dim * 4
             + size_of::<Merged>()
             + size_of::<Span>()
-            + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>()
-            + size_of::<PageChoice>();
+            + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>();
+        let per_row = size_of::<DeviceRow>() + kinds * of_kind + size_of::<PageChoice>();
         Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
-            // As many rows are drafted as verified. Every piece is aligned to 16; a step has three pieces, plus three per
-            // slice.
+            // As many rows are drafted as verified. Every piece is aligned to 16; a step has rows, choices, and angles of each
+            // kind of layer, and three pieces per slice.
             description: 2 * rows * per_row
                 + options.slots * TURN_BYTES
-                + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(SLICE_ROWS)),
+                + (GAMMA_MAX + 1) * 16 * (3 + kinds * (1 + 3 * rows.div_ceil(SLICE_ROWS))),
             partial_rows,
         }
     }
@@ -201,6 +202,11 @@ pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 
+/// Tables of angles for the positions of a text: one, and one of local layers.
+pub(super) fn angle_tables(config: &ModelConfig) -> usize {
+    1 + usize::from(config.local.is_some())
+}
+
 /// Rows of angles for layers without position embedding.
 pub(super) fn unrotated_rows(config: &ModelConfig, options: &Options) -> usize {
     if config.no_rope.is_empty() { 0 } else { options.block_rows.max(options.step_rows).max(1) }
@@ -213,7 +219,7 @@ pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize;
     [
         kept_bytes(config, own[0])[0],
         kept_bytes(config, own[1])[1],
-        (tokens + unrotated_rows(config, options)) * config.head_dim / 2 * 8,
+        (angle_tables(config) * tokens + unrotated_rows(config, options)) * config.head_dim / 2 * 8,
         tokens * 4,
         read * padded(config.hidden) * element,
         rows * config.q_width() * 2,

@@ -118,6 +118,12 @@ pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelCon
     }
 }
 
+/// GELU by its definition with tanh.
+pub(crate) fn gelu(x: f64) -> f64 {
+    let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3));
+    0.5 * x * (1.0 + u.tanh())
+}
+
 /// Rounds to a stored type and back.
 pub(crate) fn round(x: f32, dtype: Dtype) -> f32 {
     match dtype {
