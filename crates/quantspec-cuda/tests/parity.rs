@@ -123,9 +123,11 @@ impl Model {
             "F16" => Dtype::F16,
             _ => Dtype::F32,
         };
-        for row in values.chunks_mut(k) {
+        // Rows of the queries of a matrix that keys and values follow.
+        let queries = if name.contains("qkv_proj") { heads * head_dim } else { 0 };
+        for (index, row) in values.chunks_mut(k).enumerate() {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
-            let few = name.contains("k_proj") || name.contains("v_proj");
+            let few = (name.contains("k_proj") || name.contains("v_proj")) && index >= queries;
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight") && !few;
             row.copy_from_slice(
                 &if upper { quantize_row_upper(row, &[], GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
