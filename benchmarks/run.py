@@ -282,6 +282,7 @@ def cpu_plan() -> str:
 def gpu() -> str:
     """The section between the markers `gpu`."""
     rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
+    rejection: list[Row] = json.loads((RESULTS / "h200-wide7-rejection.json").read_text())
     torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
     commit = (RESULTS / "h200-wide7.commit").read_text().strip()
     lines = [
@@ -294,13 +295,14 @@ def gpu() -> str:
             accepted(row),
             planned(row),
         ]
-        for row in rows
+        for row in rows + rejection
     ]
     lines += [
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
-    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}\n\n### Batches\n\n{batches()}"
+    parts = [f"{rows[0]['device_name']}, commit `{commit[:12]}`.", table(head, lines), "### Batches", batches()]
+    return "\n\n".join([*parts, "### A folder of documents", folder()])
 
 
 def batches() -> str:
@@ -320,6 +322,23 @@ def batches() -> str:
         for row in rows
     ]
     return table(["sequences", "context of each", "method", "tokens/s", "speed-up", "accepted", "mean γ"], lines)
+
+
+def folder() -> str:
+    """The list of what folder.py measured."""
+    found = json.loads((RESULTS / "h200-folder.json").read_text())
+    tokens = found["prompt_tokens"]
+    return "\n".join(
+        (
+            f"* {found['documents']} documents of {tokens:,} tokens in all, answers of {found['new_tokens']:,}, in "
+            f"{found['wall_s']:.1f} s: {found['documents_per_hour']:,.0f} documents an hour.",
+            f"* The kernels alone, each prompt by itself and answers at the batch's size, need "
+            f"{100 * found['kernels_share']:.0f} % of that time.",
+            f"* The GPU idles {100 * found['idle_share_after_load']:.1f} % of the time after loading, "
+            f"{100 * found['idle_share']:.1f} % with loading and counting.",
+            f"* Documents that decode wait at most {found['longest_chunk_s']:.2f} s for a chunk of another's prompt.",
+        )
+    )
 
 
 def llama_cpp() -> str:

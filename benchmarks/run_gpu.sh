@@ -8,7 +8,7 @@ test -f "$work/wide7/model.safetensors" || python tools/widen.py python/quantspe
 wide=(quantspec bench -m "$work/wide7" -p 0 -n 192 --device cuda --json)
 "${wide[@]}" -r 3 -d 4096,32768,130048 --draft-pages all,64 --methods ar-fp16,ar-int8,quantspec >"$work/bench.json"
 python benchmarks/run.py --plan "$work/wide7" "$work/bench.json"
-"${wide[@]}" -r 3 -d 130048 --draft-pages 64 --methods quantspec --accept rejection >"$work/rejection.json"
+"${wide[@]}" -r 3 -d 130048 --draft-pages 64 --methods quantspec --accept rejection >"$work/bench-rejection.json"
 python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 --vocab 8192 >"$work/torch.jsonl"
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
 test -f "$work/wide-16-heads/model.safetensors" ||
@@ -20,10 +20,14 @@ for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
     # shellcheck disable=SC2086
     "${batch[@]}" $sizes --methods quantspec --draft-pages auto,16 --accept rejection
 done >"$work/batch.jsonl"
+# A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
+python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
 # Nothing is replaced before everything is measured: the files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
-python -c 'import json, sys; print(json.dumps([row for file in sys.argv[1:] for row in json.load(open(file))], indent=1))' \
-    "$work/bench.json" "$work/rejection.json" | sed "s#$work/wide7#wide7#g" >benchmarks/results/h200-wide7.json
+for name in "" -rejection; do
+    sed "s#$work/wide7#wide7#g" "$work/bench$name.json" >"benchmarks/results/h200-wide7$name.json"
+done
 cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
+cp "$work/folder.json" benchmarks/results/h200-folder.json

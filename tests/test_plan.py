@@ -212,8 +212,8 @@ def test_sizes_are_those_of_their_models() -> None:
     for name, billions in (("1B", 1.236), ("3B", 3.213), ("8B", 8.03), ("14B", 14.77), ("32B", 32.76), ("70B", 70.55)):
         assert rows[name]["weights_bytes"] == pytest.approx(2e9 * billions, rel=0.005), name
         assert rows[name]["longest_context"] <= sizes.CONTEXT
-    # 8B: 7.5 billion weights in 9 bits, or in 5 but for keys and values; the head's 0.53 in 9, the embedding in 16. Drafts read
-    # the same bytes.
+    # 8B: 7.5 billion weights in 9 bits, or in 5 but for keys and values; the head's 0.53 in 9, the embedding in 16. Drafts
+    # read the same bytes.
     for weights, gigabytes in (("int8", 9.49), ("int4", 6.14)):
         held = table["8B", weights]
         assert (held["weights_bytes"], held["draft_weights_bytes"]) == (pytest.approx(1e9 * gigabytes, rel=0.01), 0)
