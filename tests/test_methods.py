@@ -202,7 +202,8 @@ def test_auto_plans_what_it_may_read_and_refuses_nothing_else() -> None:
     fixed, auto = (
         planned(model, EngineOptions(method=method, device="cpu"), context=700) for method in ("quantspec", "auto")
     )
-    # Other programs use memory meanwhile.
+    # Other programs use memory meanwhile, and the plan counts what this process has taken, which the first call increases.
+    assert auto.pop("planned_bytes") == pytest.approx(fixed.pop("planned_bytes"), abs=4 << 20)
     assert auto | {"available_bytes": 0} == fixed | {"available_bytes": 0}
     with_draft = planned(model, EngineOptions(method="auto", draft_model=str(DEMO), device="cpu"), context=700)
     assert with_draft["draft_weights_bytes"] == auto["draft_weights_bytes"] + auto["weights_bytes"]
