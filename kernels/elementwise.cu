@@ -164,57 +164,6 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     finish(group, loaded(h, group), constant(weight, group));
 }
 
-// norm_prompt_*: norm_* for the many rows of a prompt: x = hidden / rms(hidden) * weight, with the same bits. A quarter of the threads per row, with
-// four times as many loads in flight, so that more rows are resident. Grid (rows), block PROMPT_NORM_THREADS.
-constexpr int PROMPT_NORM_THREADS = 128;
-template <class Out>
-DEV void norm_prompt(const float* hidden, const float* weight, float eps, int width, Out out) {
-  // Sums are those of the PARTS warps of `norm`, of which each warp here has EACH.
-  constexpr int PARTS = NORM_THREADS / 32, WARPS = PROMPT_NORM_THREADS / 32, EACH = PARTS / WARPS, KEPT = 2;
-  __shared__ float sums[PARTS];
-  const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
-  const float4 none = make_float4(0, 0, 0, 0);
-  auto there = [&](int group) { return group * 128 + lane * 4 < width; };
-  auto loaded = [&](const float* p, int group) { return there(group) ? load4(p + group * 128 + lane * 4) : none; };
-  grid_trigger();
-  grid_wait();
-  const float* h = hidden + (size_t)row * width;
-  float4 kept[KEPT][EACH];
-  float sum[EACH] = {};
-  auto add = [&](int j, float4 v) { sum[j] = __fmaf_rn(v.x, v.x, sum[j]), sum[j] = __fmaf_rn(v.y, v.y, sum[j]), sum[j] = __fmaf_rn(v.z, v.z, sum[j]), sum[j] = __fmaf_rn(v.w, v.w, sum[j]); };
-#pragma unroll
-  for (int i = 0; i < KEPT; i++)
-#pragma unroll
-    for (int j = 0; j < EACH; j++) kept[i][j] = loaded(h, i * PARTS + j * WARPS + warp);
-#pragma unroll
-  for (int i = 0; i < KEPT; i++)
-#pragma unroll
-    for (int j = 0; j < EACH; j++) add(j, kept[i][j]);
-#pragma unroll 1
-  for (int first = KEPT * PARTS + warp; first < groups; first += PARTS)
-#pragma unroll
-    for (int j = 0; j < EACH; j++) add(j, loaded(h, first + j * WARPS));
-#pragma unroll
-  for (int j = 0; j < EACH; j++) {
-    const float all = warp_sum(sum[j]);
-    if (lane == 0) sums[j * WARPS + warp] = all;
-  }
-  __syncthreads();
-  const float all = warp_sum(lane < PARTS ? sums[lane] : 0.f);
-  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(all, (float)width), eps));
-  auto finish = [&](int group, float4 v) {
-    const float4 w = there(group) ? __ldg((const float4*)(weight + group * 128 + lane * 4)) : none;
-    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
-    if (group < groups) out.put(row, group, lane, there(group), x);
-  };
-#pragma unroll
-  for (int i = 0; i < KEPT; i++)
-#pragma unroll
-    for (int j = 0; j < EACH; j++) finish(i * PARTS + j * WARPS + warp, kept[i][j]);
-#pragma unroll 1
-  for (int group = KEPT * PARTS + warp; group < groups; group += WARPS) finish(group, loaded(h, group));
-}
-
 // norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all query or key heads in place.
 //   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the channels of a head if x alternates
 //   channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
@@ -281,9 +230,6 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
   KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,             \
                                      int pitch) {                                                                                                         \
     norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
-  }                                                                                                                                                       \
-  KERNEL __launch_bounds__(PROMPT_NORM_THREADS) norm_prompt_##NAME(const float* hidden, const float* weight, T::Bits* x, float eps, int width, int pitch) { \
-    norm_prompt(hidden, weight, eps, width, Into<T>{x, pitch});                                                                                           \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
     activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                                                                \

@@ -231,7 +231,7 @@ const NUMBERS: [(&str, &[&str]); 15] = [
     ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS", "COMMIT_TOKENS", "NGRAM_MAX", "WINDOW_MAX"]),
     ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS", "SAMPLE_VOCAB_MAX", "CUT_BYTES", "RACE_BYTES"]),
     ("layout.cuh", &["PAGE", "RING", "UPPER_BLOCK", "LOWER_BLOCK"]),
-    ("elementwise.cu", &["NORM_THREADS", "PROMPT_NORM_THREADS"]),
+    ("elementwise.cu", &["NORM_THREADS"]),
     ("masses.cu", &["MASS_THREADS"]),
     ("prefill_gemm.cu", &["MMA_SHARED"]),
     (

@@ -44,8 +44,6 @@ struct Kernels {
     embed: Kernel,
     /// By the type of the GEMM's input: the weights', the head's.
     norm: [Kernel; 2],
-    /// [`Kernels::norm`]'s first for the rows of a prompt.
-    norm_prompt: Kernel,
     norm_i8: Kernel,
     /// Normalises f32 rows: a branch, or queries and keys.
     norm_rows: Kernel,
@@ -81,7 +79,6 @@ impl Kernels {
                 device.kernel(&format!("norm_{}", name(dtype)), 0)?,
                 device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
-            norm_prompt: device.kernel(&format!("norm_prompt_{}", name(dtype)), 0)?,
             norm_i8: device.kernel("norm_i8", 0)?,
             norm_rows: device.kernel("norm_rows", 0)?,
             convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,

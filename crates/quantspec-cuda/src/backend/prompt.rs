@@ -1,12 +1,12 @@
 //! The network's operations on the rows of a prompt.
 
 use super::CudaBackend;
+use super::network::NORM_THREADS;
 use super::workspace::{angle_tables, kept_bytes, unrotated_rows};
 use crate::args;
 use crate::device::{Buffer, Launch};
 use crate::masses::PageMasses;
 use crate::prefill::padded;
-use crate::shapes::PROMPT_NORM_THREADS;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
 use std::time::Duration;
@@ -112,9 +112,17 @@ impl CudaBackend {
             let arguments = args![self.prompt_hidden(block.start), &self.prompt.normed, width, pitch];
             return self.launch(self.kernels.convert, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
         };
-        let arguments =
-            args![self.prompt_hidden(block.start), weight, &self.prompt.normed, self.config.rms_eps, width, pitch];
-        self.launch(self.kernels.norm_prompt, [block.rows, 1, 1], PROMPT_NORM_THREADS as u32, 0, &arguments)
+        let arguments = args![
+            self.prompt_hidden(block.start),
+            0u64,
+            0u64,
+            weight,
+            &self.prompt.normed,
+            self.config.rms_eps,
+            width,
+            pitch
+        ];
+        self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
     }
 
     pub(super) fn prompt_qkv(&mut self, layer: usize, block: &Block) -> Result<()> {
