@@ -31,7 +31,7 @@ GROUP_CHARACTERS = 2_000_000
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
 # Most documents that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most that are measured,
-# decode 1.3 to 1.4 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
+# decode 1.3 to 1.6 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
 PARALLEL = {"cpu": 4, "cuda": 32}
 
 
