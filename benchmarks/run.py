@@ -302,7 +302,24 @@ def gpu() -> str:
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
     parts = [f"{rows[0]['device_name']}, commit `{commit[:12]}`.", table(head, lines), "### Batches", batches()]
+    parts += ["### Copies of earlier text", copies()]
     return "\n\n".join([*parts, "### A folder of documents", folder()])
+
+
+def copies() -> str:
+    """What quoting.py measured."""
+    if not (RESULTS / "h200-quoting.json").exists():
+        return "No run is recorded."
+    rows: list[Row] = json.loads((RESULTS / "h200-quoting.json").read_text())
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        gains = [row["gain"] for row in rows if row["task"] == task]
+        copied = statistics.fmean(row["copied_per_token"] for row in rows if row["task"] == task)
+        lines.append(
+            f"* {task}: `quantspec+ngram` is {statistics.geometric_mean(gains):.2f} times as fast as `quantspec` "
+            f"({min(gains):.2f} to {max(gains):.2f}, {len(gains)} documents), with {copied:.2f} copied tokens per token."
+        )
+    return "\n".join(lines)
 
 
 def batches() -> str:

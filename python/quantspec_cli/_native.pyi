@@ -100,6 +100,7 @@ class Engine:
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         draft_refresh: int = 0,
+        draft_model_kv: str | None = None,
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
@@ -302,6 +303,7 @@ def planned(
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
+    draft_model_kv: str | None = None,
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
@@ -328,6 +330,7 @@ def plan(
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
     draft_refresh: int = 0,
+    draft_model_kv: str | None = None,
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,

@@ -113,6 +113,8 @@ pub(crate) struct PyEngine {
     planes: Planes,
     /// Makes drafters with another checkpoint, if one was loaded.
     second: Option<MakeDrafter>,
+    /// The view of its cache, if not the target's.
+    second_kv: Option<String>,
 }
 
 impl PyEngine {
@@ -182,7 +184,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_method=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -202,6 +204,7 @@ impl PyEngine {
         draft_pages: Option<DraftPages>,
         page_choice: &str,
         draft_refresh: usize,
+        draft_model_kv: Option<&str>,
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
@@ -225,6 +228,7 @@ impl PyEngine {
             draft_pages,
             page_choice,
             draft_refresh,
+            draft_model_kv,
             accept,
             gamma,
             capacity,
@@ -253,7 +257,7 @@ impl PyEngine {
             interruptible(py, &raised, || {
                 let checkpoint = open(model, draft_cache)?;
                 let draft = draft_model.map(|model| open(model, None)).transpose()?;
-                let models = Models { target: &checkpoint, draft: draft.as_ref() };
+                let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
                 let chosen = ChosenDevice::choose(device, &checkpoint)?;
                 chosen.resolve_auto(models, &mut resolved)?;
                 let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
@@ -322,6 +326,7 @@ impl PyEngine {
             every_method,
             planes,
             second,
+            second_kv: draft_model_kv.map(str::to_owned),
         })
     }
 
@@ -458,6 +463,7 @@ impl PyEngine {
             draft_pages,
             page_choice,
             draft_refresh,
+            draft_model_kv: self.second_kv.as_deref(),
             gamma,
             // Weights and sizes do not depend on the method.
             weights: "checkpoint",

@@ -52,7 +52,7 @@ class Bench:
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                **engine_options(grid, options),
+                **engine_options(grid, request, options),
                 every_method=True,
                 draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
@@ -129,10 +129,20 @@ class Bench:
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages} | speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = self._decode_flops(method, seen, runs)
+            drafts = METHODS[method.name]
+            if drafts.page_choice == "snap":
+                row["draft_refresh"] = self._request.draft_refresh
+            if drafts.draft_model:
+                row["draft_model_kv"] = self._request.draft_model_kv or method.kv_target
             yield row
 
     def _configure(self, method: Method) -> None:
-        self._engine.configure(page_choice=self._page_choice, **method.native())
+        drafts = METHODS[method.name]
+        self._engine.configure(
+            page_choice=drafts.page_choice or self._page_choice,
+            draft_refresh=self._request.draft_refresh if drafts.page_choice == "snap" else 0,
+            **method.native(),
+        )
 
     def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
@@ -203,7 +213,7 @@ class Bench:
     ) -> float:
         """Bytes that the drafts of one method read in `steps` steps."""
         if drafts.draft_model:
-            seen = seen["draft_model"]
+            seen, target = seen["draft_model"], self._request.draft_model_kv or target
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
         view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
