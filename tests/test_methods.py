@@ -168,7 +168,7 @@ def test_views_of_a_draft_models_cache_that_would_be_ignored_are_refused(quantsp
     quantspec(*run, "--method", "auto").assert_error(2, "method auto has no draft model")
     drafting = (*run, "--method", "draft-model", "--draft-model", str(DEMO))
     quantspec(*drafting, "--draft-pages", "4").assert_error(
-        2, "--draft-pages is 4", "no scores", "--page-choice window"
+        2, "draft_pages is 4", "no scores", "--page-choice window"
     )
     quantspec(*drafting[:-5], "int2", *drafting[-4:]).assert_error(2, "int2")
 
@@ -206,7 +206,7 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     assert rows["draft-model"]["draft_model_kv"] == "fp16"
     assert rows["snapkv"]["draft_refresh"] == 1
     assert "draft_refresh" not in rows["draft-model"]
-    quantspec(*bench, *measured, *kept[:2]).assert_error(2, "--draft-pages is 2", "--page-choice window")
+    quantspec(*bench, *measured, *kept[:2]).assert_error(2, "draft_pages is 2", "--page-choice window")
     quantspec(*bench, *kept[:2]).assert_error(2, "--draft-model-kv is fp16, but there is no draft model")
     quantspec(*bench, *kept[-2:]).assert_error(2, "--draft-refresh is 1", "snapkv")
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
