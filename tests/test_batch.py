@@ -478,9 +478,7 @@ def test_a_dry_run_counts_a_common_beginning_once(fake: Any, quantspec: Run, tmp
     questions = [f"{story}\n{question}" for question in ("Who?", "Where was it?", "When?")]
     texts = [*questions, "Another story.", questions[0]]
     listed = tmp_path / "list.jsonl"
-    listed.write_text(
-        "".join(json.dumps({"id": f"{place}", "text": text}) + "\n" for place, text in enumerate(texts))
-    )
+    listed.write_text("".join(json.dumps({"id": f"{place}", "text": text}) + "\n" for place, text in enumerate(texts)))
     command = ["batch", str(listed), "--out", str(tmp_path / "out"), "-n", "8", "--dry-run"]
     report = quantspec(*command, "--json").json
     lengths = [row["prompt_tokens"] for row in report["results"]]
