@@ -64,9 +64,7 @@ def main() -> None:
     given = parser.parse_args()
 
     def load(cache: str | bool) -> Engine:
-        return Engine.load(
-            given.model, context=given.tokens + QUESTION_TOKENS, device=given.device, prompt_cache=cache
-        )
+        return Engine.load(given.model, context=given.tokens + QUESTION_TOKENS, device=given.device, prompt_cache=cache)
 
     with load(True) as engine:
         text = document(engine, given.tokens)
