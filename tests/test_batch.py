@@ -561,6 +561,24 @@ def words(text: str) -> int:
     return 3 + len(text.split())
 
 
+def test_adding_map_reduce_repeats_no_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "20", "--instruction", "Sum up.", "--json"]
+
+    def counts(*flags: str) -> tuple[int, int, int]:
+        report = quantspec(*command, *flags).json
+        return report["done"], report["skipped"], report["failed"]
+
+    split = ("--long", "map-reduce")
+    assert counts("-c", "700") == (3, 0, 1)
+    assert counts("-c", "700", *split) == (1, 3, 0)
+    # An answer in parts depends on their size, the others do not.
+    assert counts("-c", "700", *split) == (0, 4, 0)
+    assert counts("-c", "900", *split) == (1, 3, 0)
+    # Without the flag its document is beyond the context.
+    assert counts("-c", "900") == (0, 3, 1)
+
+
 @given(st.lists(st.sampled_from(["word", "a", "\n\n", "\n", ". ", " ", "x" * 40]), max_size=200), st.integers(8, 60))
 def test_parts_of_a_long_text_are_the_text(pieces: list[str], budget: int) -> None:
     text = " ".join(pieces)

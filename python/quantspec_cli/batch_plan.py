@@ -131,16 +131,12 @@ def find_work(
                     job.sha256 = None  # reading it again says why
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 size = _size(Path(request.out) / job.output)
-                if row.status == "done" and same and row.fingerprint == fingerprints.answer and size is not None:
+                made_so = row.fingerprint == fingerprints.of(row.result)
+                if row.status == "done" and same and made_so and size is not None:
                     workload.skipped.append(source)
                     workload.edited += [source.shown] if size != row.size else []
                     continue
-                if (
-                    row.status == "failed"
-                    and same
-                    and row.fingerprint == fingerprints.failure
-                    and not request.retry_failed
-                ):
+                if row.status == "failed" and same and made_so and not request.retry_failed:
                     workload.failed.append(source)
                     continue
                 workload.again += row.status == "done"
@@ -167,11 +163,25 @@ def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of a run: of its model, of everything its answers depend on, and of everything its failures depend on."""
+    """Fingerprints of a run.
+
+    Attributes:
+        model: the model's.
+        answer: of everything that an answer in one call depends on.
+        split: of everything that an answer in several calls depends on.
+        failure: of everything that a failure depends on.
+    """
 
     model: str
     answer: str
+    split: str
     failure: str
+
+    def of(self, result: Mapping[str, Any]) -> str:
+        """The fingerprint of a result of this run."""
+        if result["status"] != "done":
+            return self.failure
+        return self.split if "tree" in result else self.answer
 
 
 class Prefixes:
