@@ -268,7 +268,8 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/a<b>.txt").write_text("A text.")
     (tmp_path / "docs/empty.txt").write_text("")
-    place, out = tmp_path / "a.html", str(tmp_path / "out")
+    # In the folder of the answers, which the first run creates.
+    place, out = tmp_path / "out" / "a.html", str(tmp_path / "out")
     outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
     assert outcome.code == 4, outcome
     page = parsed(place.read_text())

@@ -176,7 +176,8 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         workload = find_work(request, places, rows, fingerprints)
         return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
-    with report.opened(request.report, taken) as page, Journal(out, replace=not request.resume) as kept:
+    # The journal first: the page may be in its folder, which the first run creates.
+    with Journal(out, replace=not request.resume) as kept, report.opened(request.report, taken) as page:
         workload = find_work(request, places, kept.rows(), fingerprints)
         return _Run(request, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
 
