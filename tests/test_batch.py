@@ -242,14 +242,14 @@ def test_one_document_is_read_at_a_time(
     read, reading, most = batch.Reader.read, threading.Semaphore(1), []
     intervals = {sys.getswitchinterval()}
 
-    def slow(reader: Any, job: Any) -> Any:
+    def slow(reader: Any, job: Any, **options: Any) -> Any:
         alone = reading.acquire(blocking=False)
         most.append(alone)
         intervals.add(sys.getswitchinterval())
         time.sleep(0.05)
         if alone:
             reading.release()
-        return read(reader, job)
+        return read(reader, job, **options)
 
     monkeypatch.setattr(batch.Reader, "read", slow)
     assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 0
@@ -415,13 +415,13 @@ def test_an_interrupt_before_an_answer_begins_processes_no_prompt(
     fake.prefill_s = 60.0
     read, calls = batch.Reader.read, []
 
-    def slow(reader: Any, job: Any) -> Any:
+    def slow(reader: Any, job: Any, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             calls.append(job)
             if len(calls) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
-        return read(reader, job)
+        return read(reader, job, **options)
 
     monkeypatch.setattr(batch.Reader, "read", slow)
     started = time.monotonic()
