@@ -22,6 +22,8 @@ for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
 done >"$work/batch.jsonl"
 # A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
 python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
+# A are the recorded rows, B the new ones; an error means that none match.
+quantspec bench --compare benchmarks/results/h200-wide7.json "$work/bench.json" || true
 # Nothing is replaced before everything is measured: the files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
