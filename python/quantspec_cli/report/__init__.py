@@ -265,7 +265,10 @@ def _speedups(rows: Sequence[Row]) -> list[Section]:
             marked=lambda value: f"{value:g}×",
             reference=1.0,
         )
-        text = "Compared with plain decoding over an FP16 cache, within repetitions of steady memory bandwidth."
+        text = (
+            "Compared with plain decoding over an FP16 cache, within repetitions of steady memory bandwidth. A measurement "
+            "without such a repetition has no bar."
+        )
         names = [one.name for one in series]
         return [Section("Speed-up by context", text, chart, names, _table("context", categories, series, _times))]
     categories, series = _grid(rows, lambda row: row["tokens_per_s"])
@@ -337,7 +340,11 @@ def _acceptance_by_position(drafted: Sequence[tuple[str, Sequence[float] | None]
         return []
     points = [(name, [(float(at), rate) for at, rate in enumerate(rates, 1)]) for name, rates in found]
     chart = lines(
-        points, x_title="position of the drafted token in its round", y_title="rounds", shown=_whole_percent, top=1.0
+        points,
+        x_title="position of the drafted token in its round",
+        y_title="share of rounds",
+        shown=_whole_percent,
+        top=1.0,
     )
     longest = max(len(rates) for _, rates in found)
     table = Table(
