@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
 
-    python benchmarks/run.py [--models DIR]             measure, write results/cpu.json, render
+    python benchmarks/run.py [--models DIR]             measure, compare with results/cpu.json, replace it, render
     python benchmarks/run.py --plan-cpu [--models DIR]  compare `plan` with `bench`, write results/cpu-plan.json, render
     python benchmarks/run.py --documents-cpu            measure documents, write results/cpu-documents.json, render
     python benchmarks/run.py --render                   render only
@@ -120,14 +120,28 @@ def quantspec(command: str, *arguments: str) -> Any:
 
 
 def measure(models: Path | None) -> None:
-    """Runs every case whose model is available and writes results/cpu.json."""
+    """Runs every case whose model is available, compares it with results/cpu.json, and replaces that file."""
+    before = json.loads((RESULTS / "cpu.json").read_text())
     measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
     for case, model in cases(models):
         found = quantspec("bench", *model, *case.options, "--device", "cpu")
         # Model names without local folders.
         rows = [row | {"model": Path(row["model"]).name} for row in found]
         measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
+        if case.name in before["cases"]:
+            sys.stderr.write(f"A is commit {before['commit'][:12]}, B is {measured['commit'][:12]}\n")
+            sys.stderr.write(compared(before["cases"][case.name]["rows"], rows))
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def compared(before: list[Row], rows: list[Row]) -> str:
+    """The table of `quantspec bench --compare`; empty if no measurement is in both."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "a.json", Path(folder) / "b.json"]
+        for file, of_file in zip(files, (before, rows), strict=True):
+            file.write_text(json.dumps(of_file))
+        command = [sys.executable, "-m", "quantspec_cli", "bench", "--compare", *map(str, files)]
+        return subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure_plan(models: Path | None) -> None:
