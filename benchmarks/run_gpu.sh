@@ -24,6 +24,10 @@ done >"$work/batch.jsonl"
 python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
 # Copies of earlier text, and what they cost where nothing is quoted.
 python benchmarks/quoting.py "$work/wide-16-heads" --device cuda --documents 3 --json "$work/quoting.json"
+# A second question about a document of 60,000 tokens.
+python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
+# A are the recorded rows, B the new ones; an error means that none match.
+quantspec bench --compare benchmarks/results/h200-wide7.json "$work/bench.json" || true
 # Nothing is replaced before everything is measured: the files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
@@ -34,3 +38,4 @@ cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
 cp "$work/folder.json" benchmarks/results/h200-folder.json
 cp "$work/quoting.json" benchmarks/results/h200-quoting.json
+cp "$work/second-question.json" benchmarks/results/h200-second-question.json
