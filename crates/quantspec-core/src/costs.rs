@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// Timings kept of a quantity, and timings after which it counts regardless of its neighbours.
 const KEPT: usize = 7;
 pub(crate) const RELIABLE: usize = 2;
-/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
+/// Cost of twice the rows beyond that of the only timed row count, relative to it. Optimistic, so that drafting is tried.
 const SLOPE: f64 = 0.02;
 
 /// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
@@ -56,7 +56,7 @@ impl Costs {
             (Some(left), right) => (left, right),
             (None, right) => (right?, above.next()),
         };
-        let slope = right.map_or(SLOPE * left.1, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
+        let slope = right.map_or(SLOPE * left.1 / left.0, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
         Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
     }
 }
