@@ -87,11 +87,11 @@ ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
 # --documents-cpu: the demo model in the shape of one with a billion parameters.
 WIDEN_1B = ("--times", "8", "--layers", "18")
-BATCHES = ("-p", "0", "-n", "64", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
+BATCHES = ("-p", "0", "-n", "48", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
 # Short documents (number, fewest tokens, most tokens), the tokens of an answer, and how many decode together.
 DOCUMENTS = (8, 300, 600)
 ANSWER = "64"
-PARALLEL = ("1", "4", "8")
+PARALLEL = ("1", "4")
 # Tokens of the document with a second question.
 QUESTIONED = "30000"
 
