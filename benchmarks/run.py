@@ -63,9 +63,10 @@ class Case:
         return self.options[at : at + 2]
 
 
-DEPTHS = ("-p", "512", "-n", "128", "-d", "0,4096,16384", "-r", "3", "--methods", METHODS)
+COMMON = ("-p", "512", "-n", "128", "-r", "3", "--warm-up", "256", "--methods", METHODS)
+DEPTHS = (*COMMON, "-d", "0,4096,16384")
 # Its context has 8,192 tokens.
-SMOLLM2 = ("-p", "512", "-n", "128", "-d", "0,1024,4096", "-r", "3", "--methods", METHODS, "--weights", "int8")
+SMOLLM2 = (*COMMON, "-d", "0,1024,4096", "--weights", "int8")
 CASES = (
     Case("demo", "demo", DEPTHS),
     Case("seed-gqa", "seed-gqa", DEPTHS),
