@@ -247,19 +247,21 @@ def check_fits(model: Model, grid: Grid, request: Request, options: EngineOption
     try:
         draft_model = model.draft_model(request.draft_model)
         with native_errors():
-            _native.planned(str(model.directory), draft_model=draft_model, **engine_options(grid, request, options))
+            _native.planned(
+                str(model.directory), draft_model=draft_model, **engine_options(grid, options, request.draft_model_kv)
+            )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error
 
 
-def engine_options(grid: Grid, request: Request, options: EngineOptions) -> dict[str, Any]:
+def engine_options(grid: Grid, options: EngineOptions, draft_model_kv: str | None = None) -> dict[str, Any]:
     """Sizes and options of an engine that serves every method of the grid."""
     native = options.native()
     full = any(method.kv_target == "fp16" for method in grid.methods)
     sizes = {"capacity": grid.capacity, "slots": max(grid.batches) if grid.n_gen else 1}
     return (
         sizes
-        | {"kv_target": "fp16" if full else "int8", "draft_model_kv": request.draft_model_kv}
+        | {"kv_target": "fp16" if full else "int8", "draft_model_kv": draft_model_kv}
         | {
             name: native[name]
             for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")

@@ -52,7 +52,7 @@ class Bench:
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                **engine_options(grid, request, options),
+                **engine_options(grid, options, request.draft_model_kv),
                 every_method=True,
                 draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
