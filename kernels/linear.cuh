@@ -235,8 +235,9 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
-// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile. If pieces are small, it is as many of two or four tiles,
-// or two or four times as many of a tile, so that no part of a chunk is empty where a block has few tiles. A warp reads only its own share of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile. Chunks of small pieces have several tiles (TILES), or
+// several pieces of a warp and tile (DEEP): more tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The
+// tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
 // Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
 // compete with the end of the previous kernel, so fewer are allowed.
