@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
 
-    python benchmarks/run.py [--models DIR]             measure, write results/cpu.json, render
+    python benchmarks/run.py [--models DIR]             measure, compare with results/cpu.json, replace it, render
     python benchmarks/run.py --plan-cpu [--models DIR]  compare `plan` with `bench`, write results/cpu-plan.json, render
     python benchmarks/run.py --documents-cpu            measure documents, write results/cpu-documents.json, render
     python benchmarks/run.py --render                   render only
@@ -63,9 +63,10 @@ class Case:
         return self.options[at : at + 2]
 
 
-DEPTHS = ("-p", "512", "-n", "128", "-d", "0,4096,16384", "-r", "3", "--methods", METHODS)
+COMMON = ("-p", "512", "-n", "128", "-r", "3", "--warm-up", "256", "--methods", METHODS)
+DEPTHS = (*COMMON, "-d", "0,4096,16384")
 # Its context has 8,192 tokens.
-SMOLLM2 = ("-p", "512", "-n", "128", "-d", "0,1024,4096", "-r", "3", "--methods", METHODS, "--weights", "int8")
+SMOLLM2 = (*COMMON, "-d", "0,1024,4096", "--weights", "int8")
 CASES = (
     Case("demo", "demo", DEPTHS),
     Case("seed-gqa", "seed-gqa", DEPTHS),
@@ -120,14 +121,28 @@ def quantspec(command: str, *arguments: str) -> Any:
 
 
 def measure(models: Path | None) -> None:
-    """Runs every case whose model is available and writes results/cpu.json."""
+    """Runs every case whose model is available, compares it with results/cpu.json, and replaces that file."""
+    before = json.loads((RESULTS / "cpu.json").read_text())
     measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
     for case, model in cases(models):
         found = quantspec("bench", *model, *case.options, "--device", "cpu")
         # Model names without local folders.
         rows = [row | {"model": Path(row["model"]).name} for row in found]
         measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
+        if case.name in before["cases"]:
+            sys.stderr.write(f"A is commit {before['commit'][:12]}, B is {measured['commit'][:12]}\n")
+            sys.stderr.write(compared(before["cases"][case.name]["rows"], rows))
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def compared(before: list[Row], rows: list[Row]) -> str:
+    """The table of `quantspec bench --compare`; empty if no measurement is in both."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "a.json", Path(folder) / "b.json"]
+        for file, of_file in zip(files, (before, rows), strict=True):
+            file.write_text(json.dumps(of_file))
+        command = [sys.executable, "-m", "quantspec_cli", "bench", "--compare", *map(str, files)]
+        return subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure_plan(models: Path | None) -> None:
@@ -376,19 +391,21 @@ def gpu() -> str:
     """The section between the markers `gpu`."""
     rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
     rejection: list[Row] = json.loads((RESULTS / "h200-wide7-rejection.json").read_text())
+    int8 = RESULTS / "h200-wide7-int8.json"
+    nibbles: list[Row] = json.loads(int8.read_text()) if int8.exists() else []
     torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
     commit = (RESULTS / "h200-wide7.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
-            label(row),
+            label(row) + ("" if row["weights"] == "checkpoint" else f", {row['weights']} weights"),
             f"{row['ms_per_token']:.2f}",
             f"{row['tokens_per_s']:.0f}",
             f"{speedup(row, rows):.2f}×",
             accepted(row),
             planned(row),
         ]
-        for row in rows + rejection
+        for row in rows + rejection + nibbles
     ]
     lines += [
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch

@@ -21,6 +21,7 @@ use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
 use crate::forward::{self, Guess};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
+use quantspec_core::forecast::Prior;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::fmt::Debug;
 
@@ -119,6 +120,9 @@ pub struct Outlook<'a> {
     pub visible: &'a [usize],
 }
 
+/// Optimistic acceptance with 4-bit weights, and with the target's weights.
+const ALPHA: [f64; 2] = [0.95, 0.99];
+
 /// Bytes of the upper plane relative to both (`--weights int8`).
 const UPPER_PLANE: f64 = 0.53;
 
@@ -143,6 +147,18 @@ impl Outlook<'_> {
             View::Full => full_page_bytes(self.head_dim),
         };
         weights + (read.sum::<usize>() * page * self.kv_heads) as f64
+    }
+
+    /// What is known of a draft configuration before it drafts.
+    fn prior(&self, config: &DraftConfig) -> Prior {
+        let bytes = self.step_bytes(config.weights, config.view, config.pages);
+        let weights = usize::from(config.weights == Weights::Full);
+        Prior { bytes: bytes / self.plain_bytes(), alpha: ALPHA[weights], weights }
+    }
+
+    /// Bytes of a plain step, as [`Outlook::step_bytes`].
+    fn plain_bytes(&self) -> f64 {
+        self.step_bytes(Weights::Full, self.target, Pages::All)
     }
 }
 
@@ -265,8 +281,8 @@ const SNAP: Pages = Pages::Snap { pages: FIXED_PAGES, refresh: 0 };
 const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: Some(SNAP) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
-/// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 17] = [
+/// Every method. Flags, reports, `bench`, `eval`, `selftest` and the exactness tests read this list.
+pub const METHODS: &[Entry] = &[
     Entry { name: "auto", about: "the fastest of several, as measured", source: Source::Several, copies: true },
     Entry { name: "quantspec", about: "4-bit weights, 4-bit cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "full weights, 4-bit cache", source: KV4, copies: false },
