@@ -68,7 +68,7 @@ def test_rounds_take_a_fifth_of_the_time_of_a_prompt(fake: Any, monkeypatch: pyt
     next(engine.stream("word " * 400, max_new_tokens=2, ignore_eos=True))
     rounds, seconds = first.new_tokens - before, time.monotonic() - started
     first.close()
-    assert 4 <= rounds, "the first answer goes on"
+    assert rounds >= 4, "the first answer goes on"
     assert rounds * fake.round_s < 0.35 * seconds
 
 
