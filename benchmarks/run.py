@@ -391,19 +391,21 @@ def gpu() -> str:
     """The section between the markers `gpu`."""
     rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
     rejection: list[Row] = json.loads((RESULTS / "h200-wide7-rejection.json").read_text())
+    int8 = RESULTS / "h200-wide7-int8.json"
+    nibbles: list[Row] = json.loads(int8.read_text()) if int8.exists() else []
     torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
     commit = (RESULTS / "h200-wide7.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
-            label(row),
+            label(row) + ("" if row["weights"] == "checkpoint" else f", {row['weights']} weights"),
             f"{row['ms_per_token']:.2f}",
             f"{row['tokens_per_s']:.0f}",
             f"{speedup(row, rows):.2f}×",
             accepted(row),
             planned(row),
         ]
-        for row in rows + rejection
+        for row in rows + rejection + nibbles
     ]
     lines += [
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
