@@ -1011,7 +1011,6 @@ fn batches_of_documents_come_close_to_the_best_pair() {
             let best = ways.iter().map(fixed).fold(f64::INFINITY, f64::min);
             let auto = documents.pace(&Policy::auto(12).with_candidates(ways.len()), &ways, slow_first, 12);
             let share = auto / best;
-            println!("SHARE {share:.4} {slow_first}");
             assert!(
                 share < bound,
                 "batch {}, first draft {slow_first}: {share} of the best pair's time",
