@@ -92,6 +92,7 @@ def test_wrong_values_of_decoding_are_refused(quantspec: Any, flags: tuple[str, 
     quantspec("eval", "--tokens", "20", "--device", "cpu", *flags).assert_error(code, words)
 
 
+@pytest.mark.slow
 def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
     ids = np.array(sample())
     model = llama_numpy.Llama(*llama_numpy.load(hub.demo()))
@@ -233,7 +234,7 @@ def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
 
 
 def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
-    command = ["eval", "--tokens", "940", "--context", "900", "--draft-pages", "2,3,100"]
+    command = ["eval", "--tokens", "922", "--context", "900", "--draft-pages", "2,3,100"]
     found = quantspec(*command, "--json").json
     assert list(found["page_choices"]) == ["2", "3", "100"]
     assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
@@ -245,6 +246,7 @@ def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[
     for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
         distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
         assert distances["tokens"] < 0.01 < max(distances.values())
+    command[2] = "902"
     lines = quantspec(*command).stdout.splitlines()
     assert [line.split()[0] for line in lines[-5:]] == ["100", "best", "snap", "window", "tokens"]
 

@@ -218,17 +218,17 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods uses it")
 
 
-LONG = "".join(f"{number} green bottles stand on the wall. " for number in range(300))
+LONG = "".join(f"{number} green bottles stand on the wall. " for number in range(120))
 
 
 @pytest.mark.parametrize(
     ("weights", "target"), [("int4", "int8"), ("int4", "fp16"), ("int4", "int4"), ("none", "int8")]
 )
 def test_auto_changes_no_token_and_tells_what_drafted(weights: str, target: str) -> None:
-    plain = Engine.load(method="ar", kv_target=target, context=4500, device="cpu")
+    plain = Engine.load(method="ar", kv_target=target, context=2000, device="cpu")
     # With a fixed gamma every round drafts, so candidates are compared only with each other.
     engine = Engine.load(
-        method="auto", gamma=3, draft_weights=weights, draft_pages=2, kv_target=target, context=4500, device="cpu"
+        method="auto", gamma=3, draft_weights=weights, draft_pages=2, kv_target=target, context=2000, device="cpu"
     )
     options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.9, "seed": 4}
     assert engine.generate(LONG, **options) == plain.generate(LONG, **options)

@@ -81,6 +81,7 @@ def upper(w: llama_numpy.Array, importance: llama_numpy.Array) -> llama_numpy.Ar
     return np.concatenate([searched(w[:, at : at + 32], importance[at : at + 32]) for at in starts], 1)
 
 
+@pytest.mark.slow
 def test_scores_of_four_bits_agree_with_numpy() -> None:
     from quantspec_cli import _native
 
@@ -114,6 +115,7 @@ def test_scores_of_four_bits_agree_with_numpy() -> None:
     assert scores["targets"]["fp16"]["nll"] == pytest.approx(nll, abs=0.003)
 
 
+@pytest.mark.slow
 def test_scores_agree_with_numpy() -> None:
     from quantspec_cli import _native
 
