@@ -377,3 +377,58 @@ impl Backend for CudaBackend {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use quantspec_core::config::{Planes, TargetWeights, View};
+
+    /// The widths of Llama-3.1-8B.
+    const EIGHT_BILLION: &str = r#"{
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+    }"#;
+
+    #[test]
+    fn eight_billion_weights_and_a_full_context_fit_18_gb() {
+        let folder = std::env::temp_dir().join(format!("quantspec-plan-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("config.json"), EIGHT_BILLION).unwrap();
+        let checkpoint = Checkpoint::describe(&folder).unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+        let device = DeviceInfo {
+            name: "a GPU".to_owned(),
+            compute_capability: "9.0".to_owned(),
+            memory_bytes: 80 << 30,
+            driver: String::new(),
+            capability: 90,
+            architecture: 90,
+            sms: 132,
+        };
+        let options = Options {
+            planes: Planes::of(&[View::Both]),
+            weights: TargetWeights::Int8,
+            page_masses: true,
+            block_rows: 4096,
+            ..Options::new(1, 131_072)
+        };
+        let memory = plan(&checkpoint, &options, &device);
+        let Memory { weights_bytes, draft_weights_bytes, workspace_bytes, buffer_bytes, .. } = memory;
+        let pages = memory.cache_upper_bytes + memory.cache_lower_bytes + memory.cache_full_bytes;
+        let bytes = weights_bytes + draft_weights_bytes + pages + buffer_bytes + workspace_bytes;
+        assert!(bytes <= 18_000_000_000, "{memory:?}");
+        // The embedding, hidden states, and the head's planes.
+        let head = 128_256 * 4096;
+        assert_eq!(memory.host_bytes, 2 * head + 131_072 * 4096 * 4 + head / 16 * 17);
+        // Several sequences decode between the chunks of a prompt, so its keys and values have memory of their own.
+        let several = plan(&checkpoint, &Options { slots: 2, pool_pages: 1024, ..options.clone() }, &device);
+        assert_eq!(several.host_bytes, memory.host_bytes - head / 16 * 17);
+        assert!(several.workspace_bytes > workspace_bytes + 114_688 * 4096);
+        // A short context keeps everything on the device.
+        let short = plan(&checkpoint, &Options { capacity: 8192, prompt_capacity: 8192, ..options }, &device);
+        assert_eq!(short.host_bytes, 2 * head);
+    }
+}
