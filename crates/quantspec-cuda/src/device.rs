@@ -816,7 +816,7 @@ impl Pinned {
     }
 
     /// Length in bytes.
-    pub fn len(&self) -> usize {
+    pub fn size(&self) -> usize {
         self.bytes
     }
 

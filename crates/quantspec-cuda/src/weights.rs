@@ -197,7 +197,7 @@ impl Weights {
     /// Bytes of host memory.
     pub(crate) fn held_host_bytes(&self) -> usize {
         let embedding = self.embedding.as_ref().map(|embedding| &embedding.table);
-        embedding.into_iter().chain(&self.head_copy).map(Pinned::len).sum()
+        embedding.into_iter().chain(&self.head_copy).map(Pinned::size).sum()
     }
 
     /// Bytes of draft weights on the device.

@@ -68,7 +68,7 @@ impl HiddenStates {
 
     /// Bytes held on the device and in host memory.
     pub(super) fn held_bytes(&self) -> [usize; 2] {
-        [self.rows.bytes(), self.host.as_ref().map_or(0, |(_, host)| host.len())]
+        [self.rows.bytes(), self.host.as_ref().map_or(0, |(_, host)| host.size())]
     }
 
     /// Address of a row of the current block.
