@@ -350,7 +350,7 @@ pub(crate) fn host_bytes(checkpoint: &Checkpoint, options: &Options, borrows: bo
 pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrix = |((n, k), both_from)| match weights {
+    let matrix = |((n, k), both_from): ((usize, usize), usize)| match weights {
         TargetWeights::Checkpoint => Matrix::bytes(config.dtype, n, k),
         TargetWeights::Int8 | TargetWeights::Int4 => Hierarchy::bytes(n, k)[0] + Hierarchy::bytes(n - both_from, k)[1],
     };
@@ -578,8 +578,11 @@ pub(crate) fn load(
         None => Ok(Full::Whole(matrix)),
     };
     // Tables first: the largest matrix needs its full size on the device until it is in nibbles or in host memory.
-    let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
-    let head = in_nibbles(loader.plain(Part::Head)?, 0, 0)?;
+    let (embedding, head) = match config.tied_embeddings {
+        true => (None, Part::Embedding),
+        false => (Some(loader.embedding()?), Part::Head),
+    };
+    let head = in_nibbles(loader.plain(head)?, 0, 0)?;
     let draft_head = match &head {
         Full::Whole(head) => arena.quantise(linear, head, head_bits(options), 0, flag)?,
         Full::Nibbles(_) => None,
