@@ -854,13 +854,16 @@ impl Drop for Pinned {
     }
 }
 
-/// A second stream, whose copies run while the device works.
+/// Two more streams, for copies to the host and to the device, which run at the same time while the device works.
 #[derive(Debug)]
 pub struct Copies {
     device: Arc<Device>,
-    stream: sys::CUstream,
+    to_host: sys::CUstream,
+    to_device: sys::CUstream,
     /// The point in the device's stream that copies wait for.
     worked: Mark,
+    /// The copies to the host that those to the device wait for.
+    left: Mark,
     /// The copies that the device's stream waits for.
     copied: Mark,
 }
@@ -872,12 +875,15 @@ impl Copies {
     /// # Errors
     /// Device errors of the driver, named by the call.
     pub fn new(device: &Arc<Device>) -> Result<Copies> {
-        let (worked, copied) = (device.mark()?, device.mark()?);
-        let mut stream = ptr::null_mut();
+        let (to_host, to_device) = (ptr::null_mut(), ptr::null_mut());
+        let (worked, left, copied) = (device.mark()?, device.mark()?, device.mark()?);
+        let mut copies = Copies { device: device.clone(), to_host, to_device, worked, left, copied };
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the stream is owned by the value that is returned.
-        check(unsafe { sys::cuStreamCreate(&mut stream, flags) }, "cuStreamCreate")?;
-        Ok(Copies { device: device.clone(), stream, worked, copied })
+        for stream in [&mut copies.to_host, &mut copies.to_device] {
+            // SAFETY: the stream is owned by `copies`, whose Drop releases it.
+            check(unsafe { sys::cuStreamCreate(stream, flags) }, "cuStreamCreate")?;
+        }
+        Ok(copies)
     }
 
     /// Later copies begin after the work that is queued now.
@@ -886,8 +892,17 @@ impl Copies {
     /// Device errors of the driver, named by the call.
     pub fn wait_for_work(&self) -> Result<()> {
         self.worked.set(false)?;
-        // SAFETY: stream and event are alive.
-        check(unsafe { sys::cuStreamWaitEvent(self.stream, self.worked.event, 0) }, "cuStreamWaitEvent")
+        [self.to_host, self.to_device].into_iter().try_for_each(|stream| after(stream, &self.worked))
+    }
+
+    /// Later copies to the device begin after the copies to the host that are queued now.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn wait_for_host(&self) -> Result<()> {
+        self.device.bind()?;
+        note(self.to_host, &self.left)?;
+        after(self.to_device, &self.left)
     }
 
     /// Notes the copies queued so far for [`Copies::hold_work`].
@@ -895,9 +910,8 @@ impl Copies {
     /// # Errors
     /// Device errors of the driver, named by the call.
     pub fn note(&self) -> Result<()> {
-        self.device.bind()?;
-        // SAFETY: as above.
-        check(unsafe { sys::cuEventRecordWithFlags(self.copied.event, self.stream, 0) }, "cuEventRecord")
+        self.wait_for_host()?;
+        note(self.to_device, &self.copied)
     }
 
     /// Later work begins after the noted copies.
@@ -906,8 +920,7 @@ impl Copies {
     /// Device errors of the driver, named by the call.
     pub fn hold_work(&self) -> Result<()> {
         self.device.bind()?;
-        // SAFETY: as above.
-        check(unsafe { sys::cuStreamWaitEvent(self.device.stream, self.copied.event, 0) }, "cuStreamWaitEvent")
+        after(self.device.stream, &self.copied)
     }
 
     /// Queues a copy from byte `start` of `from` to byte `offset` of `to`.
@@ -929,7 +942,7 @@ impl Copies {
         self.device.bind()?;
         // SAFETY: both ranges were checked; the caller guarantees the rest.
         let status =
-            unsafe { sys::cuMemcpyHtoDAsync_v2(to.at(offset), from.pointer.add(start).cast(), bytes, self.stream) };
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to.at(offset), from.pointer.add(start).cast(), bytes, self.to_device) };
         check(status, "copying to the GPU")
     }
 
@@ -951,18 +964,32 @@ impl Copies {
         self.device.bind()?;
         // SAFETY: as above.
         let status =
-            unsafe { sys::cuMemcpyDtoHAsync_v2(to.pointer.add(start).cast(), from.at(offset), bytes, self.stream) };
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.pointer.add(start).cast(), from.at(offset), bytes, self.to_host) };
         check(status, "copying from the GPU")
     }
+}
+
+/// Moves a mark to the end of a stream.
+fn note(stream: sys::CUstream, mark: &Mark) -> Result<()> {
+    // SAFETY: stream and event are alive.
+    check(unsafe { sys::cuEventRecordWithFlags(mark.event, stream, 0) }, "cuEventRecord")
+}
+
+/// Later work of a stream begins after a mark.
+fn after(stream: sys::CUstream, mark: &Mark) -> Result<()> {
+    // SAFETY: stream and event are alive.
+    check(unsafe { sys::cuStreamWaitEvent(stream, mark.event, 0) }, "cuStreamWaitEvent")
 }
 
 impl Drop for Copies {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: owned; the wait ends copies before their memory is freed.
-            unsafe {
-                sys::cuStreamSynchronize(self.stream);
-                sys::cuStreamDestroy_v2(self.stream);
+            for stream in [self.to_host, self.to_device].into_iter().filter(|stream| !stream.is_null()) {
+                // SAFETY: owned; the wait ends copies before their memory is freed.
+                unsafe {
+                    sys::cuStreamSynchronize(stream);
+                    sys::cuStreamDestroy_v2(stream);
+                }
             }
         }
     }

@@ -249,8 +249,7 @@ impl ChosenDevice {
             total(&self.memory(models, &options)).saturating_add(other_bytes)
         };
         let parts = self.memory(models, &self.adapt(options));
-        let host_available =
-            if self.gpu().is_some() { machine::memory_available().unwrap_or(usize::MAX) } else { 0 };
+        let host_available = if self.gpu().is_some() { machine::memory_available().unwrap_or(usize::MAX) } else { 0 };
         Ok(MemoryPlan {
             parts,
             needed_bytes: total(&parts).saturating_add(other_bytes),

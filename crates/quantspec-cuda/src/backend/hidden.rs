@@ -1,10 +1,12 @@
 //! Hidden states of a prompt, f32 `[tokens][hidden]`. Prefill is layer-major, so it keeps those of every token between layers.
 //!
 //! Short prompts keep them on the device. Those of long prompts are in host memory, and the device has places for two blocks. While
-//! one block is computed, the block before it is copied out of the other place, then the block after it into that place:
+//! one block is computed, the block before it is copied out of the other place, and the block after it into that place:
 //!
 //!     work     block 1         block 2         block 3
 //!     copies   0 out, 2 in     1 out, 3 in     2 out, 4 in
+//!
+//! Blocks are copied in pieces, so that both directions of the bus are used at once.
 
 use super::workspace::Limits;
 use crate::device::{Buffer, Copies, Device, Pinned};
@@ -13,6 +15,9 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Block, Options};
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Pieces of a block.
+const PIECES: usize = 4;
 
 /// Of the current prompt.
 #[derive(Debug)]
@@ -41,7 +46,11 @@ impl HiddenStates {
     pub(super) fn bytes(config: &ModelConfig, options: &Options, limits: Limits) -> [usize; 2] {
         let pitch = config.hidden * size_of::<f32>();
         let all = options.prompt_capacity.max(1) * pitch;
-        let kept = (2 * options.block_rows.max(1) * pitch).max(limits.hidden_bytes);
+        if all <= limits.hidden_bytes {
+            return [all, 0];
+        }
+        // Shorter prompts stay on the device in such an engine, too.
+        let kept = (2 * options.block_rows.max(1) * pitch).max(limits.hidden_bytes / 2);
         if all <= kept { [all, 0] } else { [kept, all] }
     }
 
@@ -85,12 +94,12 @@ impl HiddenStates {
     pub(super) fn embed(&mut self, block: &Block) -> Result<()> {
         self.streams = block.prompt.len() * self.pitch > self.rows.bytes();
         let rows = block.start..block.start + block.rows;
-        if self.here.end != rows.start {
+        if self.here.is_empty() || self.here.end != rows.start {
             (self.first, self.here) = (rows.clone(), 0..0);
         }
         let Some((copies, _)) = self.streamed(block)? else { return Ok(()) };
         copies.wait_for_work()?;
-        self.copy_out()?;
+        self.copy_out(&self.here)?;
         // The other place was copied out before the last block.
         copies.hold_work()?;
         copies.note()?;
@@ -106,10 +115,9 @@ impl HiddenStates {
             return Ok(());
         }
         copies.wait_for_work()?;
-        self.copy_out()?;
         let other = 1 - self.turn;
         if self.ahead != rows {
-            self.copy_in(other, &rows)?;
+            self.copy_in(other, &rows, &rows)?;
             copies.note()?;
         }
         copies.hold_work()?;
@@ -118,7 +126,14 @@ impl HiddenStates {
         } else {
             self.first.clone()
         };
-        self.copy_in(self.turn, &next)?;
+        let most = self.place / self.pitch;
+        let size = most.div_ceil(PIECES);
+        for at in (0..most).step_by(size) {
+            let piece = |rows: &Range<usize>| (rows.start + at).min(rows.end)..(rows.start + at + size).min(rows.end);
+            self.copy_out(&piece(&self.here))?;
+            copies.wait_for_host()?;
+            self.copy_in(self.turn, &next, &piece(&next))?;
+        }
         copies.note()?;
         (self.turn, self.here, self.ahead) = (other, rows, next);
         Ok(())
@@ -135,20 +150,20 @@ impl HiddenStates {
         }
     }
 
-    /// Queues copying the current block to host memory.
-    fn copy_out(&self) -> Result<()> {
-        let (Some((copies, host)), false) = (&self.host, self.here.is_empty()) else { return Ok(()) };
-        let (place, start) = (self.turn * self.place, self.here.start * self.pitch);
-        // SAFETY: `self` owns both memories and drops the stream first. The copy waits for the work on the block; later work on
+    /// Queues copying a piece of the current block to host memory.
+    fn copy_out(&self, piece: &Range<usize>) -> Result<()> {
+        let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
+        let place = self.turn * self.place + (piece.start - self.here.start) * self.pitch;
+        // SAFETY: `self` owns both memories and drops the streams first. The copy waits for the work on the block; later work on
         // this place waits for the copy.
-        unsafe { copies.to_host((&self.rows, place), (host, start), self.here.len() * self.pitch) }
+        unsafe { copies.to_host((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
     }
 
-    /// Queues copying rows from host memory to a place.
-    fn copy_in(&self, turn: usize, rows: &Range<usize>) -> Result<()> {
-        let Some((copies, host)) = &self.host else { return Ok(()) };
-        let (place, start) = (turn * self.place, rows.start * self.pitch);
-        // SAFETY: as in `copy_out`; what the place held has been copied out before, on the same stream.
-        unsafe { copies.to_device((&self.rows, place), (host, start), rows.len() * self.pitch) }
+    /// Queues copying a piece of a block from host memory to its place.
+    fn copy_in(&self, turn: usize, block: &Range<usize>, piece: &Range<usize>) -> Result<()> {
+        let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
+        let place = turn * self.place + (piece.start - block.start) * self.pitch;
+        // SAFETY: as in `copy_out`; the copy waits for copies of what the place held.
+        unsafe { copies.to_device((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
     }
 }

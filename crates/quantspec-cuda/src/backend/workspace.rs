@@ -187,14 +187,14 @@ pub struct Limits {
     /// Most tokens whose keys and values of a layer have memory of their own, if longer prompts can use memory of the weights.
     /// Restoring that takes some hundredths of a second, and a longer prompt at least half a second.
     pub tokens: usize,
-    /// Bytes of hidden states on the device. In small models copies of hidden states take longer than the GEMMs of a short
-    /// prompt, so these prompts stay there; in large ones it is two blocks.
+    /// Most bytes of hidden states that an engine keeps on the device; one for longer prompts keeps half of it there, or two
+    /// blocks. In small models copies of hidden states take longer than the GEMMs of a short prompt.
     pub hidden_bytes: usize,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { tokens: 16_384, hidden_bytes: 128 << 20 }
+        Limits { tokens: 16_384, hidden_bytes: 256 << 20 }
     }
 }
 
