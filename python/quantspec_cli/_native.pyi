@@ -192,6 +192,9 @@ class Engine:
         `kv_target` may be "fp16" if the engine was opened with it.
         """
 
+    def reset_stats(self) -> None:
+        """Forgets counters and times; the policy keeps its measurements."""
+
     def restart(
         self,
         slot: int,

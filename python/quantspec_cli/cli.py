@@ -449,6 +449,14 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 )
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0: none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before the timed ones.")
+@click.option(
+    "--warm-up",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Tokens that each run first decodes untimed, with which --gamma auto and --method auto measure.",
+)
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after -d tokens.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")

@@ -521,6 +521,14 @@ impl PyEngine {
         })
     }
 
+    /// Forgets counters and times; the policy keeps its measurements.
+    fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, |device| {
+            on_device!(device, engine => engine.reset_stats());
+            Ok(())
+        })
+    }
+
     /// Restarts the slot's answer with `token`; False if the prompt must be prefilled again.
     #[pyo3(signature = (slot, token, *, temperature, top_k, top_p, min_p, seed))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BOOK = Path(__file__).parent.with_name("book.txt.gz")
 # More than a mean needs.
 REPETITIONS_MAX = 10_000
+WARM_UP_MAX = 1_000_000
 
 Gamma = int | Literal["auto"]
 Pages = int | Literal["all", "auto"]
@@ -73,6 +74,7 @@ class Request:
     draft_model: str | None
     methods: str
     repetitions: int
+    warm_up: int
     seed: int
     output_format: str
     output: str | None
@@ -106,7 +108,8 @@ class Grid:
 def read_grid(request: Request) -> Grid:
     """The lists of a request, or an error about the wrong item."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
-    # Every repetition has the next seed.
+    whole("warm_up", request.warm_up, 0, WARM_UP_MAX)
+    # Every repetition has the next seed; its untimed tokens have the one after it.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
         most = SEED_MAX - request.repetitions
         raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")

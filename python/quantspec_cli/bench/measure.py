@@ -127,7 +127,8 @@ class Bench:
         for method, runs in samples.items():
             row = self._row(runs, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
-            row |= {"draft_pages": method.draft_pages} | speculation(runs) | speedup(runs, samples.get(BASELINE))
+            row |= {"draft_pages": method.draft_pages, "warm_up": self._request.warm_up}
+            row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = self._decode_flops(method, seen, runs)
             yield row
 
@@ -137,6 +138,10 @@ class Bench:
     def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
+        if self._request.warm_up:
+            # Tokens of another seed, so that the policy knows the method and not the timed text.
+            answers.warm_up(self._request.seed + repetition + 1, self._request.warm_up)
+            self._engine.reset_stats()
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; a batch's drafts are as long as its longest.
@@ -328,6 +333,11 @@ class Answers:
         seconds = time.perf_counter() - started
         pieces.close()
         return seconds, [answer.tokens[1:] for answer in answers.values()]
+
+    def warm_up(self, seed: int, tokens: int) -> None:
+        """Decodes at least `tokens` tokens of each run's longest answer, in as many answers as they take."""
+        for done in range(0, tokens, self.tokens):
+            self.run(seed, min(self.tokens, tokens - done))
 
     def close(self) -> None:
         """Frees the slots."""
