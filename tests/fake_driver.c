@@ -117,6 +117,7 @@ Status cuGraphExecDestroy(void *exec) { (void)exec; return 0; }
 Status cuEventCreate(void **event, unsigned flags) { (void)flags; *event = calls; return 0; }
 Status cuEventDestroy_v2(void *event) { (void)event; return 0; }
 Status cuEventRecordWithFlags(void *event, void *stream, unsigned flags) { (void)event, (void)stream, (void)flags; return 0; }
+Status cuStreamWaitEvent(void *stream, void *event, unsigned flags) { (void)stream, (void)event, (void)flags; CALL("cuStreamWaitEvent"); return 0; }
 Status cuEventSynchronize(void *event) { (void)event; CALL("cuEventSynchronize"); return 0; }
 Status cuEventElapsedTime(float *ms, void *from, void *to) { (void)from, (void)to; *ms = 1; return 0; }
 Status cuModuleLoadData(void **module, const void *image) { (void)image; CALL("cuModuleLoadData"); *module = calls; return 0; }

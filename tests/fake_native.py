@@ -234,6 +234,7 @@ class Engine:
             "pool_waste": 0.025,
             "buffer_bytes": 500,
             "workspace_bytes": 500,
+            "host_bytes": 0,
             "planned_bytes": self.info["planned_bytes"],
             "peak_bytes": None,
         }

@@ -83,6 +83,7 @@ class Statistics(_OfMethods):
     cache_full_bytes: int
     buffer_bytes: int
     workspace_bytes: int
+    host_bytes: int
     prompt_cache_bytes: int
     planned_bytes: int
     peak_bytes: int | None

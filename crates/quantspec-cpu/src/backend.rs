@@ -92,6 +92,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
         cache_full_bytes: full,
         buffer_bytes: ring,
         workspace_bytes,
+        host_bytes: 0,
     }
 }
 
@@ -179,6 +180,7 @@ impl Backend for CpuBackend {
                 + self.states.iter().map(State::bytes).sum::<usize>()
                 + self.flushes.iter().map(quantize::Scratch::bytes).sum::<usize>()
                 + drafted_bytes(&self.config, &self.options),
+            host_bytes: 0,
         }
     }
 }

@@ -6,6 +6,7 @@
 
 mod describe;
 mod executor;
+mod hidden;
 mod kv_cache;
 mod network;
 mod prompt;
@@ -18,14 +19,15 @@ use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::DraftGemms;
 use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
-use crate::linear::{Linear, name};
+use crate::linear::{Linear, Matrix, name};
 use crate::masses::PageMasses;
 use crate::prefill::{self, Path, Prefill, Shape, activate_mul};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
-use crate::weights::{self, Expanded, Full, Weights as Stored};
+use crate::weights::{self, Embedding, Expanded, Full, Weights as Stored};
 use describe::StepLayout;
 use executor::Clock;
+use hidden::HiddenStates;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
@@ -36,7 +38,8 @@ use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 use std::sync::Arc;
-use workspace::{PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
+pub use workspace::Limits;
+use workspace::{PromptSpace, Sizes, StepSpace, prompt_bytes, tokens_own, window_pitch};
 
 /// Kernels that the backend launches itself.
 #[derive(Debug)]
@@ -68,12 +71,14 @@ struct Kernels {
 
 impl Kernels {
     /// Those for a model whose head takes inputs of type `head`.
-    fn new(device: &Arc<Device>, config: &ModelConfig, embedding: &Full, head: Dtype) -> Result<Kernels> {
+    fn new(device: &Arc<Device>, config: &ModelConfig, weights: &Stored, head: Dtype) -> Result<Kernels> {
         let (d, dtype, page_shared) = (config.head_dim, config.dtype, page_shared(config.head_dim));
         Ok(Kernels {
-            embed: match embedding {
-                Full::Whole(table) => device.kernel(&format!("embed_{}", name(table.dtype)), 0)?,
-                Full::Nibbles(_) => device.kernel("embed_planes", 0)?,
+            embed: match (&weights.embedding, &weights.head) {
+                (Some(Embedding { dtype, .. }), _) | (None, Full::Whole(Matrix { dtype, .. })) => {
+                    device.kernel(&format!("embed_{}", name(*dtype)), 0)?
+                }
+                (None, Full::Nibbles(_)) => device.kernel("embed_planes", 0)?,
             },
             norm: [
                 device.kernel(&format!("norm_{}", name(dtype)), 0)?,
@@ -142,7 +147,7 @@ pub struct CudaBackend {
     staged: usize,
     /// A prompt is unfinished, and its error flags are unread.
     prompting: bool,
-    /// A prompt has overwritten the draft weights.
+    /// A prompt has overwritten the draft weights, or the head.
     overwritten: bool,
     clock: Clock,
 }
@@ -159,14 +164,21 @@ pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
     weights::check(checkpoint)
 }
 
-/// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
+/// Bytes [`CudaBackend::load`] will hold on this device and in host memory, before anything is loaded.
 pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> Memory {
+    plan_with(checkpoint, options, device, Limits::default())
+}
+
+/// As [`plan`], of [`CudaBackend::load_with`].
+pub fn plan_with(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo, limits: Limits) -> Memory {
     let config = checkpoint.config();
     let (sms, architecture) = (device.sms, device.architecture);
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
     let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, SLICE_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let path = Path::of(architecture, config.dtype);
+    let own = tokens_own(config, options, limits);
+    let [hidden, hidden_in_host] = HiddenStates::bytes(config, options, limits);
     Memory {
         weights_bytes: weights::bytes(checkpoint, options.weights),
         draft_weights_bytes: weights::draft_bytes(config, options),
@@ -176,7 +188,8 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: table_bytes(options)
             + sizes.step_bytes(config, weights::head_inputs(checkpoint, options))
-            + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
+            + hidden
+            + prompt_bytes(config, options, own).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
             + PageMasses::bytes(config, options).iter().sum::<usize>()
             + Sampling::bytes(
@@ -189,6 +202,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
             )
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), path)
             + if weights::nibbles(options) { Expanded::bytes(config) } else { 0 },
+        host_bytes: hidden_in_host + weights::host_bytes(checkpoint, options, own < options.prompt_capacity),
     }
 }
 
@@ -213,20 +227,19 @@ impl CudaBackend {
         options: &Options,
         hooks: Hooks,
     ) -> Result<CudaBackend> {
-        CudaBackend::load_lending(device, checkpoint, options, hooks, TOKENS_OWN)
+        CudaBackend::load_with(device, checkpoint, options, hooks, Limits::default())
     }
 
-    /// As [`CudaBackend::load_on`]. Prompts of more than `most` tokens use the memory of the draft weights, if they fit
-    /// there.
+    /// As [`CudaBackend::load_on`], with other limits of what prompts keep on the device.
     ///
     /// # Errors
     /// As [`CudaBackend::load_on`].
-    pub fn load_lending(
+    pub fn load_with(
         device: &Arc<Device>,
         checkpoint: &Checkpoint,
         options: &Options,
         mut hooks: Hooks,
-        most: usize,
+        limits: Limits,
     ) -> Result<CudaBackend> {
         check(checkpoint, &device.info)?;
         weights::check_weights(checkpoint, options.weights)?;
@@ -246,12 +259,15 @@ impl CudaBackend {
             options.rejection,
         )?;
         let hierarchies = if weights::nibbles(options) { Some(Hierarchies::new(device, config.dtype)?) } else { None };
-        let weights =
+        let mut weights =
             weights::load(checkpoint, device, &linear, hierarchies.as_ref(), options, sampling.shared(), &mut hooks)?;
+        if tokens_own(&config, options, limits) < options.prompt_capacity {
+            weights.keep_head(device)?;
+        }
         let with_room = |hierarchies| Ok((hierarchies, Expanded::new(device, &config)?));
         let nibbles = hierarchies.map(with_room).transpose()?;
         let head = weights::head_inputs(checkpoint, options);
-        let kernels = Kernels::new(device, &config, &weights.embedding, head)?;
+        let kernels = Kernels::new(device, &config, &weights, head)?;
         let partial = attend.partial_rows(options.step_rows.clamp(1, SLICE_ROWS));
         let sizes = Sizes::new(&config, options, partial);
         let mut backend = CudaBackend {
@@ -276,7 +292,7 @@ impl CudaBackend {
             prefill,
             weights,
             step: StepSpace::new(device, &config, &sizes, head)?,
-            prompt: PromptSpace::new(device, &config, options, most)?,
+            prompt: PromptSpace::new(device, &config, options, limits)?,
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
             masses: PageMasses::new(device, &config, options)?,
             recorded: Recorded::new(),
@@ -330,7 +346,6 @@ impl Backend for CudaBackend {
             &step.partial,
             &step.extremes,
             &step.description,
-            &self.prompt.hidden,
             &self.prompt.scratch,
             &self.prompt.cos_sin,
             &self.prompt.tokens,
@@ -341,6 +356,7 @@ impl Backend for CudaBackend {
             &self.cache.tables,
         ];
         let pool = |pool: &Option<Buffer>| pool.as_ref().map_or(0, Buffer::bytes);
+        let [hidden, hidden_in_host] = self.prompt.hidden.held_bytes();
         Memory {
             weights_bytes: self.weights.held_bytes(),
             draft_weights_bytes: self.weights.held_draft_bytes(),
@@ -349,6 +365,7 @@ impl Backend for CudaBackend {
             cache_full_bytes: pool(&self.cache.full),
             buffer_bytes: self.cache.ring_k.bytes() + self.cache.ring_v.bytes(),
             workspace_bytes: inputs
+                + hidden
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
                 + self.lists.lists.bytes()
                 + self.lists.scores.bytes()
@@ -356,6 +373,62 @@ impl Backend for CudaBackend {
                 + self.sampling.held_bytes()
                 + self.prefill.held_bytes()
                 + self.nibbles.as_ref().map_or(0, |(_, expanded)| expanded.held_bytes()),
+            host_bytes: hidden_in_host + self.weights.held_host_bytes(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+    use quantspec_core::config::{Planes, TargetWeights, View};
+
+    /// The widths of Llama-3.1-8B.
+    const EIGHT_BILLION: &str = r#"{
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16"
+    }"#;
+
+    #[test]
+    fn eight_billion_weights_and_a_full_context_fit_18_gb() {
+        let folder = std::env::temp_dir().join(format!("quantspec-plan-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("config.json"), EIGHT_BILLION).unwrap();
+        let checkpoint = Checkpoint::describe(&folder).unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+        let device = DeviceInfo {
+            name: "a GPU".to_owned(),
+            compute_capability: "9.0".to_owned(),
+            memory_bytes: 80 << 30,
+            driver: String::new(),
+            capability: 90,
+            architecture: 90,
+            sms: 132,
+        };
+        let options = Options {
+            planes: Planes::of(&[View::Both]),
+            weights: TargetWeights::Int8,
+            page_masses: true,
+            block_rows: 4096,
+            ..Options::new(1, 131_072)
+        };
+        let memory = plan(&checkpoint, &options, &device);
+        let Memory { weights_bytes, draft_weights_bytes, workspace_bytes, buffer_bytes, .. } = memory;
+        let pages = memory.cache_upper_bytes + memory.cache_lower_bytes + memory.cache_full_bytes;
+        let bytes = weights_bytes + draft_weights_bytes + pages + buffer_bytes + workspace_bytes;
+        assert!(bytes <= 18_000_000_000, "{memory:?}");
+        // The embedding, hidden states, and the head's planes.
+        let head = 128_256 * 4096;
+        assert_eq!(memory.host_bytes, 2 * head + 131_072 * 4096 * 4 + head / 16 * 17);
+        // Several sequences decode between the chunks of a prompt, so its keys and values have memory of their own.
+        let several = plan(&checkpoint, &Options { slots: 2, pool_pages: 1024, ..options.clone() }, &device);
+        assert_eq!(several.host_bytes, memory.host_bytes - head / 16 * 17);
+        assert!(several.workspace_bytes > workspace_bytes + 114_688 * 4096);
+        // A short context keeps everything on the device.
+        let short = plan(&checkpoint, &Options { capacity: 8192, prompt_capacity: 8192, ..options }, &device);
+        assert_eq!(short.host_bytes, 2 * head);
     }
 }

@@ -714,9 +714,7 @@ impl Buffer {
     /// The bytes of `from` must not change until the stream has completed the copy.
     pub unsafe fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
-        if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
-            return Err(Error::internal(format!("{bytes} bytes at {start} of a page-locked buffer of {}", from.bytes)));
-        }
+        from.inside(start, bytes)?;
         self.device.bind()?;
         // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to
         // it.
@@ -733,9 +731,7 @@ impl Buffer {
     /// of [`Device::synchronize`].
     pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
-        if bytes > to.bytes {
-            return Err(Error::internal(format!("{bytes} bytes to a page-locked buffer of {}", to.bytes)));
-        }
+        to.inside(0, bytes)?;
         self.device.bind()?;
         // SAFETY: both ranges were checked, and the wait below ends the copy before `to` can be used again.
         let status =
@@ -814,6 +810,23 @@ pub struct Pinned {
 unsafe impl Send for Pinned {}
 
 impl Pinned {
+    /// Its address for kernels. With unified addressing, which every 64-bit system has, it is the host's.
+    pub fn address(&self) -> u64 {
+        self.pointer as u64
+    }
+
+    /// Length in bytes.
+    pub fn size(&self) -> usize {
+        self.bytes
+    }
+
+    fn inside(&self, offset: usize, bytes: usize) -> Result<()> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => Ok(()),
+            _ => Err(Error::internal(format!("{bytes} bytes at {offset} of a page-locked buffer of {}", self.bytes))),
+        }
+    }
+
     /// The bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the memory has that many initialised bytes and is borrowed exclusively.
@@ -826,14 +839,10 @@ impl Pinned {
     /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the memory.
     pub fn put<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
         let length = size_of_val(values);
-        match offset.checked_add(length) {
-            Some(end) if end <= self.bytes => {
-                // SAFETY: the range was checked, T is plain bytes, and the regions cannot overlap.
-                unsafe { ptr::copy_nonoverlapping(values.as_ptr().cast(), self.pointer.add(offset), length) };
-                Ok(())
-            }
-            _ => Err(Error::internal(format!("{length} bytes at {offset} of a page-locked buffer of {}", self.bytes))),
-        }
+        self.inside(offset, length)?;
+        // SAFETY: the range was checked, T is plain bytes, and the regions cannot overlap.
+        unsafe { ptr::copy_nonoverlapping(values.as_ptr().cast(), self.pointer.add(offset), length) };
+        Ok(())
     }
 }
 
@@ -842,6 +851,147 @@ impl Drop for Pinned {
         let _ = self.device.synchronize();
         // SAFETY: the pointer came from cuMemHostAlloc, and no copy is running.
         unsafe { sys::cuMemFreeHost(self.pointer.cast()) };
+    }
+}
+
+/// Two more streams, for copies to the host and to the device, which run at the same time while the device works.
+#[derive(Debug)]
+pub struct Copies {
+    device: Arc<Device>,
+    to_host: sys::CUstream,
+    to_device: sys::CUstream,
+    /// The point in the device's stream that copies wait for.
+    worked: Mark,
+    /// The copies to the host that those to the device wait for.
+    left: Mark,
+    /// The copies that the device's stream waits for.
+    copied: Mark,
+}
+
+// SAFETY: driver handles may be used from any thread.
+unsafe impl Send for Copies {}
+
+impl Copies {
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn new(device: &Arc<Device>) -> Result<Copies> {
+        let (to_host, to_device) = (ptr::null_mut(), ptr::null_mut());
+        let (worked, left, copied) = (device.mark()?, device.mark()?, device.mark()?);
+        let mut copies = Copies { device: device.clone(), to_host, to_device, worked, left, copied };
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        for stream in [&mut copies.to_host, &mut copies.to_device] {
+            // SAFETY: the stream is owned by `copies`, whose Drop releases it.
+            check(unsafe { sys::cuStreamCreate(stream, flags) }, "cuStreamCreate")?;
+        }
+        Ok(copies)
+    }
+
+    /// Later copies begin after the work that is queued now.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn wait_for_work(&self) -> Result<()> {
+        self.worked.set(false)?;
+        [self.to_host, self.to_device].into_iter().try_for_each(|stream| after(stream, &self.worked))
+    }
+
+    /// Later copies to the device begin after the copies to the host that are queued now.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn wait_for_host(&self) -> Result<()> {
+        self.device.bind()?;
+        note(self.to_host, &self.left)?;
+        after(self.to_device, &self.left)
+    }
+
+    /// Notes the copies queued so far for [`Copies::hold_work`].
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn note(&self) -> Result<()> {
+        self.wait_for_host()?;
+        note(self.to_device, &self.copied)
+    }
+
+    /// Later work begins after the noted copies.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
+    pub fn hold_work(&self) -> Result<()> {
+        self.device.bind()?;
+        after(self.device.stream, &self.copied)
+    }
+
+    /// Queues a copy from byte `start` of `from` to byte `offset` of `to`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either memory. Device errors of the driver, named by
+    /// the copy.
+    ///
+    /// # Safety
+    /// Both memories must outlive `self`. Work on their bytes must be ordered by the methods above.
+    pub unsafe fn to_device(
+        &self,
+        (to, offset): (&Buffer, usize),
+        (from, start): (&Pinned, usize),
+        bytes: usize,
+    ) -> Result<()> {
+        to.inside(offset, bytes)?;
+        from.inside(start, bytes)?;
+        self.device.bind()?;
+        // SAFETY: both ranges were checked; the caller guarantees the rest.
+        let status =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to.at(offset), from.pointer.add(start).cast(), bytes, self.to_device) };
+        check(status, "copying to the GPU")
+    }
+
+    /// Queues a copy from byte `offset` of `from` to byte `start` of `to`.
+    ///
+    /// # Errors
+    /// As [`Copies::to_device`].
+    ///
+    /// # Safety
+    /// As [`Copies::to_device`].
+    pub unsafe fn to_host(
+        &self,
+        (from, offset): (&Buffer, usize),
+        (to, start): (&Pinned, usize),
+        bytes: usize,
+    ) -> Result<()> {
+        from.inside(offset, bytes)?;
+        to.inside(start, bytes)?;
+        self.device.bind()?;
+        // SAFETY: as above.
+        let status =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.pointer.add(start).cast(), from.at(offset), bytes, self.to_host) };
+        check(status, "copying from the GPU")
+    }
+}
+
+/// Moves a mark to the end of a stream.
+fn note(stream: sys::CUstream, mark: &Mark) -> Result<()> {
+    // SAFETY: stream and event are alive.
+    check(unsafe { sys::cuEventRecordWithFlags(mark.event, stream, 0) }, "cuEventRecord")
+}
+
+/// Later work of a stream begins after a mark.
+fn after(stream: sys::CUstream, mark: &Mark) -> Result<()> {
+    // SAFETY: stream and event are alive.
+    check(unsafe { sys::cuStreamWaitEvent(stream, mark.event, 0) }, "cuStreamWaitEvent")
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            for stream in [self.to_host, self.to_device].into_iter().filter(|stream| !stream.is_null()) {
+                // SAFETY: owned; the wait ends copies before their memory is freed.
+                unsafe {
+                    sys::cuStreamSynchronize(stream);
+                    sys::cuStreamDestroy_v2(stream);
+                }
+            }
+        }
     }
 }
 

@@ -88,7 +88,7 @@ impl DraftMatrix<'_> {
             DraftMatrix::Own(weights) => (weights.address(), weights.n, weights.k),
             DraftMatrix::Upper(weights) => {
                 let (n, k) = weights.shape();
-                (weights.upper().at(0), n, k)
+                (weights.upper(), n, k)
             }
         }
     }

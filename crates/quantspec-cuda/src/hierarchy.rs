@@ -16,9 +16,8 @@ const _: () = assert!(GROUP == ATOM);
 /// A weight matrix `[n][k]` in nibbles.
 #[derive(Debug)]
 pub struct Hierarchy {
-    upper: Buffer,
-    /// Of the rows from `both_from` on; None if there are none.
-    lower: Option<Buffer>,
+    /// The upper plane, then the lower one of the rows from `both_from` on.
+    planes: Buffer,
     both_from: usize,
     n: usize,
     k: usize,
@@ -51,7 +50,12 @@ impl Hierarchy {
 
     /// Bytes held on the device.
     pub fn held_bytes(&self) -> usize {
-        self.upper.bytes() + self.lower.as_ref().map_or(0, Buffer::bytes)
+        self.planes.bytes()
+    }
+
+    /// Both planes.
+    pub fn planes(&self) -> &Buffer {
+        &self.planes
     }
 
     /// Outputs and inputs.
@@ -64,26 +68,30 @@ impl Hierarchy {
         stride(self.k)
     }
 
-    /// The upper plane.
-    pub fn upper(&self) -> &Buffer {
-        &self.upper
+    /// Bytes of the upper plane, which is first.
+    pub fn upper_bytes(&self) -> usize {
+        Hierarchy::bytes(self.n, self.k)[0]
     }
 
-    /// The lower plane, of the rows that have one; None if there are none.
-    pub fn lower(&self) -> Option<&Buffer> {
-        self.lower.as_ref()
+    /// Address of the upper plane.
+    pub fn upper(&self) -> u64 {
+        self.planes.at(0)
+    }
+
+    /// Address of the lower plane, of the rows that have one; 0 if there are none.
+    pub fn lower(&self) -> u64 {
+        if self.both_from < self.n { self.planes.at(self.upper_bytes()) } else { 0 }
     }
 
     /// The rows without a lower plane, then those with one: first row, rows, address of the lower plane or 0.
     fn parts(&self) -> impl Iterator<Item = (usize, usize, u64)> {
-        let lower = self.lower.as_ref().map_or(0, |lower| lower.at(0));
-        let parts = [(0, self.both_from, 0), (self.both_from, self.n - self.both_from, lower)];
+        let parts = [(0, self.both_from, 0), (self.both_from, self.n - self.both_from, self.lower())];
         parts.into_iter().filter(|&(_, rows, _)| rows > 0)
     }
 
     /// Address of the upper plane of the rows from `row` on, which begins a tile.
     fn upper_at(&self, row: usize) -> u64 {
-        self.upper.at(Hierarchy::bytes(row, self.k)[0])
+        self.planes.at(Hierarchy::bytes(row, self.k)[0])
     }
 }
 
@@ -146,9 +154,8 @@ impl Hierarchies {
         }
         let [upper, _] = Hierarchy::bytes(n, k);
         let [_, lower] = Hierarchy::bytes(n - both_from, k);
-        let upper = self.device.allocate(upper)?;
-        let lower = if lower > 0 { Some(self.device.allocate(lower)?) } else { None };
-        let to = Hierarchy { upper, lower, both_from, n, k, paired, dtype: self.dtype };
+        let planes = self.device.allocate(upper + lower)?;
+        let to = Hierarchy { planes, both_from, n, k, paired, dtype: self.dtype };
         let [bf16, f16, f32] = self.quantise;
         let kernel = match weights.dtype {
             Dtype::Bf16 => bf16,

@@ -21,7 +21,7 @@ mod sample;
 mod shapes;
 mod weights;
 
-pub use backend::{CudaBackend, check, plan};
+pub use backend::{CudaBackend, Limits, check, plan, plan_with};
 pub use detect::{Detection, DeviceInfo, detect};
 pub use images::kernels;
 pub use weights::check_weights;

@@ -74,11 +74,10 @@ impl Full {
 
     /// Address and bytes that a GEMM reads first.
     pub(crate) fn ahead(&self) -> (u64, usize) {
-        let buffer = match self {
-            Full::Whole(matrix) => &matrix.buffer,
-            Full::Nibbles(hierarchy) => hierarchy.upper(),
-        };
-        (buffer.at(0), buffer.bytes())
+        match self {
+            Full::Whole(matrix) => (matrix.buffer.at(0), matrix.buffer.bytes()),
+            Full::Nibbles(hierarchy) => (hierarchy.upper(), hierarchy.upper_bytes()),
+        }
     }
 }
 
@@ -122,23 +121,56 @@ pub(crate) struct DraftLayer {
     pub(crate) down: Option<Quantised>,
 }
 
+/// The embedding of a model whose head is a matrix of its own. It is in host memory, in the layout of a [`Matrix`]: a step reads
+/// one row for each of its rows.
+#[derive(Debug)]
+pub(crate) struct Embedding {
+    pub(crate) table: Pinned,
+    pub(crate) dtype: Dtype,
+}
+
 /// All weights.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    /// In nibbles only if it is also the head.
-    pub(crate) embedding: Full,
+    /// None if the head is the embedding.
+    pub(crate) embedding: Option<Embedding>,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Buffer,
-    /// None if the head is the embedding.
-    pub(crate) head: Option<Full>,
+    pub(crate) head: Full,
+    /// Copy of a head in nibbles whose memory long prompts use.
+    pub(crate) head_copy: Option<Pinned>,
     pub(crate) draft_head: Option<Quantised>,
     /// Memory of all separate draft weights; None if there are none.
     pub(crate) drafts: Option<Arc<Buffer>>,
 }
 
 impl Weights {
-    pub(crate) fn head(&self) -> &Full {
-        self.head.as_ref().unwrap_or(&self.embedding)
+    /// Memory that a long prompt may use: of the draft weights, or of a head in nibbles.
+    pub(crate) fn lent(&self) -> Option<&Buffer> {
+        match (&self.drafts, &self.head) {
+            (Some(drafts), _) => Some(drafts),
+            (None, Full::Nibbles(head)) => Some(head.planes()),
+            (None, Full::Whole(_)) => None,
+        }
+    }
+
+    /// Keeps a copy of a head in nibbles, for [`Weights::restore_head`].
+    pub(crate) fn keep_head(&mut self, device: &Arc<Device>) -> Result<()> {
+        if let Full::Nibbles(head) = &self.head {
+            let mut copy = device.pinned(head.held_bytes())?;
+            head.planes().read_pinned(0, &mut copy, head.held_bytes())?;
+            self.head_copy = Some(copy);
+        }
+        Ok(())
+    }
+
+    /// Queues copying the head back, after its memory was used for a prompt.
+    pub(crate) fn restore_head(&self) -> Result<()> {
+        match (&self.head, &self.head_copy) {
+            // SAFETY: the copy does not change.
+            (Full::Nibbles(head), Some(copy)) => unsafe { head.planes().write_pinned(0, copy, 0, head.held_bytes()) },
+            _ => Ok(()),
+        }
     }
 
     /// Bytes on the device, without draft weights.
@@ -159,10 +191,13 @@ impl Weights {
             let vectors = vectors.into_iter().flatten().chain(qk_norms).map(Buffer::bytes);
             matrices.into_iter().chain(vectors).sum()
         };
-        self.embedding.held_bytes()
-            + self.layers.iter().map(layer).sum::<usize>()
-            + self.final_norm.bytes()
-            + self.head.as_ref().map_or(0, Full::held_bytes)
+        self.layers.iter().map(layer).sum::<usize>() + self.final_norm.bytes() + self.head.held_bytes()
+    }
+
+    /// Bytes of host memory.
+    pub(crate) fn held_host_bytes(&self) -> usize {
+        let embedding = self.embedding.as_ref().map(|embedding| &embedding.table);
+        embedding.into_iter().chain(&self.head_copy).map(Pinned::size).sum()
     }
 
     /// Bytes of draft weights on the device.
@@ -180,7 +215,7 @@ impl Weights {
                 }
             }
         }
-        match (self.head(), &self.draft_head) {
+        match (&self.head, &self.draft_head) {
             (Full::Whole(head), Some(draft)) => linear.quantise_into(head, draft, flag),
             _ => Ok(()),
         }
@@ -284,16 +319,42 @@ fn both_from(config: &ModelConfig, weights: TargetWeights) -> [usize; 4] {
     first
 }
 
-/// Bytes of a checkpoint's weights on a device, without the draft's own.
+/// Bytes of the head on a device.
+fn head_bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
+    let config = checkpoint.config();
+    match weights {
+        TargetWeights::Checkpoint => Matrix::bytes(checkpoint.dtype(Part::Head), config.vocab, config.hidden),
+        TargetWeights::Int8 | TargetWeights::Int4 => head_planes_bytes(config),
+    }
+}
+
+/// Bytes of a head in nibbles.
+fn head_planes_bytes(config: &ModelConfig) -> usize {
+    Hierarchy::bytes(config.vocab, config.hidden).iter().sum()
+}
+
+/// Bytes of the memory that a long prompt may use, [`Weights::lent`].
+pub(crate) fn lent_bytes(config: &ModelConfig, options: &Options) -> usize {
+    if nibbles(options) { head_planes_bytes(config) } else { draft_bytes(config, options) }
+}
+
+/// Bytes of host memory of the embedding, and of the copy of the head if a prompt `borrows` its memory.
+pub(crate) fn host_bytes(checkpoint: &Checkpoint, options: &Options, borrows: bool) -> usize {
+    let config = checkpoint.config();
+    let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, config.hidden);
+    let copy = if nibbles(options) && borrows { head_planes_bytes(config) } else { 0 };
+    copy + if config.tied_embeddings { 0 } else { embedding }
+}
+
+/// Bytes of a checkpoint's weights on a device, without the draft's own and without an embedding in host memory.
 pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrix = |dtype, n, k, both_from| match weights {
-        TargetWeights::Checkpoint => Matrix::bytes(dtype, n, k),
+    let matrix = |((n, k), both_from): ((usize, usize), usize)| match weights {
+        TargetWeights::Checkpoint => Matrix::bytes(config.dtype, n, k),
         TargetWeights::Int8 | TargetWeights::Int4 => Hierarchy::bytes(n, k)[0] + Hierarchy::bytes(n - both_from, k)[1],
     };
-    let of_layer = shapes(config).into_iter().zip(both_from(config, weights));
-    let matrices: usize = of_layer.map(|((n, k), both_from)| matrix(config.dtype, n, k, both_from)).sum();
+    let matrices: usize = shapes(config).into_iter().zip(both_from(config, weights)).map(matrix).sum();
     let mut vectors = if config.norms == LayerNorms::Both { 4 } else { 2 } * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
@@ -303,10 +364,7 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
         QkNorm::Heads => 2 * config.head_dim,
         QkNorm::Projection => q + kv,
     };
-    let head = matrix(checkpoint.dtype(Part::Head), config.vocab, hidden, 0);
-    let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, hidden);
-    let tables = if config.tied_embeddings { head } else { embedding + head };
-    config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
+    config.layers * (matrices + 4 * vectors) + 4 * hidden + head_bytes(checkpoint, weights)
 }
 
 /// Bytes of a model's separate draft weights on a device, without those in nibbles.
@@ -407,6 +465,13 @@ impl Loader<'_> {
 
     fn plain(&mut self, part: Part) -> Result<Matrix> {
         self.matrix(&[Piece { part, first: 0, interleave: 0 }])
+    }
+
+    fn embedding(&mut self) -> Result<Embedding> {
+        let Matrix { buffer, dtype, .. } = self.plain(Part::Embedding)?;
+        let mut table = self.device.pinned(buffer.bytes())?;
+        buffer.read_pinned(0, &mut table, buffer.bytes())?;
+        Ok(Embedding { table, dtype })
     }
 }
 
@@ -512,11 +577,13 @@ pub(crate) fn load(
         Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),
     };
-    // Tables first: the largest matrix needs its full size on the device until it is in nibbles.
-    let embedding = loader.plain(Part::Embedding)?;
-    let embedding = if config.tied_embeddings { in_nibbles(embedding, 0, 0)? } else { Full::Whole(embedding) };
-    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, 0, 0)?) };
-    let draft_head = match head.as_ref().unwrap_or(&embedding) {
+    // Tables first: the largest matrix needs its full size on the device until it is in nibbles or in host memory.
+    let (embedding, head) = match config.tied_embeddings {
+        true => (None, Part::Embedding),
+        false => (Some(loader.embedding()?), Part::Head),
+    };
+    let head = in_nibbles(loader.plain(head)?, 0, 0)?;
+    let draft_head = match &head {
         Full::Whole(head) => arena.quantise(linear, head, head_bits(options), 0, flag)?,
         Full::Nibbles(_) => None,
     };
@@ -574,7 +641,7 @@ pub(crate) fn load(
         });
     }
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: arena.buffer })
+    Ok(Weights { embedding, layers, final_norm, head, head_copy: None, draft_head, drafts: arena.buffer })
 }
 
 /// Address of an optional vector; 0 for None.

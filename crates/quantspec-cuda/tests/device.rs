@@ -11,7 +11,7 @@ use quantspec_core::config::{Pages, Planes, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
-use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
+use quantspec_cuda::device::{Arg, Buffer, Copies, Device, Launch};
 use quantspec_cuda::{CudaBackend, detect, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
@@ -119,6 +119,7 @@ fn sum(memory: &Memory) -> usize {
         cache_full_bytes,
         buffer_bytes,
         workspace_bytes,
+        host_bytes: _,
     } = *memory;
     let cache = cache_upper_bytes + cache_lower_bytes + cache_full_bytes + buffer_bytes;
     weights_bytes + draft_weights_bytes + cache + workspace_bytes
@@ -192,6 +193,7 @@ fn accesses_beyond_a_buffer_are_refused_and_change_nothing() {
     let buffers: Vec<Buffer> = (0..3u8).map(|i| device.copied(&[0x50 + i; 64]).unwrap()).collect();
     let (buffer, other) = (&buffers[1], device.copied(&[9u8; 256]).unwrap());
     let mut pinned = device.pinned(128).unwrap();
+    let copies = Copies::new(&device).unwrap();
     pinned.put(0, &[7u8; 128]).unwrap();
     let ten = [1u8; 10];
     let mut refusals = vec![
@@ -229,6 +231,10 @@ fn accesses_beyond_a_buffer_are_refused_and_change_nothing() {
         refusals.push(buffer.write_pinned(0, &pinned, 0, 65));
         refusals.push(buffer.write_pinned(0, &pinned, 120, 9));
         refusals.push(buffer.write_pinned(0, &pinned, usize::MAX, 2));
+        for (offset, start, bytes) in [(60, 0, 5), (0, 0, 65), (0, 120, 9), (0, usize::MAX, 2), (usize::MAX, 0, 2)] {
+            refusals.push(copies.to_device((buffer, offset), (&pinned, start), bytes));
+            refusals.push(copies.to_host((buffer, offset), (&pinned, start), bytes));
+        }
     }
     refusals.push(pinned.put(120, &[1u64; 2]));
     refusals.push(pinned.put(usize::MAX, &[1u8; 2]));

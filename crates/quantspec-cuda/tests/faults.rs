@@ -9,12 +9,12 @@ mod random;
 mod small;
 
 use gpu::device;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::Device;
-use quantspec_cuda::{CudaBackend, plan};
+use quantspec_cuda::{CudaBackend, Limits, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
@@ -76,7 +76,12 @@ fn an_interrupt_at_any_time_leaves_nothing_behind() {
     let checkpoint = &checkpoints(&device, 1200)[0];
     let text = prompt(checkpoint.config().vocab, 700, 3);
     let sampler = Sampler::new(0.8, 0, 1.0, 0.0, 5, 0, Accept::Replay).unwrap();
-    for policy in [Policy::fixed(3), Policy::auto(8)] {
+    let small = Limits { tokens: 64, hidden_bytes: 0 };
+    for (policy, limits, weights) in [
+        (Policy::fixed(3), Limits::default(), TargetWeights::Checkpoint),
+        (Policy::auto(8), small, TargetWeights::Checkpoint),
+        (Policy::fixed(3), small, TargetWeights::Int8),
+    ] {
         let left = Arc::new(AtomicUsize::new(usize::MAX));
         let counter = left.clone();
         let poll = move || match counter.load(Relaxed) {
@@ -87,7 +92,8 @@ fn an_interrupt_at_any_time_leaves_nothing_behind() {
             }
         };
         let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
-        let backend = CudaBackend::load_on(&device, checkpoint, &options(1200, 1), hooks).unwrap();
+        let options = Options { weights, ..options(1200, 1) };
+        let backend = CudaBackend::load_with(&device, checkpoint, &options, hooks, limits).unwrap();
         let mut engine = Engine::new(backend, method(Some(drafting("quantspec")), policy.clone()), 1, 1200, 256);
         let mut run = || {
             engine.set_method(method(Some(drafting("quantspec")), policy.clone())).unwrap();

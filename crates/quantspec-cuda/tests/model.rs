@@ -22,7 +22,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
 use quantspec_cuda::device::Device;
-use quantspec_cuda::{CudaBackend, plan};
+use quantspec_cuda::{CudaBackend, Limits, plan, plan_with};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{DraftModel, Drafter};
@@ -260,27 +260,51 @@ fn without_quantised_keys_drafts_read_the_window() {
     }
 }
 
-/// In an engine with one slot, long prompts store their hidden states in the memory of the draft weights. Draft weights made
-/// anew draft the same tokens, with the same acceptance.
+/// Long prompts have their hidden states in host memory and, in an engine with one slot, keys and values in memory of the weights.
+/// Neither changes a bit of theirs, and weights restored afterwards draft and verify as before.
 #[test]
-fn drafts_are_the_same_after_a_prompt_has_used_their_memory() {
+fn long_prompts_change_no_bit_wherever_they_are() {
+    const ALL: Limits = Limits { tokens: usize::MAX, hidden_bytes: usize::MAX };
+    let places = [ALL, Limits { hidden_bytes: 0, ..ALL }, Limits { tokens: 128, ..ALL }];
     let Some(device) = device() else { return };
-    for checkpoint in checkpoints(&device, 1000) {
-        let options = options(1000, 1);
-        let runs = [usize::MAX, 128].map(|most| {
-            let backend = CudaBackend::load_lending(&device, &checkpoint, &options, Hooks::default(), most).unwrap();
-            let held = backend.memory().workspace_bytes;
-            let mut model = Model::on(backend, &device, &checkpoint, &options);
-            // The long prompt precedes drafts, then follows some.
-            let answers = [(700, 0), (90, 1), (700, 0)].map(|(length, sequence)| {
-                let request = model.requests(&[length], &[sampler(Accept::Replay, 5, sequence)], 150);
-                model.decode(&case("quantspec", Pages::All, &[5], 1), &request)
-            });
-            (answers, model.engine.stats().acceptance_rate(), held)
-        });
-        assert!(runs[0].2 > runs[1].2, "nothing was borrowed");
-        assert!(runs[0].0 == runs[1].0, "other tokens");
-        assert_eq!(runs[0].1, runs[1].1);
+    for checkpoint in checkpoints(&device, 1600) {
+        let nibbles = checkpoint.config().dtype != Dtype::F32;
+        let of_weights = [TargetWeights::Checkpoint, TargetWeights::Int8];
+        for weights in of_weights.into_iter().filter(|&weights| nibbles || weights == TargetWeights::Checkpoint) {
+            for slots in [1, 3] {
+                let options = Options { weights, ..options(1600, slots) };
+                let runs = places.map(|limits| {
+                    let load = || CudaBackend::load_with(&device, &checkpoint, &options, Hooks::default(), limits);
+                    let backend = load().unwrap();
+                    let held = backend.memory();
+                    let planned = plan_with(&checkpoint, &options, &device.info, limits);
+                    assert_eq!((planned.host_bytes, planned.weights_bytes), (held.host_bytes, held.weights_bytes));
+                    let mut model = Model::on(backend, &device, &checkpoint, &options);
+                    // A long prompt precedes drafts, then follows some. Blocks have 256 rows.
+                    let seen = [(1300, 0), (90, 1), (700, 0), (1281, 2)].map(|(length, sequence)| {
+                        let request = model.requests(&[length], &[sampler(Accept::Replay, 5, sequence)], 150);
+                        let slot = model.engine.add(&request[0].prompt, Sampler::greedy(), 1).unwrap();
+                        model.engine.prefill(slot, &mut |_, _| ()).unwrap();
+                        let logits: Vec<u32> =
+                            model.engine.backend().logits(0).unwrap().iter().map(|logit| logit.to_bits()).collect();
+                        model.engine.finish(slot);
+                        (logits, model.decode(&case("quantspec", Pages::All, &[5], 1), &request))
+                    });
+                    (seen, model.engine.stats().acceptance_rate(), held)
+                });
+                let [(seen, rate, held), in_host, lent] = &runs;
+                for (what, (again, again_rate, _)) in [("in host memory", in_host), ("lent", lent)] {
+                    assert!(again == seen, "{weights:?}, {slots} slots, {what}");
+                    assert_eq!(again_rate, rate, "{weights:?}, {slots} slots, {what}");
+                }
+                let hidden = (1600 - 512) * checkpoint.config().hidden * 4;
+                assert_eq!(held.workspace_bytes - in_host.2.workspace_bytes, hidden);
+                assert_eq!(in_host.2.host_bytes - held.host_bytes, 1600 * checkpoint.config().hidden * 4);
+                let kv = (1600 - 128) * 4 * checkpoint.config().kv_width();
+                let saved = held.workspace_bytes - lent.2.workspace_bytes;
+                assert_eq!(saved, if slots == 1 { kv } else { 0 }, "nothing was lent");
+            }
+        }
     }
 }
 
@@ -536,7 +560,7 @@ fn memory(device: &Arc<Device>, checkpoint: &Checkpoint) {
                 + m.buffer_bytes
                 + m.workspace_bytes) as f64
         };
-        assert_eq!(planned.weights_bytes, held.weights_bytes);
+        assert_eq!((planned.weights_bytes, planned.host_bytes), (held.weights_bytes, held.host_bytes));
         let ratio = sum(&planned) / sum(&held);
         assert!((0.97..=1.03).contains(&ratio), "planned {planned:?}, held {held:?}");
     }

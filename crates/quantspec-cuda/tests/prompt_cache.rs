@@ -11,7 +11,7 @@ use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
-use quantspec_cuda::{CudaBackend, plan};
+use quantspec_cuda::{CudaBackend, Limits, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -53,10 +53,11 @@ fn a_cached_prefix_changes_no_bit() {
     for (number, checkpoint) in checkpoints(&device, 2000).into_iter().enumerate() {
         let vocab = checkpoint.config().vocab;
         let document = prompt(vocab, 1700, 3);
-        // Keys and values in memory of their own, and in that of the draft weights.
+        // Keys and values in memory of their own, and in that of the draft weights; hidden states on the device, and in host memory.
         for (slots, most) in [(1, usize::MAX), (1, 64), (2, 64)] {
             let options = options(2000, slots);
-            let load = || CudaBackend::load_lending(&device, &checkpoint, &options, Hooks::default(), most).unwrap();
+            let limits = Limits { tokens: most, hidden_bytes: if most == 64 { 0 } else { usize::MAX } };
+            let load = || CudaBackend::load_with(&device, &checkpoint, &options, Hooks::default(), limits).unwrap();
             let mut plain = engine(load(), &options);
             let mut kept = engine(load(), &options);
             let cache = PromptCache::in_memory(kept.backend(), usize::MAX);

@@ -126,6 +126,8 @@ pub struct Memory {
     pub buffer_bytes: usize,
     /// Activations, logits, prefill scratch.
     pub workspace_bytes: usize,
+    /// Page-locked host memory that a GPU's kernels and copies use, in addition to the device's.
+    pub host_bytes: usize,
 }
 
 impl Memory {
@@ -147,6 +149,7 @@ impl Memory {
             cache_full_bytes: self.cache_full_bytes.saturating_add(other.cache_full_bytes),
             buffer_bytes: self.buffer_bytes.saturating_add(other.buffer_bytes),
             workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
+            host_bytes: self.host_bytes.saturating_add(other.host_bytes),
         }
     }
 }

@@ -936,6 +936,7 @@ impl Backend for ReferenceBackend {
             cache_full_bytes: full.map(|(keys, values)| 2 * (keys.len() + values.len())).sum(),
             buffer_bytes: heads().map(|head| 2 * (head.recent_keys.len() + head.recent_values.len())).sum(),
             workspace_bytes: self.logits.iter().map(|row| row.len() * 4).sum(),
+            host_bytes: 0,
         }
     }
 }

@@ -92,10 +92,19 @@ pub(crate) struct MemoryPlan {
     pub(crate) used_bytes: usize,
     /// Bytes available.
     pub(crate) available_bytes: usize,
+    /// Bytes of host memory available to a GPU; 0 for a CPU.
+    pub(crate) host_available_bytes: usize,
     /// Longest context that fits for this many sequences; 0 if none fits.
     pub(crate) longest_context: usize,
     /// Most sequences of this length that fit; 0 if none fits.
     pub(crate) largest_batch: usize,
+}
+
+impl MemoryPlan {
+    /// Returns true if the engine fits on its device and, with a GPU, in host memory.
+    pub(crate) fn fits(&self) -> bool {
+        self.needed_bytes <= self.available_bytes && self.parts.host_bytes <= self.host_available_bytes
+    }
 }
 
 /// Evaluates an expression on the engine, whatever its device.
@@ -250,11 +259,13 @@ impl ChosenDevice {
             total(&self.memory(models, &options)).saturating_add(other_bytes)
         };
         let parts = self.memory(models, &self.adapt(options));
+        let host_available = if self.gpu().is_some() { machine::memory_available().unwrap_or(usize::MAX) } else { 0 };
         Ok(MemoryPlan {
             parts,
             needed_bytes: total(&parts).saturating_add(other_bytes),
             used_bytes: used,
             available_bytes: available,
+            host_available_bytes: host_available,
             longest_context: largest_fitting(context, available, needed),
             largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
@@ -284,7 +295,7 @@ impl ChosenDevice {
             let memory = self.memory_plan(models, &resolved.options, 0)?;
             let int8 = |checkpoint| quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
             let taken = self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8);
-            if memory.needed_bytes > memory.available_bytes && taken {
+            if !memory.fits() && taken {
                 resolved.options.weights = TargetWeights::Int8;
             }
         }
@@ -294,7 +305,7 @@ impl ChosenDevice {
             let with = Options { sensitive: read, ..options.clone() };
             if read != options.sensitive {
                 let memory = self.memory_plan(models, &with, 0)?;
-                if memory.needed_bytes <= memory.available_bytes {
+                if memory.fits() {
                     resolved.options = with;
                 }
             }
@@ -309,9 +320,11 @@ impl ChosenDevice {
         models.check_context(options)?;
         let config = models.target.config();
         let MemoryPlan {
+            parts,
             needed_bytes: bytes,
             used_bytes: used,
             available_bytes: available,
+            host_available_bytes: host_available,
             longest_context: longest,
             ..
         } = self.memory_plan(models, options, other_bytes)?;
@@ -321,15 +334,27 @@ impl ChosenDevice {
                 format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
             ));
         }
+        let size = |bytes: usize| match bytes {
+            ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+            _ => format!("{:.2} GB", bytes as f64 / 1e9),
+        };
+        let sequences = match options.slots {
+            1 => "a sequence".to_string(),
+            slots => format!("{slots} sequences"),
+        };
+        if parts.host_bytes > host_available {
+            return Err(Error::does_not_fit(
+                format!(
+                    "{sequences} of {} tokens: {} of host memory needed next to {}, {} available",
+                    options.capacity,
+                    size(parts.host_bytes),
+                    self.name(),
+                    size(host_available)
+                ),
+                "use a smaller context (-c), or free memory of this machine",
+            ));
+        }
         if bytes > available {
-            let size = |bytes: usize| match bytes {
-                ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-                _ => format!("{:.2} GB", bytes as f64 / 1e9),
-            };
-            let sequences = match options.slots {
-                1 => "a sequence".to_string(),
-                slots => format!("{slots} sequences"),
-            };
             return Err(Error::does_not_fit(
                 format!(
                     "{sequences} of {} tokens: {} of {} memory needed, {} available",

@@ -77,6 +77,7 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     parts.set_item("cache_full_bytes", memory.cache_full_bytes)?;
     parts.set_item("buffer_bytes", memory.buffer_bytes)?;
     parts.set_item("workspace_bytes", memory.workspace_bytes)?;
+    parts.set_item("host_bytes", memory.host_bytes)?;
     Ok(parts)
 }
 

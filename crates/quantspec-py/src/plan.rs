@@ -101,7 +101,7 @@ pub(crate) fn plan<'py>(
     out.set_item("device", name)?;
     out.set_item("weights", weights_name(kept))?;
     out.set_item("draft_precision", sensitive.names())?;
-    out.set_item("fits", capacity <= limit && memory.needed_bytes <= memory.available_bytes)?;
+    out.set_item("fits", capacity <= limit && memory.fits())?;
     out.set_item("planned_bytes", memory.used_bytes + memory.needed_bytes)?;
     out.set_item("available_bytes", memory.used_bytes + memory.available_bytes)?;
     out.set_item("longest_context", memory.longest_context)?;

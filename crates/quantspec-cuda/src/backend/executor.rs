@@ -37,7 +37,7 @@ impl Executor for CudaBackend {
     /// Recomputes the draft weights from the target's and waits, because draft kernels read weights before the previous kernel
     /// has ended.
     fn restore_drafts(&mut self) -> Result<()> {
-        if self.overwritten {
+        if self.overwritten && self.weights.drafts.is_some() {
             self.weights.quantise(&self.linear, self.sampling.shared())?;
             self.device.synchronize()?;
             self.overwritten = false;
@@ -46,6 +46,7 @@ impl Executor for CudaBackend {
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
+        self.restore_head()?;
         if round.drafts().any(|step| step.weights.is_draft()) {
             self.restore_drafts()?;
         }

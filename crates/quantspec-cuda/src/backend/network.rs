@@ -171,6 +171,17 @@ impl CudaBackend {
         self.draft.as_ref().filter(|draft| fused && of_draft && takes(draft))
     }
 
+    /// Copies a head in nibbles back whose memory a prompt has used, and waits, because kernels read weights before the previous
+    /// kernel has ended.
+    pub(super) fn restore_head(&mut self) -> Result<()> {
+        if self.overwritten && self.weights.drafts.is_none() {
+            self.weights.restore_head()?;
+            self.device.synchronize()?;
+            self.overwritten = false;
+        }
+        Ok(())
+    }
+
     /// The hidden stream of a step before a norm.
     pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
         let (eps, width) = (self.config.rms_eps, self.config.hidden);
@@ -193,12 +204,10 @@ impl CudaBackend {
     pub(super) unsafe fn launch_embed(&self, launch: Launch, from: [u64; 4], hidden: u64) -> Result<()> {
         let [rows, windows, pitch, tokens] = from;
         let mut arguments = args![rows, windows, pitch as usize, tokens].to_vec();
-        match &self.weights.embedding {
-            Full::Whole(table) => arguments.extend(args![&table.buffer]),
-            Full::Nibbles(table) => {
-                let lower = table.lower().map_or(0, |lower| lower.at(0));
-                arguments.extend(args![table.upper(), lower, table.stride()]);
-            }
+        match (&self.weights.embedding, &self.weights.head) {
+            (Some(embedding), _) => arguments.extend(args![embedding.table.address()]),
+            (None, Full::Whole(table)) => arguments.extend(args![&table.buffer]),
+            (None, Full::Nibbles(table)) => arguments.extend(args![table.upper(), table.lower(), table.stride()]),
         }
         arguments.extend(args![hidden, self.config.hidden, self.config.vocab, self.config.scales.embedding]);
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
@@ -403,6 +412,7 @@ impl Network for CudaBackend {
                         self.layout = next?;
                     }
                     None => {
+                        self.restore_head()?;
                         if step.weights.is_draft() {
                             self.restore_drafts()?;
                         }
@@ -476,7 +486,7 @@ impl Network for CudaBackend {
                 let [_, matrix, ..] = self.prompt_matrices(layer)?;
                 let weights = self.layer(layer)?;
                 let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
-                let (x, hidden) = (self.prompt.attended.at(0), self.prompt_hidden(block.start));
+                let (x, hidden) = (self.prompt.attended.at(0), self.prompt.hidden.at(block.start)?);
                 // SAFETY: as in `attend`.
                 unsafe {
                     match &weights.attention_output_norm {
@@ -549,7 +559,7 @@ impl Network for CudaBackend {
                 let [.., matrix] = self.prompt_matrices(layer)?;
                 let weights = self.layer(layer)?;
                 let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
-                let (x, hidden) = (self.prompt.gated.at(0), self.prompt_hidden(block.start));
+                let (x, hidden) = (self.prompt.gated.at(0), self.prompt.hidden.at(block.start)?);
                 // SAFETY: as in `attend`.
                 unsafe {
                     match &weights.mlp_output_norm {
@@ -612,13 +622,14 @@ impl Network for CudaBackend {
             Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights.is_draft()),
             Pass::Prefill(block) => {
                 self.layout.drafts = false;
-                (1, self.prompt_hidden(block.start + block.rows - 1), false)
+                self.restore_head()?;
+                (1, self.prompt.hidden.at(block.start + block.rows - 1)?, false)
             }
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, Some(&self.weights.final_norm), last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.gemm(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
+        self.gemm(&self.weights.head, draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use super::CudaBackend;
 use super::network::NORM_THREADS;
-use super::workspace::{angle_tables, kept_bytes, unrotated_rows};
+use super::workspace::{angle_tables, scratch_bytes, unrotated_rows};
 use crate::args;
 use crate::device::{Buffer, Launch};
 use crate::masses::PageMasses;
@@ -15,25 +15,14 @@ use std::time::Duration;
 const POLL_EVERY: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
-    /// Addresses of hidden states, and of keys and values, of the current prompt.
-    fn prompt_kept(&self) -> [u64; 2] {
-        let drafts = self.weights.drafts.as_ref().map_or(0, |drafts| drafts.at(0));
-        let [hidden, _] = kept_bytes(&self.config, self.options.prompt_capacity);
-        let prompt = &self.prompt;
-        [
-            if prompt.borrows[0] { drafts } else { prompt.hidden.at(0) },
-            if prompt.borrows[1] { drafts + hidden as u64 } else { prompt.scratch.at(0) },
-        ]
-    }
-
-    /// Address of a prompt row's hidden state.
-    pub(super) fn prompt_hidden(&self, row: usize) -> u64 {
-        self.prompt_kept()[0] + (row * self.config.hidden * 4) as u64
+    /// Memory of the current prompt's keys and values.
+    pub(super) fn prompt_kv(&self) -> &Buffer {
+        self.weights.lent().filter(|_| self.prompt.borrows).unwrap_or(&self.prompt.scratch)
     }
 
     /// Address of a prompt row's keys and values.
     pub(super) fn prompt_scratch(&self, row: usize) -> u64 {
-        self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
+        self.prompt_kv().at(scratch_bytes(&self.config, row))
     }
 
     /// Offset of a row in the table of angles for prompts: tables for positions (`angle_tables`), each of the longest prompt's
@@ -82,8 +71,9 @@ impl CudaBackend {
                 self.options.prompt_capacity
             )));
         }
-        self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
-        self.overwritten |= self.prompt.borrows.contains(&true);
+        self.restore_head()?;
+        self.prompt.borrows = block.prompt.len() > self.prompt.own;
+        self.prompt.hidden.embed(block)?;
         self.prompting = true;
         self.masses.iter_mut().for_each(PageMasses::clear);
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
@@ -102,18 +92,21 @@ impl CudaBackend {
         let tokens = self.prompt.tokens.at(block.start * 4);
         let launch = Launch { grid: [block.rows as u32, 1, 1], block: 256, shared: 0, overlap: true };
         // SAFETY: tokens and hidden states have room for the prompt.
-        unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt_hidden(block.start)) }
+        unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt.hidden.at(block.start)?)? };
+        // Embedding may read the head, which keys and values overwrite only after the last block.
+        self.overwritten |= self.prompt.borrows && end == block.prompt.len();
+        Ok(())
     }
 
     /// RMSNorm of a block's hidden states into the input of its GEMM, or the states as they are if there is no norm.
     pub(super) fn prompt_norm(&self, block: &Block, weight: Option<&Buffer>) -> Result<()> {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
         let Some(weight) = weight else {
-            let arguments = args![self.prompt_hidden(block.start), &self.prompt.normed, width, pitch];
+            let arguments = args![self.prompt.hidden.at(block.start)?, &self.prompt.normed, width, pitch];
             return self.launch(self.kernels.convert, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
         };
         let arguments = args![
-            self.prompt_hidden(block.start),
+            self.prompt.hidden.at(block.start)?,
             0u64,
             0u64,
             weight,
@@ -126,6 +119,7 @@ impl CudaBackend {
     }
 
     pub(super) fn prompt_qkv(&mut self, layer: usize, block: &Block) -> Result<()> {
+        self.prompt.hidden.enter(block)?;
         let [matrix, ..] = self.prompt_matrices(layer)?;
         let weights = self.layer(layer)?;
         self.prompt_norm(block, weights.attention_norm.as_ref())?;

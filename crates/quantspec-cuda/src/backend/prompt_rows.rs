@@ -1,7 +1,6 @@
 //! Export and import of the current prompt's keys and values.
 
 use super::CudaBackend;
-use super::workspace::kept_bytes;
 use crate::device::Buffer;
 use crate::images;
 use quantspec_core::{Error, Result};
@@ -15,11 +14,7 @@ impl CudaBackend {
         if tokens.start > tokens.end || tokens.end > self.options.prompt_capacity || bytes != tokens.len() * each {
             return Err(Error::internal(format!("{bytes} bytes for prompt tokens {tokens:?} of {each} bytes")));
         }
-        let at = tokens.start * each;
-        Ok(match self.weights.drafts.as_ref().filter(|_| self.prompt.borrows[1]) {
-            Some(drafts) => (drafts, kept_bytes(&self.config, self.options.prompt_capacity)[0] + at),
-            None => (&self.prompt.scratch, at),
-        })
+        Ok((self.prompt_kv(), tokens.start * each))
     }
 }
 

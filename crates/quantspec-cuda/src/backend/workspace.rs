@@ -1,6 +1,7 @@
 //! Device memory for activations, and its size.
 
 use super::describe::{DeviceRow, STAGES};
+use super::hidden::HiddenStates;
 use crate::attend::{Merged, PageChoice, QueryTile, SLICE_ROWS, Span};
 use crate::device::{Buffer, Device, Pinned};
 use crate::linear::GROUP;
@@ -88,14 +89,13 @@ impl StepSpace {
 /// Activations of a prompt.
 #[derive(Debug)]
 pub(super) struct PromptSpace {
-    /// f32 `[tokens][hidden]`: prefill is layer-major.
-    pub(super) hidden: Buffer,
+    pub(super) hidden: HiddenStates,
     /// Keys and values of the current layer, f16 `[tokens][2 kv_width]`.
     pub(super) scratch: Buffer,
-    /// Capacity of `hidden` and of `scratch` in tokens. For longer prompts the memory of the draft weights is used instead.
-    pub(super) own: [usize; 2],
-    /// Which of the two are in the draft weights' memory for the current prompt.
-    pub(super) borrows: [bool; 2],
+    /// Capacity of `scratch` in tokens. Longer prompts use memory of the weights instead.
+    pub(super) own: usize,
+    /// The current prompt does.
+    pub(super) borrows: bool,
     /// Angles of every token, again in local layers if there are any, then those of layers without position embedding if there
     /// are any, for the rows of a block or a step.
     pub(super) cos_sin: Buffer,
@@ -107,26 +107,25 @@ pub(super) struct PromptSpace {
 }
 
 impl PromptSpace {
-    /// Prompts of more than `most` tokens use the memory of the draft weights, if they fit there ([`tokens_own`]).
     pub(super) fn new(
         device: &Arc<Device>,
         config: &ModelConfig,
         options: &Options,
-        most: usize,
+        limits: Limits,
     ) -> Result<PromptSpace> {
-        let own = tokens_own(config, options, most);
+        let own = tokens_own(config, options, limits);
         let bytes = prompt_bytes(config, options, own);
         Ok(PromptSpace {
-            hidden: device.allocate(bytes[0])?,
-            scratch: device.allocate(bytes[1])?,
+            hidden: HiddenStates::new(device, config, options, limits)?,
+            scratch: device.allocate(bytes[0])?,
             own,
-            borrows: [false; 2],
-            cos_sin: device.allocate(bytes[2])?,
-            tokens: device.allocate(bytes[3])?,
-            normed: device.zeroed(bytes[4])?,
-            q: device.allocate(bytes[5])?,
-            attended: device.zeroed(bytes[6])?,
-            gated: device.zeroed(bytes[7])?,
+            borrows: false,
+            cos_sin: device.allocate(bytes[1])?,
+            tokens: device.allocate(bytes[2])?,
+            normed: device.zeroed(bytes[3])?,
+            q: device.allocate(bytes[4])?,
+            attended: device.zeroed(bytes[5])?,
+            gated: device.zeroed(bytes[6])?,
         })
     }
 }
@@ -182,24 +181,34 @@ impl Sizes {
     }
 }
 
-/// Most tokens of a prompt with its own memory for hidden states, keys and values. Longer prompts use that of the draft
-/// weights, which are recomputed before the next draft. That takes some hundredths of a second; such a prompt takes at least
-/// half a second.
-pub(super) const TOKENS_OWN: usize = 16_384;
-
-/// Bytes of hidden states, and of one layer's keys and values.
-pub(super) fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
-    [tokens * config.hidden * 4, tokens * 2 * config.kv_width() * 2]
+/// What prompts keep in memory of their own on the device. Tests lower it.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most tokens whose keys and values of a layer have memory of their own, if longer prompts can use memory of the weights.
+    /// Restoring that takes some hundredths of a second, and a longer prompt at least half a second.
+    pub tokens: usize,
+    /// Most bytes of hidden states that an engine keeps on the device; one for longer prompts keeps half of it there, or two
+    /// blocks. In small models copies of hidden states take longer than the GEMMs of a short prompt.
+    pub hidden_bytes: usize,
 }
 
-/// Capacity, in tokens, of hidden states and of keys and values in memory of their own. It is the prompt capacity, unless
-/// prompts of more than `most` tokens fit into the memory of the draft weights, the hidden states first. With several slots
-/// nothing is lent, as others draft between the chunks of a prompt.
-pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { tokens: 16_384, hidden_bytes: 256 << 20 }
+    }
+}
+
+/// Bytes of one layer's keys and values.
+pub(super) fn scratch_bytes(config: &ModelConfig, tokens: usize) -> usize {
+    tokens * 2 * config.kv_width() * 2
+}
+
+/// Capacity, in tokens, of keys and values in memory of their own. It is the prompt capacity, unless longer prompts fit into
+/// memory of the weights. With several slots nothing is lent, as others decode between the chunks of a prompt.
+pub(super) fn tokens_own(config: &ModelConfig, options: &Options, limits: Limits) -> usize {
     let all = options.prompt_capacity.max(1);
-    let [hidden, scratch] = kept_bytes(config, all);
-    let room = if options.slots > 1 { 0 } else { weights::draft_bytes(config, options) };
-    [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
+    let lent = if options.slots > 1 { 0 } else { weights::lent_bytes(config, options) };
+    if scratch_bytes(config, all) <= lent { all.min(limits.tokens) } else { all }
 }
 
 /// Tables of angles for the positions of a text: one, and one of local layers.
@@ -212,13 +221,13 @@ pub(super) fn unrotated_rows(config: &ModelConfig, options: &Options) -> usize {
     if config.no_rope.is_empty() { 0 } else { options.block_rows.max(options.step_rows).max(1) }
 }
 
-/// Bytes of a prompt's activations: two buffers for every token with own memory, two for every token, the others for a block.
-pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
+/// Bytes of a prompt's activations without hidden states: a buffer for every token with own memory, two for every token, the
+/// others for a block.
+pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: usize) -> [usize; 7] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
     let read = readable(rows);
     [
-        kept_bytes(config, own[0])[0],
-        kept_bytes(config, own[1])[1],
+        scratch_bytes(config, own),
         (angle_tables(config) * tokens + unrotated_rows(config, options)) * config.head_dim / 2 * 8,
         tokens * 4,
         read * padded(config.hidden) * element,

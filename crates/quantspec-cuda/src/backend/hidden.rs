@@ -1,0 +1,169 @@
+//! Hidden states of a prompt, f32 `[tokens][hidden]`. Prefill is layer-major, so it keeps those of every token between layers.
+//!
+//! Short prompts keep them on the device. Those of long prompts are in host memory, and the device has places for two blocks. While
+//! one block is computed, the block before it is copied out of the other place, and the block after it into that place:
+//!
+//!     work     block 1         block 2         block 3
+//!     copies   0 out, 2 in     1 out, 3 in     2 out, 4 in
+//!
+//! Blocks are copied in pieces, so that both directions of the bus are used at once.
+
+use super::workspace::Limits;
+use crate::device::{Buffer, Copies, Device, Pinned};
+use quantspec_core::config::ModelConfig;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Block, Options};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Pieces of a block.
+const PIECES: usize = 4;
+
+/// Of the current prompt.
+#[derive(Debug)]
+pub(super) struct HiddenStates {
+    /// Of prompts too long for `rows`. First, so that copies end before their memory is freed.
+    host: Option<(Copies, Pinned)>,
+    /// Of a short prompt, or two places.
+    rows: Buffer,
+    /// Bytes of a row.
+    pitch: usize,
+    /// Bytes of a place.
+    place: usize,
+    /// The current prompt is in host memory.
+    streams: bool,
+    /// The place of the current block, and the rows in it.
+    turn: usize,
+    here: Range<usize>,
+    /// Rows on their way to the other place; none if empty.
+    ahead: Range<usize>,
+    /// Rows of the prompt's first block.
+    first: Range<usize>,
+}
+
+impl HiddenStates {
+    /// Bytes on the device and in host memory.
+    pub(super) fn bytes(config: &ModelConfig, options: &Options, limits: Limits) -> [usize; 2] {
+        let pitch = config.hidden * size_of::<f32>();
+        let all = options.prompt_capacity.max(1) * pitch;
+        if all <= limits.hidden_bytes {
+            return [all, 0];
+        }
+        // Shorter prompts stay on the device in such an engine, too.
+        let kept = (2 * options.block_rows.max(1) * pitch).max(limits.hidden_bytes / 2);
+        if all <= kept { [all, 0] } else { [kept, all] }
+    }
+
+    pub(super) fn new(
+        device: &Arc<Device>,
+        config: &ModelConfig,
+        options: &Options,
+        limits: Limits,
+    ) -> Result<HiddenStates> {
+        let [on_device, in_host] = HiddenStates::bytes(config, options, limits);
+        let pitch = config.hidden * size_of::<f32>();
+        Ok(HiddenStates {
+            host: if in_host > 0 { Some((Copies::new(device)?, device.pinned(in_host)?)) } else { None },
+            rows: device.allocate(on_device)?,
+            pitch,
+            place: options.block_rows.max(1) * pitch,
+            streams: false,
+            turn: 0,
+            here: 0..0,
+            ahead: 0..0,
+            first: 0..0,
+        })
+    }
+
+    /// Bytes held on the device and in host memory.
+    pub(super) fn held_bytes(&self) -> [usize; 2] {
+        [self.rows.bytes(), self.host.as_ref().map_or(0, |(_, host)| host.size())]
+    }
+
+    /// Address of a row of the current block.
+    pub(super) fn at(&self, row: usize) -> Result<u64> {
+        let offset = match self.streams {
+            false => row * self.pitch,
+            true if self.here.contains(&row) => self.turn * self.place + (row - self.here.start) * self.pitch,
+            true => return Err(Error::internal(format!("prompt row {row} outside the current block {:?}", self.here))),
+        };
+        Ok(self.rows.at(offset))
+    }
+
+    /// Makes a block the current one, whose rows the work queued next writes.
+    pub(super) fn embed(&mut self, block: &Block) -> Result<()> {
+        self.streams = block.prompt.len() * self.pitch > self.rows.bytes();
+        let rows = block.start..block.start + block.rows;
+        if self.here.is_empty() || self.here.end != rows.start {
+            (self.first, self.here) = (rows.clone(), 0..0);
+        }
+        let Some((copies, _)) = self.streamed(block)? else { return Ok(()) };
+        copies.wait_for_work()?;
+        self.copy_out(&self.here)?;
+        // The other place was copied out before the last block.
+        copies.hold_work()?;
+        copies.note()?;
+        (self.turn, self.here, self.ahead) = (1 - self.turn, rows, 0..0);
+        Ok(())
+    }
+
+    /// Makes a block of a layer the current one, with the rows that it had after the layer before.
+    pub(super) fn enter(&mut self, block: &Block) -> Result<()> {
+        let rows = block.start..block.start + block.rows;
+        let Some((copies, _)) = self.streamed(block)? else { return Ok(()) };
+        if self.here == rows {
+            return Ok(());
+        }
+        copies.wait_for_work()?;
+        let other = 1 - self.turn;
+        if self.ahead != rows {
+            self.copy_in(other, &rows, &rows)?;
+            copies.note()?;
+        }
+        copies.hold_work()?;
+        let next = if rows.end < block.prompt.len() {
+            rows.end..(rows.end + self.first.len()).min(block.prompt.len())
+        } else {
+            self.first.clone()
+        };
+        let most = self.place / self.pitch;
+        let size = most.div_ceil(PIECES);
+        for at in (0..most).step_by(size) {
+            let piece = |rows: &Range<usize>| (rows.start + at).min(rows.end)..(rows.start + at + size).min(rows.end);
+            self.copy_out(&piece(&self.here))?;
+            copies.wait_for_host()?;
+            self.copy_in(self.turn, &next, &piece(&next))?;
+        }
+        copies.note()?;
+        (self.turn, self.here, self.ahead) = (other, rows, next);
+        Ok(())
+    }
+
+    /// Copies and host memory, if the current prompt streams.
+    fn streamed(&self, block: &Block) -> Result<Option<&(Copies, Pinned)>> {
+        if !self.streams {
+            return Ok(None);
+        }
+        match &self.host {
+            Some(host) if block.rows * self.pitch <= self.place => Ok(Some(host)),
+            _ => Err(Error::internal(format!("{} of {} prompt rows in one block", block.rows, block.prompt.len()))),
+        }
+    }
+
+    /// Queues copying a piece of the current block to host memory.
+    fn copy_out(&self, piece: &Range<usize>) -> Result<()> {
+        let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
+        let place = self.turn * self.place + (piece.start - self.here.start) * self.pitch;
+        // SAFETY: `self` owns both memories and drops the streams first. The copy waits for the work on the block; later work on
+        // this place waits for the copy.
+        unsafe { copies.to_host((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
+    }
+
+    /// Queues copying a piece of a block from host memory to its place.
+    fn copy_in(&self, turn: usize, block: &Range<usize>, piece: &Range<usize>) -> Result<()> {
+        let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
+        let place = turn * self.place + (piece.start - block.start) * self.pitch;
+        // SAFETY: as in `copy_out`; the copy waits for copies of what the place held.
+        unsafe { copies.to_device((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
+    }
+}
