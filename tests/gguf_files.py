@@ -75,7 +75,8 @@ def named(name: str, architecture: str) -> str:
 
 def interleaved(values: Array, heads: int) -> Array:
     """Rows of queries or keys, with those next to each other that RoPE rotates together."""
-    return values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    pairs: Array = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2)
+    return pairs.reshape(values.shape)
 
 
 def q4_k(values: Array) -> Array:
@@ -159,7 +160,7 @@ def add_rope(writer: Any, config: Mapping[str, Any], architecture: str, head_dim
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
     writer.add_rope_freq_base(theta)
-    original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    original: Any = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     if architecture == "phi3":
         rotated = int(head_dim * config.get("partial_rotary_factor", 1.0))
         writer.add_rope_dimension_count(rotated)
@@ -177,8 +178,8 @@ def add_rope(writer: Any, config: Mapping[str, Any], architecture: str, head_dim
         case "longrope" | "su":
             for name in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(scaling[f"{name}_factor"], np.float32))
-            factor = config["max_position_embeddings"] / original
-            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+            ratio = math.log(config["max_position_embeddings"] / original) / math.log(original)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + ratio))
     if architecture == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(scaling["mscale_all_dim"])
         writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
@@ -215,6 +216,21 @@ def add_config(writer: Any, config: Mapping[str, Any], architecture: str) -> Non
         writer.add_sliding_window_pattern(config["sliding_window_pattern"])
 
 
+def arranged(values: Array, name: str, architecture: str, config: Mapping[str, Any]) -> Array:
+    """A tensor as files of the architecture have it."""
+    heads = config["num_attention_heads"]
+    # llama.cpp requires that OLMo's heads have as many channels as the residual stream, so a test may use some heads only.
+    width = heads * head_dim_of(config)
+    part = name.split(".")[2] if name.startswith("blk.") else name
+    if part in {"attn_q", "attn_q_norm"}:
+        values = values[:width]
+    elif part == "attn_output":
+        values = values[:, :width]
+    if architecture in INTERLEAVED and part in {"attn_q", "attn_k"}:
+        return interleaved(values, heads if part == "attn_q" else config.get("num_key_value_heads", heads))
+    return values + 1 if architecture == "gemma3" and "norm" in name else values
+
+
 def write(
     path: Path,
     folder: Path,
@@ -233,19 +249,9 @@ def write(
     add_config(writer, fields, architecture)
     add_tokenizer(writer)
     kind_of = kinds_of(mix)
-    heads = fields["num_attention_heads"]
-    # llama.cpp requires that OLMo's heads have as many channels as the residual stream. `changes` may ask for fewer heads.
-    width = heads * head_dim_of(fields)
-    for name, stored in values_of(folder).items():
+    for name, values in values_of(folder).items():
         ours = named(name, architecture)
-        if ours.split(".")[2:3] in (["attn_q"], ["attn_q_norm"]):
-            stored = stored[:width]
-        elif "attn_output" in ours:
-            stored = stored[:, :width]
-        if architecture in INTERLEAVED and ("attn_q." in ours or "attn_k." in ours):
-            stored = interleaved(stored, heads if "attn_q" in ours else fields.get("num_key_value_heads", heads))
-        if architecture == "gemma3" and name.endswith("norm.weight"):
-            stored = stored + 1
+        stored = arranged(values, ours, architecture, fields)
         if stored.ndim == 1:
             writer.add_tensor(ours, np.ascontiguousarray(stored, np.float32))
             continue

@@ -1,11 +1,10 @@
-"""Records what llama.cpp makes of GGUF files, for tests/test_llama_cpp.py: greedy tokens with their log-probabilities, and ids
-of texts.
+"""Records what llama.cpp makes of GGUF files, for tests/test_llama_cpp.py: greedy tokens, log-probabilities, ids of texts.
 
     pip install xllamacpp==2026.10.11549 gguf==0.19.0
     python tests/record_llama_cpp.py                 writes tests/data/llama_cpp.json
 
-The files are made here, from the demo model and from the tiny networks of crates/quantspec-model/tests/golden. The tests make them
-again; their hashes must be those of the recording.
+The files are made here, from the demo model and from the tiny networks of crates/quantspec-model/tests/golden. The tests make
+them again; their hashes must be those of the recording.
 """
 
 from __future__ import annotations
@@ -98,8 +97,10 @@ TEXTS = (
     "I'm sure IT'S 12345 HTTPServer's, can'T we'll...\n\n  e\u0301 \u00e9t\u00e9",
     "It was a dark\tand stormy  night;\r\n\r\n   the rain fell \u2014 in torrents (1,234,567.89 of them)!  \n",
     "for(int i=0;i<10;++i){a[i]^=~b|c&d;}//x_y-z\n\t\treturn $a@b.com/`q`;\n",
-    "\u4e16\u754c\u4eba\u6c11 \u3053\u3093\u306b\u3061\u306f\u30ab\u30bf\u30ab\u30ca \ud55c\uad6d\uc5b4\u3002\u300c\u4f60\u597d\u300d123\u4e16\u754c456",
-    "\u0420\u043e\u0441\u0441\u0438\u044f \u0395\u03bb\u03bb\u03ac\u03b4\u03b1 \u0639\u0631\u0628\u064a\u060c \u0939\u093f\u0928\u094d\u0926\u0940\u0964 \u05e2\u05d1\u05e8\u05d9\u05ea",
+    "\u4e16\u754c\u4eba\u6c11 \u3053\u3093\u306b\u3061\u306f"
+    "\u30ab\u30bf\u30ab\u30ca \ud55c\uad6d\uc5b4\u3002\u300c\u4f60\u597d\u300d123\u4e16\u754c456",
+    "\u0420\u043e\u0441\u0441\u0438\u044f \u0395\u03bb\u03bb\u03ac\u03b4\u03b1 "
+    "\u0639\u0631\u0628\u064a\u060c \u0939\u093f\u0928\u094d\u0926\u0940\u0964 \u05e2\u05d1\u05e8\u05d9\u05ea",
     "camelCaseWord XMLHttpRequest ABCdefGHI \u00c9COLE \u00c9cole \u01c5ungla \u0130stanbul",
     "\U0001f389\U0001f469\u200d\U0001f680 \u00bd\u00b2\u00b3 \u2167 \ufb01n \u00a0nbsp\u2003em  \u200bzero",
     " leading and trailing   ",
@@ -241,7 +242,7 @@ class Library:
     class Params(ctypes.Structure):
         """At least as large as llama_model_params."""
 
-        _fields_ = [("bytes", ctypes.c_byte * 1024)]  # noqa: RUF012
+        _fields_ = [("bytes", ctypes.c_byte * 1024)]
 
     def __init__(self) -> None:
         library = ctypes.CDLL(importlib.import_module("xllamacpp.xllamacpp").__file__)
@@ -276,7 +277,11 @@ class Library:
 
 def main() -> None:
     """Records."""
-    recording: dict[str, Any] = {"xllamacpp": importlib.import_module("xllamacpp").__version__, "models": {}, "words": {}}
+    recording: dict[str, Any] = {
+        "xllamacpp": importlib.import_module("xllamacpp").__version__,
+        "models": {},
+        "words": {},
+    }
     library = Library()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"

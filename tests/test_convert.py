@@ -198,10 +198,13 @@ def test_unconvertible_checkpoints_are_one_error(
         assert not out.exists()
 
 
-def test_big_endian_files_are_refused(
-    convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path / "pytorch_model.bin", {"a": Tensor(Stored("FloatStorage", "0", 1), (1,))}, {"0": bytes(4)}, order="big")
+def test_big_endian_files_are_refused(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save(
+        tmp_path / "pytorch_model.bin",
+        {"a": Tensor(Stored("FloatStorage", "0", 1), (1,))},
+        {"0": bytes(4)},
+        order="big",
+    )
     assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 1
     assert "saved on a big-endian machine" in capfd.readouterr().err
 

@@ -17,18 +17,18 @@ from quantspec_cli.model import Model, Prompt
 
 RECORDED: dict[str, Any] = json.loads(RECORDING.read_text())
 
-# Largest difference of a log-probability. llama.cpp rounds the inputs of products to F16, or to 8 bits if the matrix is quantised;
-# quantspec rounds neither. Both choose freely between tokens that are closer than this.
+# Largest difference of a log-probability. llama.cpp rounds the inputs of products to F16, or to 8 bits if the matrix is
+# quantised; quantspec rounds neither. Tokens that are closer than this may change places.
 TOLERANCE, OF_QUANTISED = 0.02, 0.25
 
-# Here llama.cpp departs from the published tokenizers, and quantspec does not: Qwen2's composes accents, and the rules of tekken and
-# gpt-4o keep marks with their letters.
+# Here llama.cpp departs from the published tokenizers, and quantspec does not: Qwen2's composes accents, and the rules of
+# tekken and gpt-4o keep marks with their letters.
 KNOWN = {("qwen2", 0), ("tekken", 4), ("gpt-4o", 4), ("llama4", 4), ("kanana2", 4)}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_is_llama_cpps(tmp_path: Path, name: str) -> None:
-    """The text is llama.cpp's, until it chooses between two tokens that are too close. Each token of its text is as likely here."""
+    """The text is llama.cpp's, until its two best tokens are too close, and each token of its text is as likely here."""
     case, recorded = CASES[name], RECORDED["models"][name]
     path = tmp_path / "model.gguf"
     case.write(path)

@@ -46,9 +46,7 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "dbrx", "smaug-bpe"): (_LLAMA3,),
     ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"): (_QWEN2,),
     ("tekken",): (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",),
-    ("gpt-4o", "llama4", "kanana2"): (
-        rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_CASED_REST}",
-    ),
+    ("gpt-4o", "llama4", "kanana2"): (rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_CASED_REST}",),
     ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
     ("deepseek-v3",): (
         r"\p{N}{1,3}",
@@ -56,9 +54,7 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
-    ("seed-coder",): (
-        rf"{_ENGLISH}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
+    ("seed-coder",): (rf"{_ENGLISH}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
     ("viking",): (_SENTENCE, r"\p{N}"),
 }
 SPLITS = {name: rules for names, rules in _RULES.items() for name in names}

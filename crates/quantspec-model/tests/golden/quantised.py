@@ -115,7 +115,8 @@ FORMATS = {
     "gptq8": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
 }
-KINDS = {"uint8": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64", "float16": "F16", "float32": "F32", "uint16": "BF16"}
+KINDS = {"uint8": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64"}
+KINDS |= {"float16": "F16", "float32": "F32", "uint16": "BF16"}
 header, body = {}, b""
 for kind in FORMATS:
     for name, shape in MATRICES.items():
