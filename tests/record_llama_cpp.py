@@ -159,21 +159,24 @@ def write_pieces(path: Path, merges: list[tuple[bytes, bytes]], **flags: bool) -
         except UnicodeDecodeError:
             continue
     letters = sorted({letter for piece in whole for letter in piece} | {"\u2581"})
-    pieces = [*letters, *(piece for piece in dict.fromkeys(whole) if piece not in letters)]
+    # In Gemma's tokenizer, which puts no space before a text, runs of spaces are user-defined, and no other piece has one.
+    runs = [] if flags.get("add_space_prefix", True) else ["\u2581" * count for count in (2, 3, 4)]
+    words = [*letters, *(piece for piece in dict.fromkeys(whole) if piece not in letters)]
+    words = [piece for piece in words if not runs or runs[0] not in piece]
 
     def add(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
-        writer.add_token_scores([0.0] * 259 + [-float(at) for at in range(len(pieces))])
+        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *runs])
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(words), *[4] * len(runs)])
+        writer.add_token_scores([0.0] * 259 + [-float(at) for at in range(len(words))] + [0.0] * len(runs))
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
         writer.add_unk_token_id(0)
         for name, value in flags.items():
             getattr(writer, f"add_{name}")(value)
 
-    write_tiny(path, 259 + len(pieces), add)
+    write_tiny(path, 259 + len(words) + len(runs), add)
 
 
 def write_tiny(path: Path, vocab: int, add_tokenizer: Any) -> None:

@@ -108,13 +108,14 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     vocabulary = Vocabulary(fields.error, tokens, types)
     if kind == "gpt2":
         inner, begins = _byte_level(fields, vocabulary)
+        prefix = True
     elif kind == "llama":
         prefix = fields.optional("tokenizer.ggml.add_space_prefix", bool) is not False
         inner = sentencepiece.bpe(vocabulary, fields.list("tokenizer.ggml.scores", float), add_prefix=prefix)
         begins = True
     else:
         raise ModelError(f"{path} has a tokenizer of kind {kind}", "supported kinds are gpt2 and llama (SentencePiece)")
-    vocabulary.add_to(inner)
+    vocabulary.add_to(inner, spaces=not prefix)
     config: dict[str, Any] = {"chat_template": fields.optional("tokenizer.chat_template", str)}
     for field, name in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
         id = fields.optional(f"tokenizer.ggml.{field}_token_id", int)
