@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_llama_cpp import CASES, CONTEXT, NEW_TOKENS, RECORDING, TEXTS, WORDS, digest, write_words
+from gguf_files import add_byte_level
+from record_llama_cpp import CASES, CONTEXT, DEMO, NEW_TOKENS, RECORDING, TEXTS, WORDS, digest, write_tiny, write_words
 
 from quantspec_cli import Engine
 from quantspec_cli.model import Model, Prompt
@@ -60,3 +61,16 @@ def test_ids_of_texts_are_llama_cpps(tmp_path: Path, name: str) -> None:
         # llama.cpp begins a text with BOS even if it is already there.
         once = theirs[1:] if theirs[:2] == [1, 1] else theirs
         assert (tokenizer.encode(text) == once) != ((name, number) in KNOWN), (name, text)
+
+
+def test_tokens_known_by_their_text_end_an_answer(tmp_path: Path) -> None:
+    """Files of instruct models may name the token of base models alone, and leave that of a turn to the reader."""
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    count = len(tokenizer["model"]["vocab"])
+
+    def add(writer: Any) -> None:
+        add_byte_level(writer, tokenizer, "smollm", extra=("<|end|>", "<|user|>", "<end_of_turn>"))
+
+    path = tmp_path / "model.gguf"
+    write_tiny(path, count + 3, add)
+    assert Model.open(str(path)).eos == {2, count, count + 2}
