@@ -456,7 +456,9 @@ impl Matrix {
         };
         let stored: Option<Vec<u32>> = match &self.order {
             None => None,
-            Some(order) => Some(order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect()),
+            Some(order) => {
+                Some(order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect())
+            }
         };
         // compressed-tensors stores −1 for columns in order.
         let stored = stored.filter(|order| transposed || !order.contains(&u32::MAX));
