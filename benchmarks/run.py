@@ -63,9 +63,10 @@ class Case:
         return self.options[at : at + 2]
 
 
-DEPTHS = ("-p", "512", "-n", "128", "-d", "0,4096,16384", "-r", "3", "--methods", METHODS)
+COMMON = ("-p", "512", "-n", "128", "-r", "3", "--warm-up", "256", "--methods", METHODS)
+DEPTHS = (*COMMON, "-d", "0,4096,16384")
 # Its context has 8,192 tokens.
-SMOLLM2 = ("-p", "512", "-n", "128", "-d", "0,1024,4096", "-r", "3", "--methods", METHODS, "--weights", "int8")
+SMOLLM2 = (*COMMON, "-d", "0,1024,4096", "--weights", "int8")
 CASES = (
     Case("demo", "demo", DEPTHS),
     Case("seed-gqa", "seed-gqa", DEPTHS),
@@ -87,11 +88,11 @@ ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
 # --documents-cpu: the demo model in the shape of one with a billion parameters.
 WIDEN_1B = ("--times", "8", "--layers", "18")
-BATCHES = ("-p", "0", "-n", "64", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
+BATCHES = ("-p", "0", "-n", "48", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
 # Short documents (number, fewest tokens, most tokens), the tokens of an answer, and how many decode together.
 DOCUMENTS = (8, 300, 600)
 ANSWER = "64"
-PARALLEL = ("1", "4", "8")
+PARALLEL = ("1", "4")
 # Tokens of the document with a second question.
 QUESTIONED = "30000"
 
@@ -390,29 +391,48 @@ def gpu() -> str:
     """The section between the markers `gpu`."""
     rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
     rejection: list[Row] = json.loads((RESULTS / "h200-wide7-rejection.json").read_text())
+    int8 = RESULTS / "h200-wide7-int8.json"
+    nibbles: list[Row] = json.loads(int8.read_text()) if int8.exists() else []
     torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
     commit = (RESULTS / "h200-wide7.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
-            label(row),
+            label(row) + ("" if row["weights"] == "checkpoint" else f", {row['weights']} weights"),
             f"{row['ms_per_token']:.2f}",
             f"{row['tokens_per_s']:.0f}",
             f"{speedup(row, rows):.2f}×",
             accepted(row),
             planned(row),
         ]
-        for row in rows + rejection
+        for row in rows + rejection + nibbles
     ]
     lines += [
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
     parts = [f"{rows[0]['device_name']}, commit `{commit[:12]}`.", table(head, lines), "### Batches", batches()]
+    parts += ["### Copies of earlier text", copies()]
     parts += ["### A folder of documents", folder()]
     if (asked := RESULTS / "h200-second-question.json").exists():
         parts[-1] += "\n" + second_question(json.loads(asked.read_text()))
     return "\n\n".join(parts)
+
+
+def copies() -> str:
+    """What quoting.py measured."""
+    if not (RESULTS / "h200-quoting.json").exists():
+        return "No run is recorded."
+    rows: list[Row] = json.loads((RESULTS / "h200-quoting.json").read_text())
+    lines = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        gains = [row["gain"] for row in rows if row["task"] == task]
+        copied = statistics.fmean(row["copied_per_token"] for row in rows if row["task"] == task)
+        lines.append(
+            f"* {task}: `quantspec+ngram` is {statistics.geometric_mean(gains):.2f} times as fast as `quantspec` "
+            f"({min(gains):.2f} to {max(gains):.2f}, {len(gains)} documents), with {copied:.2f} copied tokens per token."
+        )
+    return "\n".join(lines)
 
 
 def batches() -> str:

@@ -8,23 +8,23 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
-#define PLANE_PIPELINE(VIEW, PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                       \
-  static_assert(PlanePipeline<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
-  PLANE_PIPELINE_OF(VIEW, PLANES, bf16, CodesBf16, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>) \
-  PLANE_PIPELINE_OF(VIEW, PLANES, f16, CodesHalf, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define PLANE_PIPELINE_OF(VIEW, PLANES, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                                                            \
+#define PLANE_PIPELINE(VIEW, PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                       \
+  static_assert(PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
+  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, bf16, CodesBf16, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>) \
+  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, f16, CodesHalf, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                                                            \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                        \
-    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(PlanePieces<PLANES>{upper, lower, stride}, x, nullptr, y, groups,  \
+    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(PlanePieces<PLANES, DEEP>{upper, lower, stride}, x, nullptr, y, groups,  \
                                                                         tiles, n, rows, (size_t)pitch * 2);                                  \
   }
-PLANE_PIPELINE(both, 2, 1, 2, 4, 9, 5, 1, false, 96, 206728)
-PLANE_PIPELINE(both, 2, 2, 2, 4, 7, 4, 2, false, 104, 196816)
-PLANE_PIPELINE(both, 2, 4, 2, 4, 6, 3, 2, true, PIPELINE_ENTRY, 212648)
-PLANE_PIPELINE(both, 2, 8, 1, 2, 8, 2, 2, true, PIPELINE_ENTRY, 211120)
-PLANE_PIPELINE(upper, 1, 1, 4, 4, 9, 4, 1, false, 104, 207600)
-PLANE_PIPELINE(upper, 1, 2, 4, 8, 7, 4, 2, true, PIPELINE_ENTRY, 203984)
-PLANE_PIPELINE(upper, 1, 4, 4, 4, 5, 3, 2, true, PIPELINE_ENTRY, 200344)
-PLANE_PIPELINE(upper, 1, 8, 1, 2, 12, 2, 2, true, PIPELINE_ENTRY, 196848)
+PLANE_PIPELINE(both, 2, 1, 2, 1, 4, 9, 5, 1, false, 96, 206728)
+PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 104, 196816)
+PLANE_PIPELINE(both, 2, 4, 2, 1, 4, 6, 3, 2, true, PIPELINE_ENTRY, 212648)
+PLANE_PIPELINE(both, 2, 8, 1, 1, 2, 8, 2, 2, true, PIPELINE_ENTRY, 211120)
+PLANE_PIPELINE(upper, 1, 1, 1, 4, 4, 8, 2, 1, false, 104, 221616)
+PLANE_PIPELINE(upper, 1, 2, 2, 2, 4, 8, 2, 2, true, PIPELINE_ENTRY, 221872)
+PLANE_PIPELINE(upper, 1, 4, 4, 1, 4, 5, 3, 2, true, PIPELINE_ENTRY, 200344)
+PLANE_PIPELINE(upper, 1, 8, 1, 1, 2, 12, 2, 2, true, PIPELINE_ENTRY, 196848)
 #else
 #define PLANES_OF(VIEW, PLANES, TYPE, E, NT, DEPTH, PER_SM)                                                                                       \
   KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                              \

@@ -112,8 +112,8 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// One tile of a chunk: eight blocks of the upper plane, then eight of the lower one.
-template <int PLANES>
+// One tile of a chunk: 8 DEEP blocks of the upper plane, then as many of the lower one.
+template <int PLANES, int DEEP>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
   const uint8_t *upper, *lower;
@@ -121,46 +121,54 @@ struct PlanePieces {
   DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
     const size_t at = tile * stride + k;
     bulk_copy(to, upper + at * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
-    if (PLANES == 2) bulk_copy(to + LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
+    if (PLANES == 2) bulk_copy(to + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
   }
 };
 
-// `Multiply` of `pipelined_gemm`. A warp keeps its 64 inputs of all rows in registers.
+// `Multiply` of `pipelined_gemm`. A warp keeps its 64 DEEP inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
   static constexpr bool READS_AGAIN = false;
-  GroupInput<E> in[R::NT];
-  GroupCodes<PLANES> codes[R::TILES];
+  GroupInput<E> in[R::DEEP][R::NT];
+  GroupCodes<PLANES> codes[R::TILES][R::DEEP];
   DEV uint32_t take(uint32_t x, int warp, int lane) {
     uint32_t seen = 0;
 #pragma unroll
-    for (int t = 0; t < R::NT; t++) {
-      const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + (lane & 3) * 32;
-      const uint4 low = lds128(from), high = lds128(from + 16);
-      seen |= low.w | high.w;
-      in[t].set(low, high);
-    }
+    for (int d = 0; d < R::DEEP; d++)
+#pragma unroll
+      for (int t = 0; t < R::NT; t++) {
+        const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
+        const uint4 low = lds128(from), high = lds128(from + 16);
+        seen |= low.w | high.w;
+        in[d][t].set(low, high);
+      }
     return seen;
   }
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     uint32_t seen = 0;
 #pragma unroll
-    for (int i = 0; i < R::TILES; i++) {
-      const uint32_t at = chunk + i * R::HALF, block = at + warp * UPPER_BLOCK;
-      codes[i].upper = lds128(block + lane * 16), codes[i].params = lds64(block + 512 + (lane >> 2) * 8);
-      seen |= codes[i].upper.w | codes[i].params.x;
-      if (PLANES == 2) codes[i].lower = lds128(at + LINEAR_WARPS * UPPER_BLOCK + warp * LOWER_BLOCK + lane * 16), seen |= codes[i].lower.w;
-    }
+    for (int i = 0; i < R::TILES; i++)
+#pragma unroll
+      for (int d = 0; d < R::DEEP; d++) {
+        const uint32_t at = chunk + i * R::HALF, piece = d * LINEAR_WARPS + warp, block = at + piece * UPPER_BLOCK;
+        GroupCodes<PLANES>& of = codes[i][d];
+        of.upper = lds128(block + lane * 16), of.params = lds64(block + 512 + (lane >> 2) * 8);
+        seen |= of.upper.w | of.params.x;
+        if (PLANES == 2) of.lower = lds128(at + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16), seen |= of.lower.w;
+      }
     return seen;
   }
-  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t, int, int) const {
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t, int, int, int left) const {
 #pragma unroll
-    for (int i = 0; i < R::TILES; i++) group_add<E, PLANES, R::NT>(acc[first + i], codes[i], in);
+    for (int i = 0; i < R::TILES; i++)
+#pragma unroll
+      for (int d = 0; d < R::DEEP; d++)
+        if (d == 0 || left > d * LINEAR_WARPS) group_add<E, PLANES, R::NT>(acc[first + i], codes[i][d], in[d]);
     return 0;
   }
 };
 
 // Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
-template <int PLANES, int NT, int TILES, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using PlanePipeline = Pipeline<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
+template <int PLANES, int NT, int TILES, int DEEP, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
+using PlanePipeline = Pipeline<NT, PlanePieces<PLANES, DEEP>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16, DEEP>;
 #endif

@@ -235,8 +235,9 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
-// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile, or of two or four tiles if pieces are small. A warp
-// reads only its own share of x. The tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile. Chunks of small pieces have several tiles (TILES), or
+// several pieces of a warp and tile (DEEP): more tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The
+// tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
 // Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
 // compete with the end of the previous kernel, so fewer are allowed.
@@ -247,21 +248,22 @@ static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_W
 // Units of 16 x 8 outputs that are summed at a time.
 constexpr int PIPELINE_UNITS = 2;
 
-// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
+// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. DEEP: pieces of a warp and tile in a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
 // X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing
 // warps. PAD: bytes between the rows of a chunk of x.
-template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
+template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
 struct Pipeline {
-  static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
+  static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, DEEP = DEEP_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
-  static constexpr int HALF = LINEAR_WARPS * PIECE, CHUNK = TILES * HALF;
+  static constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * PIECE, CHUNK = TILES * HALF;
   // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
-  static constexpr int PITCH = LINEAR_WARPS * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
+  static constexpr int PITCH = PIECES * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
   // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
+  static_assert(DEEP == 1 || SCALES == 0);
   static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= PIPELINE_AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
 };
 
@@ -279,9 +281,9 @@ struct Pieces {
 
 // Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `most_first` chunks are in flight while the stages are
 // filled for the first time, then at most `most_later`.
-template <int TILES, int TOGETHER, class Weights>
+template <int TILES, int TOGETHER, int DEEP = 1, class Weights>
 DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int most_first, int most_later) {
-  constexpr int W = LINEAR_WARPS, HALF = W * Weights::PIECE;
+  constexpr int W = DEEP * LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
 #pragma unroll 1
@@ -310,7 +312,7 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
 template <class R>
 DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
                      size_t pitch) {
-  constexpr int W = LINEAR_WARPS;
+  constexpr int W = R::PIECES;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
   const auto copy = [](uint32_t to, const uint8_t* from, int bytes, uint32_t bar) {
     if (R::CLUSTER > 1) bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
@@ -340,14 +342,15 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 }
 
 // y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs,
-// `load` its weights, `add` adds their products to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
+// `load` its weights, `add` adds the products of those that exist to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
 // x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply, class Weights>
 DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  // Shuffled, so that the compiler treats it as uniform in the warp.
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const uint32_t stages_at = shared_address(shared), x_stages_at = stages_at + R::X;
   const uint32_t full = stages_at + R::BARRIERS, empty = full + R::STAGES * 8;
   const uint32_t x_full = empty + R::STAGES * 8, x_empty = x_full + R::X_STAGES * 8, x_ready = x_empty + R::X_STAGES * 8;
@@ -369,7 +372,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
-    if (threadIdx.x == W * 32) fill_weights<R::TILES, T>(w, stages_at, full, empty, R::STAGES, pieces, mine, PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
+    if (threadIdx.x == W * 32) fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
     if (warp == W + 1) {
@@ -390,8 +393,8 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
 #pragma unroll
         for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
 #pragma unroll 1
-      for (int k = 0; k < pieces; k += W) {
-        const bool has_piece = k + warp < pieces;
+      for (int k = 0; k < pieces; k += R::PIECES) {
+        const int left = pieces - k - warp;                                // a warp has pieces 0, 8, ... of these
         Multiply multiply;
         // Missing rows hold stale data, in columns that are never stored; so does the missing second tile of a chunk.
         const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
@@ -404,7 +407,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
             mbar_wait(full + stage * 8, phase);
             release_stage(empty + stage * 8, multiply.load(stages_at + stage * R::CHUNK, warp, lane));
             if (++stage == R::STAGES) stage = 0, phase ^= 1;
-            if (has_piece) seen |= multiply.add(acc, i, x_at, warp, lane);
+            if (left > 0) seen |= multiply.add(acc, i, x_at, warp, lane, left);
           }
         if (Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
         if (++x_stage == R::X_STAGES) x_stage = 0, x_phase ^= 1;
@@ -455,7 +458,7 @@ struct MultiplyFull {
     a[0] = lds128(low), a[1] = lds128(low + 1024), a[2] = lds128(high), a[3] = lds128(high + 1024);
     return a[0].w | a[1].w | a[2].w | a[3].w;
   }
-  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int) const {
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int, int) const {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -489,7 +492,7 @@ struct MultiplyDraft {
     }
     return seen;
   }
-  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane) const {
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane, int) const {
     constexpr uint32_t L = 0x0f0f0f0f;
     const int g = lane >> 2, c = lane & 3;
     uint32_t seen = 0;

@@ -182,6 +182,24 @@ def test_lists_may_be_given_in_parts(
     assert [row["n_gen"] for row in quantspec(*few, "-n", "1", "-n", "5").json] == [1, 5]
 
 
+def test_a_warm_up_is_decoded_and_not_counted(quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[tuple[int, int | None]] = []
+    run = measuring.Answers.run
+
+    def noted(self: measuring.Answers, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
+        decoded.append((seed, tokens))
+        return run(self, seed, tokens)
+
+    monkeypatch.setattr(measuring.Answers, "run", noted)
+    bench = ("bench", *"-p 0 -n 24 -r 2 -s 5 --methods ar-int8 -o json --device cpu".split())
+    cold, warm = (quantspec(*bench, "--warm-up", tokens).json[0] for tokens in ("0", "60"))
+    assert decoded[:3] == [(5, measuring.WARM_UP), (5, None), (6, None)]
+    # Of the next seed, in answers as long as the timed one.
+    assert decoded[4:] == [(6, 24), (6, 24), (6, 12), (5, None), (7, 24), (7, 24), (7, 12), (6, None)]
+    assert (cold["warm_up"], warm["warm_up"]) == (0, 60)
+    assert warm["bytes_per_token"] == cold["bytes_per_token"]
+
+
 def test_rejection_keeps_the_distribution_and_not_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantspec: Callable[..., Any]
 ) -> None:
@@ -368,7 +386,7 @@ def test_kernels_are_compared_with_their_bytes(fake: Any, quantspec: Callable[..
                 *(("--n-prompt", "5"), ("--n-gen", "5"), ("--methods", "ar"), ("--prompt", "x"), ("--gamma", "3")),
                 *(("--draft-pages", "3"), ("--page-choice", "best"), ("--kv-rounding", "paper"), ("--threads", "1")),
                 ("--accept", "rejection"),
-                *(("--repetitions", "3"), ("--seed", "1")),
+                *(("--repetitions", "3"), ("--seed", "1"), ("--warm-up", "8")),
             )
         ),
     ],
@@ -544,6 +562,7 @@ def _tests(markdown: str) -> list[str]:
         (f"--draft-pages {'9' * 5000}", 2, ("--draft-pages", "2 to 4294967296")),
         (f"--draft-pages {'0' * 12}1", 2, ("--draft-pages", "at least 2")),
         ("-r 0", 2, ("repetitions is 0",)),
+        ("--warm-up -1", 2, ("warm-up is -1", "0 to 1000000")),
         ("-r 99999999999999999999", 2, ("repetitions is 99999999999999999999", "1 to 10000")),
         ("--rows 3", 2, ("--rows does not apply to bench without kernels",)),
         ("-m " + "x" * 5000, 1, ("is no valid hub id",)),

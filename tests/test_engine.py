@@ -20,7 +20,7 @@ import pytest
 from conftest import copy_demo
 
 import quantspec_cli
-from quantspec_cli import Engine, QuantspecError, background, loop
+from quantspec_cli import Engine, QuantspecError, background, loop, scheduler
 from quantspec_cli.engine import Statistics
 from quantspec_cli.errors import DoesNotFitError, InputError, UsageError
 from quantspec_cli.model import Prompt
@@ -54,6 +54,22 @@ def test_a_batch_yields_what_each_prompt_yields_alone(engine: Engine) -> None:
     together = engine.generate_batch(prompts, max_new_tokens=33, temperature=1.0, seed=7)
     alone = [engine.generate(prompt, max_new_tokens=33, temperature=1.0, seed=7) for prompt in prompts]
     assert together == alone
+
+
+def test_rounds_take_a_fifth_of_the_time_of_a_prompt(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer does not end before the next prompt is complete, even if rounds take longer than a chunk."""
+    monkeypatch.setattr(scheduler, "CHUNK_S", 0.001)
+    monkeypatch.setattr(scheduler, "_FIRST_ROWS", 4)
+    fake.accepted, fake.round_s, fake.prefill_s = [0], 0.02, 0.8
+    engine = Engine.load(context=1000, batch=2, method="ar")
+    first = engine.stream("one", max_new_tokens=900, ignore_eos=True)
+    next(first)
+    before, started = first.new_tokens, time.monotonic()
+    next(engine.stream("word " * 400, max_new_tokens=2, ignore_eos=True))
+    rounds, seconds = first.new_tokens - before, time.monotonic() - started
+    first.close()
+    assert rounds >= 4, "the first answer goes on"
+    assert rounds * fake.round_s < 0.35 * seconds
 
 
 def test_leaving_a_stream_frees_its_slot(engine: Engine, fake: Any) -> None:

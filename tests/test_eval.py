@@ -47,6 +47,51 @@ def sample() -> list[int]:
     return Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
 
 
+def test_every_drafter_is_decoded_by_gamma(quantspec: Any) -> None:
+    flags = ("eval", "--tokens", "330", "--context", "300", "--device", "cpu", "--decode", "60")
+    found = quantspec(
+        *flags, "--depths", "40,700", "--draft-pages", "2", "--draft-model", str(hub.demo()), "--json"
+    ).json
+    rows = {(row["depth"], row["method"], row["draft_pages"]): row for row in found["decoded"]}
+    ways = {(method, pages) for _, method, pages in rows}
+    assert ways == {
+        (name, pages)
+        for name, method in METHODS.items()
+        if method.drafts and not method.chooses
+        for pages in (
+            {method.pages or "all", 2} if method.draft_view and name not in COMBINED else {method.pages or "all"}
+        )
+    }
+    for row in rows.values():
+        assert len(row["acceptance_rate_per_position"]) == len(row["tokens_per_round"]) == 8
+        # All tokens but the first of each round are accepted drafts; the last round may be cut.
+        assert row["tokens_per_round"][-1] * row["rounds"] == pytest.approx(60, abs=9)
+        assert row["tokens_per_round"][0] == pytest.approx(1 + row["acceptance_rate_per_position"][0])
+    # The model drafts for itself. With 5 visible pages another choice of pages has another draft.
+    assert rows[700, "draft-model", "all"]["acceptance_rate"] > 0.9
+    assert rows[700, "draft-model", 2] != rows[700, "draft-model", "all"] | {"draft_pages": 2}
+    outcome = quantspec(*flags)
+    assert "tokens per round after 300" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--decode", "0"), 2, "--decode is 0"),
+        (("--depths", "40"), 2, "--depths without --decode"),
+        (("--draft-model-kv", "int4"), 2, "--draft-model-kv without --decode"),
+        (("--decode", "5", "--draft-model-kv", "int4"), 2, "there is no draft model"),
+        (("--decode", "5", "--depths", "0"), 2, "--depths is 0"),
+        (("--decode", "5", "--depths", "1x"), 2, "--depths"),
+        (("--decode", "5", "--depths", "200000"), 3, "decoded tokens take 200006 tokens"),
+        (("--decode", "5", "--depths", "9000"), 1, "9001 were requested"),
+        (("--decode", "5", "--group", "64"), 2, "--decode reads the engine's own cache"),
+    ],
+)
+def test_wrong_values_of_decoding_are_refused(quantspec: Any, flags: tuple[str, ...], code: int, words: str) -> None:
+    quantspec("eval", "--tokens", "20", "--device", "cpu", *flags).assert_error(code, words)
+
+
 def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
     ids = np.array(sample())
     model = llama_numpy.Llama(*llama_numpy.load(hub.demo()))

@@ -149,6 +149,35 @@ def test_a_second_checkpoint_is_planned() -> None:
     assert both["planned_bytes"] > alone["planned_bytes"] + alone["weights_bytes"]
 
 
+@pytest.mark.parametrize("view", ["fp16", "int8", "int4"])
+def test_a_second_checkpoint_keeps_a_cache_of_its_own_view(view: str) -> None:
+    options: dict[str, Any] = {"method": "draft-model", "draft_model": str(DEMO), "device": "cpu"}
+    with_view = EngineOptions(**options, draft_model_kv=view, gamma=3, draft_pages=2, page_choice="window")
+    model = Model.open(None)
+    engine = Engine(model, with_view, context=1200)
+    plain = Engine.load(method="ar", context=1200, device="cpu")
+    text = "".join(f"{number} green bottles stand on the wall. " for number in range(70))
+    generation: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    assert engine.generate(text, **generation) == plain.generate(text, **generation)
+    stats = engine.statistics()
+    assert stats["draft_pages_mean"] == 2
+    held = {plane: stats[f"cache_{plane}_bytes"] for plane in ("upper", "lower", "full")}  # type: ignore[literal-required]
+    own = {plane: plain.statistics()[f"cache_{plane}_bytes"] for plane in held}  # type: ignore[literal-required]
+    assert held["upper"] == own["upper"] * (1 if view == "fp16" else 2)
+    assert held["lower"] == own["lower"] * (2 if view == "int8" else 1)
+    assert (held["full"] > 0) == (view == "fp16")
+    assert stats["planned_bytes"] >= sum(held.values())
+
+
+def test_views_of_a_draft_models_cache_that_would_be_ignored_are_refused(quantspec: Any) -> None:
+    run = ("run", "--text", "x", "-n", "5", "--draft-model-kv", "fp16")
+    quantspec(*run).assert_error(2, "--draft-model-kv is 'fp16'", "method quantspec has no draft model")
+    quantspec(*run, "--method", "auto").assert_error(2, "method auto has no draft model")
+    drafting = (*run, "--method", "draft-model", "--draft-model", str(DEMO))
+    quantspec(*drafting, "--draft-pages", "4").assert_error(2, "draft_pages is 4", "no scores", "--page-choice window")
+    quantspec(*drafting[:-5], "int2", *drafting[-4:]).assert_error(2, "int2")
+
+
 def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Path) -> None:
     run = ("run", "--text", "x", "-n", "5", "--device", "cpu", "--method", "draft-model")
     quantspec(*run).assert_error(2, "method draft-model has no draft model", "--draft-model")
@@ -176,6 +205,15 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     assert drafting["acceptance_rate"] > 0.9
     # A draft of two tokens and a verification read the model's bytes three times, for up to three tokens.
     assert drafting["bytes_per_token"] > 0.9 * plain["bytes_per_token"]
+    measured = ("--methods", "ar,draft-model,snapkv", "--draft-model", str(DEMO), "--draft-pages", "2")
+    kept = ("--draft-model-kv", "fp16", "--page-choice", "window", "--draft-refresh", "1")
+    rows = {row["method"]: row for row in quantspec(*bench, *measured, *kept).json}
+    assert rows["draft-model"]["draft_model_kv"] == "fp16"
+    assert rows["snapkv"]["draft_refresh"] == 1
+    assert "draft_refresh" not in rows["draft-model"]
+    quantspec(*bench, *measured, *kept[:2]).assert_error(2, "draft_pages is 2", "--page-choice window")
+    quantspec(*bench, *kept[:2]).assert_error(2, "--draft-model-kv is fp16, but there is no draft model")
+    quantspec(*bench, *kept[-2:]).assert_error(2, "--draft-refresh is 1", "snapkv")
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
     quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods uses it")
 

@@ -151,6 +151,47 @@ def test_models_that_cannot_run_are_an_error(
     quantspec("plan", "-m", path, "--device", "cpu").assert_error(1, words)
 
 
+def test_a_draft_model_is_planned_and_predicted(quantspec: Run, tmp_path: Path) -> None:
+    path, small = described(tmp_path / "m"), described(tmp_path / "small", num_hidden_layers=1)
+    flags = ("plan", "-m", path, "-c", "1500", "--device", "cpu", "--json")
+    alone = quantspec(*flags).json
+    found = quantspec(*flags, "--draft-model", small, "--draft-model-kv", "int4").json
+    held = _native.plan(
+        path,
+        capacity=1500,
+        method="draft-model",
+        draft_model=small,
+        draft_model_kv="int4",
+        draft_weights="none",
+        device="cpu",
+        described=True,
+    )
+    assert found["draft_weights_bytes"] == held["draft_weights_bytes"] < alone["weights_bytes"]
+    assert (found["draft_model"], found["draft_model_kv"]) == (small, "int4")
+    row = found["methods"][-1]
+    assert (row["method"], row["decode_tokens_per_s"], row["gamma"]) == ("draft-model", None, None)
+    # Each drafted token takes a step of the smaller model, and verification the time of copies.
+    copies = next(one for one in found["methods"] if one["method"] == "ngram")["round_ms"]
+    steps = np.subtract(row["round_ms"], copies)
+    assert steps[0] == pytest.approx(0, abs=1e-3)
+    assert 0 < steps[1] < row["round_ms"][0]
+    assert steps[4] == pytest.approx(4 * steps[1], rel=0.1)
+    likely = quantspec(*flags, "--draft-model", small, "--acceptance", "0.9").json["methods"][-1]
+    assert likely["decode_tokens_per_s"] > 0
+
+
+def test_a_draft_model_that_cannot_draft_is_an_error(quantspec: Run, tmp_path: Path) -> None:
+    path = described(tmp_path / "m")
+    flags = ("plan", "-m", path, "--device", "cpu")
+    other = described(tmp_path / "other", vocab_size=4096)
+    quantspec(*flags, "--draft-model", other).assert_error(1, "vocabulary of 4096")
+    short = described(tmp_path / "short", max_position_embeddings=512)
+    outcome = quantspec(*flags, "--draft-model", short, "-c", "1000")
+    assert outcome.code == 3
+    assert "the draft model's context of 512" in outcome.stderr
+    quantspec(*flags, "--draft-model-kv", "int4").assert_error(2, "method draft-model has no draft model")
+
+
 def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> None:
     # 10^15 bytes of cache, beyond every machine.
     path = described(tmp_path / "m", num_hidden_layers=1000, max_position_embeddings=1 << 27)

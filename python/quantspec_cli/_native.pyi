@@ -104,6 +104,7 @@ class Engine:
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         draft_refresh: int = 0,
+        draft_model_kv: str | None = None,
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
@@ -191,6 +192,9 @@ class Engine:
 
         `kv_target` may be "fp16" if the engine was opened with it.
         """
+
+    def reset_stats(self) -> None:
+        """Forgets counters and times; the policy keeps its measurements."""
 
     def restart(
         self,
@@ -306,6 +310,7 @@ def planned(
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
+    draft_model_kv: str | None = None,
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
@@ -332,6 +337,7 @@ def plan(
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
     draft_refresh: int = 0,
+    draft_model_kv: str | None = None,
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,

@@ -29,7 +29,9 @@ from .options import (
     chat_flags,
     device_flags,
     draft_model_flag,
+    draft_model_kv_flag,
     draft_precision_flag,
+    draft_refresh_flag,
     engine_flags,
     json_flag,
     model_flags,
@@ -372,9 +374,20 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     metavar="SHARE",
     help="Probability that a drafted token is accepted.  [default: by method]",
 )
+@draft_model_flag
+@draft_model_kv_flag
 @device_flags
 @json_flag
-def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
+def plan(
+    *,
+    device: str,
+    threads: int | None,
+    weights: str,
+    kv_target: str,
+    draft_model: str | None,
+    draft_model_kv: str | None,
+    **flags: Any,
+) -> Done:
     """Predict, before a download, whether a model fits on this machine, with which context and batch, and how fast.
 
     Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from passes
@@ -383,7 +396,10 @@ def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **fl
     from .plan import Request
     from .plan import plan as execute
 
-    options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target)
+    drafted: dict[str, Any] = {}
+    if draft_model is not None or draft_model_kv is not None:
+        drafted = {"method": "draft-model", "draft_model": draft_model, "draft_model_kv": draft_model_kv}
+    options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target, **drafted)
     return execute(Request(**flags), options)
 
 
@@ -449,12 +465,22 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 )
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0: none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before the timed ones.")
+@click.option(
+    "--warm-up",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Tokens that each run first decodes untimed, with which --gamma auto and --method auto measure.",
+)
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after -d tokens.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @draft_precision_flag
 @page_choice_flag
 @draft_model_flag
+@draft_model_kv_flag
+@draft_refresh_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
@@ -553,6 +579,20 @@ def bench(
     metavar="LIST",
     help="Compare ways to choose this many pages for a draft: best, snap, window, and single tokens.",
 )
+@click.option(
+    "--decode",
+    type=int,
+    metavar="N",
+    help="Also decode N tokens with every method: tokens per round by gamma, 1 to 8.",
+)
+@click.option(
+    "--depths",
+    cls=Lists,
+    metavar="LIST",
+    help="With --decode: tokens of the text before them.  [default: --context]",
+)
+@draft_model_flag
+@draft_model_kv_flag
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score. int8 and int4 are also compared with the checkpoint's.")
 @_choice_flag(
     "--kv-rounding",

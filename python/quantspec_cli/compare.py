@@ -33,7 +33,7 @@ KEY = (
     "n_depth",
 )
 # Fields that may differ between the files, and explain a difference of speed.
-CONDITIONS = ("quantspec", "device_name", "simd", "threads", "weights")
+CONDITIONS = ("quantspec", "device_name", "simd", "threads", "weights", "warm_up")
 # Combined standard deviations above which a difference counts as significant: 1 of 20 equal pairs exceeds it.
 DEVIATIONS = 2.0
 

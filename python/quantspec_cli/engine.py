@@ -418,6 +418,7 @@ class Engine:
         page_choice: str | None = None,
         draft_refresh: int = 0,
         draft_model: str | os.PathLike[str] | None = None,
+        draft_model_kv: str | None = None,
         accept: str = "replay",
         prompt_cache: str | os.PathLike[str] | bool = True,
         on_loading: OnProgress | None = None,
@@ -453,6 +454,7 @@ class Engine:
             page_choice: with a number of pages, the "best" ones (the default), or a "window": the first and the newest.
             draft_refresh: with method "snapkv", number of new pages after which it chooses among all pages again; 0 is never.
             draft_model: with methods "draft-model" and "auto", a directory, a GGUF file or a hub id with the same tokenizer.
+            draft_model_kv: view of the draft model's own cache: "int8", "fp16" or "int4"; None is `kv_target`.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: where processed prompts are kept, so that a common prefix is processed once. True: in memory, in
                 at most an eighth of what the engine leaves free, or half of a GPU's. A folder: there, also for other
@@ -476,6 +478,7 @@ class Engine:
             page_choice=page_choice,
             draft_refresh=draft_refresh,
             draft_model=None if draft_model is None else os.fspath(draft_model),
+            draft_model_kv=draft_model_kv,
             accept=accept,
         )
         # More sequences than any memory holds, and small enough for the engine's integers.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import output, prompts, render, report, settings
+from . import drafters, output, prompts, render, report, settings
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
@@ -58,6 +58,10 @@ class Request:
         sensitivity_layers: also with each matrix of each layer alone; implies `sensitivity`.
         context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
+        decode: tokens that every method decodes in addition; None for none.
+        depths: a comma list of numbers of tokens before them; None is that of `context`.
+        draft_model: a checkpoint for the methods that need one.
+        draft_model_kv: the view of its cache; None is the target's.
         ablation: a cache with other groups or codes than the engine's own; None is the engine's.
         output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
@@ -72,6 +76,10 @@ class Request:
     sensitivity: bool
     sensitivity_layers: bool
     draft_pages: str | None
+    decode: int | None
+    depths: str | None
+    draft_model: str | None
+    draft_model_kv: str | None
     ablation: Ablation | None
     output: str | None
     report: str | None
@@ -93,6 +101,14 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             f"or --context {request.tokens - 2} or less",
         )
     budgets = _budgets(request.draft_pages)
+    decoded = drafters.Request.of(
+        request.decode,
+        request.depths,
+        context=request.context,
+        pages=budgets,
+        draft_model=request.draft_model,
+        draft_model_kv=request.draft_model_kv,
+    )
     if request.ablation is not None:
         _refuse_with_ablation(request)
     render.warn_of_threads(options.threads)
@@ -102,10 +118,15 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         render.warn_of_documents([document])
         model = Model.open(
-            request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
+            request.model,
+            revision=request.revision,
+            offline=request.offline,
+            progress=render.on_terminal(),
+            draft_model=request.draft_model,
         )
         name = "sample.txt" if request.prompt is None else document.name
         ids = _tokens(model, document.text, name, request)
+        text = [] if decoded is None else drafters.ids_of(model, name, document.text, decoded)
         found = {
             "model": model.name,
             "prompt": name,
@@ -113,6 +134,8 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             **_ablation(request, options),
             **_scores(model, ids, request, options, budgets),
         }
+        if decoded is not None:
+            found["decoded"] = drafters.scores(model, text, decoded, options)
         scores = "\n".join(lines(found)) + "\n"
         if file is not None:
             file.write(scores)
@@ -130,6 +153,7 @@ def _refuse_with_ablation(request: Request) -> None:
     """Raises for comparisons that read the engine's own cache."""
     for flag, given in (
         ("--draft-pages", request.draft_pages is not None),
+        ("--decode", request.decode is not None),
         ("--sensitivity", request.sensitivity),
         ("--sensitivity-layers", request.sensitivity_layers),
     ):
@@ -254,7 +278,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     for pages, choices in found.get("page_choices", {}).items():
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
-    return report
+    return report + drafters.lines(found.get("decoded", ()))
 
 
 def _by_layer(sensitivity: dict[str, Any]) -> list[str]:

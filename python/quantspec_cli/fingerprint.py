@@ -54,7 +54,7 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
             name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights", "draft_precision")
         }
         if engine.draft_model is not None:
-            fields |= {"draft_model": engine.draft_model}
+            fields |= {"draft_model": engine.draft_model, "draft_model_kv": engine.view_of_draft_model}
         fields |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
         fields |= {"draft_refresh": engine.draft_refresh}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()

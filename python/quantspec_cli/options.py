@@ -100,6 +100,7 @@ class EngineOptions:
     page_choice: str | None = None
     draft_refresh: int = 0
     draft_model: str | None = None
+    draft_model_kv: str | None = None
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
 
@@ -112,6 +113,8 @@ class EngineOptions:
         self._check_precision()
         if self.page_choice is not None:
             _one_of("page_choice", self.page_choice, PAGE_CHOICES)
+        if self.draft_model_kv is not None:
+            _one_of("draft_model_kv", self.draft_model_kv, KV_TARGETS)
         _one_of("accept", self.accept, ACCEPTANCE)
         kind, _, index = (self.device if isinstance(self.device, str) else "").partition(":")
         if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
@@ -124,6 +127,13 @@ class EngineOptions:
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_unknown()
+        self._check_draft_model_kv()
+
+    def _check_draft_model_kv(self) -> None:
+        """Refuses a choice of pages of a draft model without the scores that it needs."""
+        reads_all = self.draft_pages in (None, "all") or self.page_choice == "window"
+        if METHODS[self.method].draft_model and self.view_of_draft_model == "fp16" and not reads_all:
+            raise UsageError(no_scores(self.draft_pages), "add --page-choice window", option="page_choice")
 
     def _check_precision(self) -> None:
         """Refuses unknown names of matrices, and matrices without two precisions."""
@@ -155,6 +165,8 @@ class EngineOptions:
             )
         if not method.draft_model and not method.chooses:
             reasons["draft_model"] = (None, "reads no draft model")
+        if self.draft_model is None:
+            reasons["draft_model_kv"] = (None, "has no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
@@ -186,6 +198,11 @@ class EngineOptions:
         return self.draft_weights if METHODS[self.method].draft_weights else "none"
 
     @property
+    def view_of_draft_model(self) -> str:
+        """The view of a draft model's own cache."""
+        return self.draft_model_kv or self.kv_target
+
+    @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """The number of pages a draft reads, as named in reports."""
         default: Literal["all", "auto"] = "auto" if METHODS[self.method].chooses else "all"
@@ -211,6 +228,7 @@ class EngineOptions:
             "draft_pages": None if pages == "all" else pages,
             "page_choice": self.choice_of_pages,
             "draft_refresh": self.draft_refresh,
+            "draft_model_kv": self.draft_model_kv,
             "accept": self.accept,
             "gamma": None if self.gamma == "auto" else self.gamma,
         }
@@ -303,6 +321,13 @@ def schema_text(schema: object) -> str:
     if not isinstance(found, dict):
         raise UsageError(f"the JSON schema is {text:.60}, and no object", hint, option="json_schema")
     return text
+
+
+def no_scores(pages: object) -> str:
+    """What is wrong with this choice of pages of a draft model that keeps its cache in FP16."""
+    return (
+        f"draft_pages is {shown(pages)}, and the draft model's cache in FP16 has no scores to choose the best pages by"
+    )
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
@@ -465,6 +490,28 @@ def draft_model_flag(command: Command) -> Command:
     )(command)
 
 
+def draft_model_kv_flag(command: Command) -> Command:
+    """--draft-model-kv."""
+    return click.option(
+        "--draft-model-kv",
+        type=click.Choice(KV_TARGETS),
+        default=None,
+        help="View of the draft model's own cache.  [default: that of --kv-target]",
+    )(command)
+
+
+def draft_refresh_flag(command: Command) -> Command:
+    """--draft-refresh."""
+    return click.option(
+        "--draft-refresh",
+        type=int,
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="For method snapkv: choose pages again after N new ones; 0: never.",
+    )(command)
+
+
 def engine_flags(command: Command) -> Command:
     """Everything of `EngineOptions` but the device."""
 
@@ -510,15 +557,9 @@ def engine_flags(command: Command) -> Command:
             f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
         ),
         page_choice_flag,
-        click.option(
-            "--draft-refresh",
-            type=int,
-            metavar="N",
-            default=0,
-            show_default=True,
-            help="For method snapkv: choose pages again after N new ones; 0: never.",
-        ),
+        draft_refresh_flag,
         draft_model_flag,
+        draft_model_kv_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub, predict, render, sizes
 from .errors import DoesNotFitError, UsageError, native_errors, one_line
-from .options import BATCH_MAX, METHODS, whole
+from .options import BATCH_MAX, METHODS, EngineOptions, whole
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from .options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +56,30 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
     """The document of `--json`."""
     from . import _native
 
-    path = str(
-        hub.describe(request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
-    )
+    def described(model: str | None, revision: str | None) -> str:
+        return str(hub.describe(model, revision=revision, offline=request.offline, progress=render.on_terminal()))
+
+    path = described(request.model, request.revision)
+    draft_model = None if options.draft_model is None else described(options.draft_model, None)
     with native_errors():
         info = _native.model_info(path, described=True)
-        context = request.ctx_size or int(info["max_positions"])
-        held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
+        drafts_info = info if draft_model is None else _native.model_info(draft_model, described=True)
+        longest = min(int(info["max_positions"]), int(drafts_info["max_positions"]))
+        context = request.ctx_size or longest
+        common: dict[str, Any] = {"capacity": context, "slots": request.batch, "described": True}
+        held = _native.plan(path, draft_model=draft_model, **common, **options.native())
+        alone = held
+        if draft_model is not None:
+            # The model's own draft weights, which the engine with a draft model does not hold.
+            native = EngineOptions(device=options.device, threads=options.threads, kv_target=options.kv_target).native()
+            alone = _native.plan(path, **common, **native | {"weights": held["weights"]})
         seen = _native.traffic(
             path,
             context - 1,
             1,
             held["weights"],
             held["device"],
-            draft_precision=held["draft_precision"],
+            draft_precision=alone["draft_precision"],
             described=True,
         )
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
@@ -92,7 +100,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "longest_context": held["longest_context"],
         "model_context": info["max_positions"],
         "batch": request.batch,
-        "largest_batch": held["largest_batch"] if context <= info["max_positions"] else 0,
+        "largest_batch": held["largest_batch"] if context <= longest else 0,
         "device_name": None,
         "bandwidth_gb_per_s": None,
         "predicted": None,
@@ -100,33 +108,75 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "roofline": [],
         "sizes": sizes.table(options.device),
     }
+    if draft_model is not None:
+        found |= {
+            "draft_model": options.draft_model,
+            "draft_model_kv": options.view_of_draft_model,
+            "draft_model_context": drafts_info["max_positions"],
+        }
     if held["fits"]:
-        load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
-        with native_errors():
-            rates = _native.rates(
-                path,
-                device=options.device,
-                threads=options.threads,
-                context=context,
-                weights=held["weights"],
-                kv_target=options.kv_target,
-                draft_precision=held["draft_precision"],
-                drafts=predict.drafts(load.pages),
-            )
-        found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)
+        load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or alone["draft_weights_bytes"], context)
+        rates = _rates(path, options, options.kv_target, alone, load)
+        step_s = None
+        if draft_model is not None:
+            step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=request.batch)
+        found |= predictions(
+            rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance, step_s=step_s
+        )
     return found
 
 
+def _rates(path: str, options: EngineOptions, view: str, held: Mapping[str, Any], load: predict.Load) -> dict[str, Any]:
+    """The machine's speed at the shapes of a model whose cache has this view."""
+    from . import _native
+
+    with native_errors():
+        return _native.rates(
+            path,
+            device=options.device,
+            threads=options.threads,
+            context=load.context,
+            weights=held["weights"],
+            kv_target=view,
+            draft_precision=held["draft_precision"],
+            drafts=predict.drafts(load.pages),
+        )
+
+
+def _step_of_draft_model(
+    path: str, info: Mapping[str, Any], options: EngineOptions, held: Mapping[str, Any], context: int, *, batch: int
+) -> float:
+    """Seconds of a draft model's step: a pass of that model as a target over its own cache."""
+    from . import _native
+
+    view = options.view_of_draft_model
+    with native_errors():
+        seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
+    load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or 0, context)
+    machine = predict.Machine.of(_rates(path, options, view, held, load), load, view)
+    return predict.seconds(machine, load, predict.TARGET, view, rows=1, batch=batch)
+
+
 def predictions(
-    rates: Mapping[str, Any], load: predict.Load, target: str, *, batch: int, acceptance: float | None
+    rates: Mapping[str, Any],
+    load: predict.Load,
+    target: str,
+    *,
+    batch: int,
+    acceptance: float | None,
+    step_s: float | None = None,
 ) -> dict[str, Any]:
-    """Predictions from the machine's rates."""
+    """Predictions from the machine's rates. `step_s` are the seconds of a draft model's step."""
     machine = predict.Machine.of(rates, load, target)
     rounds = {
         draft: predict.Rounds.of(machine, load, draft, target, batch=batch) for draft in predict.drafts(load.pages)
     }
     speeds = {draft: of.speed(draft.acceptance if acceptance is None else acceptance) for draft, of in rounds.items()}
     copies = predict.Rounds.of(machine, load, None, target, batch=batch)
+    # Their acceptance depends on the text, and on the other model.
+    others = {"ngram": copies}
+    if step_s is not None:
+        others["draft-model"] = predict.Rounds.of(machine, load, None, target, batch=batch, step_s=step_s)
     plain = copies.plain
 
     def row(method: str, of: predict.Rounds, speed: predict.Speed | None) -> dict[str, Any]:
@@ -170,7 +220,7 @@ def predictions(
             row("ar", copies, predict.Speed(0, None, plain)),
             row("auto", rounds[chosen], speeds[chosen]),
             *(row(draft.method, rounds[draft], speed) for draft, speed in speeds.items()),
-            row("ngram", copies, None if acceptance is None else copies.speed(acceptance)),
+            *(row(name, of, None if acceptance is None else of.speed(acceptance)) for name, of in others.items()),
         ],
         "roofline": [operation.to_json() for operation in roofline],
     }
@@ -178,9 +228,11 @@ def predictions(
 
 def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
     """The error of a plan that does not fit, with the plan as the error's document."""
-    context, longest, most = found["context"], found["longest_context"], found["model_context"]
+    context, longest = found["context"], found["longest_context"]
+    contexts = [(found[f"{name}_context"], name) for name in ("model", "draft_model") if f"{name}_context" in found]
+    most, shortest = min(contexts)
     if context > most:
-        message = f"{context} tokens exceed the model's context of {most}"
+        message = f"{context} tokens exceed the {shortest.replace('_', ' ')}'s context of {most}"
     else:
         sequences = "a sequence" if found["batch"] == 1 else f"{found['batch']} sequences"
         message = (
@@ -205,7 +257,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
     report = [
         f"model       {one_line(found['model'])}: {_weights(found['weights'])}{render.size(found['weights_bytes'])}, "
-        f"draft weights {render.size(found['draft_weights_bytes'])}",
+        f"{'draft model' if 'draft_model' in found else 'draft weights'} {render.size(found['draft_weights_bytes'])}",
         f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
         f"{found['device']}: {'fits' if found['fits'] else 'does not fit'}",
         f"context     {found['context']:,} tokens{each}; longest that fits {found['longest_context']:,}",

@@ -321,7 +321,7 @@ class Rounds:
     """Seconds of the rounds of all sequences, by γ; index 0 is plain decoding.
 
     Attributes:
-        draft: how tokens are drafted; None for copies of earlier text, which cost nothing.
+        draft: how tokens are drafted by the model itself; None for another model, and for copies of earlier text.
         batch: sequences.
         seconds: of a round.
     """
@@ -331,10 +331,12 @@ class Rounds:
     seconds: Sequence[float]
 
     @classmethod
-    def of(cls, machine: Machine, load: Load, draft: Draft | None, target: str, *, batch: int) -> Rounds:
-        """Rounds of a draft. `target` is the target's view."""
+    def of(
+        cls, machine: Machine, load: Load, draft: Draft | None, target: str, *, batch: int, step_s: float = 0.0
+    ) -> Rounds:
+        """Rounds of a draft. `target` is the target's view, `step_s` the seconds of a draft step of another model."""
         warm, grows, most = LOOP
-        later = seconds(machine, load, draft, target, rows=1, batch=batch) if draft else 0.0
+        later = seconds(machine, load, draft, target, rows=1, batch=batch) if draft else step_s
         first_s = machine.first_s[draft] if draft else 0.0
 
         def of_gamma(gamma: int) -> float:

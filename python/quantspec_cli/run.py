@@ -153,7 +153,11 @@ def report(
         "draft_pages": chosen.pages_of_draft,
         "page_choice": chosen.choice_of_pages,
         **({} if chosen.draft_refresh == 0 else {"draft_refresh": chosen.draft_refresh}),
-        **({} if chosen.draft_model is None else {"draft_model": chosen.draft_model}),
+        **(
+            {}
+            if chosen.draft_model is None
+            else {"draft_model": chosen.draft_model, "draft_model_kv": chosen.view_of_draft_model}
+        ),
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
         "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
         "temperature": options.temperature,

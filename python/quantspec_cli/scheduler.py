@@ -31,9 +31,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Most time that decoding sequences wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother; chunks longer
-# than a round cost no throughput.
+# Time that decoding sequences wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother.
 CHUNK_S = 0.1
+# Where rounds take longer, a chunk takes this many of them. Otherwise short answers would end while the next prompt is
+# processed, and documents would decode one after another, each round reading the weights for one.
+CHUNK_ROUNDS = 4
 # Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
 # A whole prompt.
@@ -104,6 +106,8 @@ class Scheduler:
         # The request for which too few pages are free until a sequence ends.
         self._too_large: Request | None = None
         self._chunk_rows = _FIRST_ROWS
+        # Seconds of the last round.
+        self._round_s = 0.0
         self._thread: threading.Thread | None = None
         # Held while a command is enqueued, so that none follows the one that ends the thread.
         self._lock = threading.RLock()
@@ -275,7 +279,7 @@ class Scheduler:
                 self.longest_chunk_s = max(self.longest_chunk_s, seconds)
             if first is None:
                 # At most doubled: a prompt's first rows are cheaper than its last.
-                factor = CHUNK_S / seconds
+                factor = max(CHUNK_S, CHUNK_ROUNDS * self._round_s) / seconds
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
                 self._reading = None
@@ -299,6 +303,7 @@ class Scheduler:
         self.rounds += 1
         self.sequence_rounds += len(slots)
         self.most_sequences = max(self.most_sequences, len(slots))
+        started = time.perf_counter()
         try:
             with self._engine():
                 emitted = loop.step(self.native, slots)
@@ -308,6 +313,7 @@ class Scheduler:
         except QuantspecError as error:
             self._fail_all(error)
             return
+        self._round_s = time.perf_counter() - started
         for slot, tokens in emitted:
             self._deliver(slot, tokens)
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// Timings kept of a quantity, and timings after which it counts regardless of its neighbours.
 const KEPT: usize = 7;
 pub(crate) const RELIABLE: usize = 2;
-/// Cost of one more row, relative to the only timed row count. Optimistic, so that drafting is tried.
+/// Cost of one more row, relative to the only timed row count. Optimistic for one sequence, so that drafting is tried.
 const SLOPE: f64 = 0.02;
 
 /// The last timings of one quantity, and the round of the last. Only positive finite numbers count.
@@ -46,7 +46,7 @@ impl Costs {
     }
 
     /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
-    /// half the lower timing.
+    /// half the lower timing. If only one was, fewer rows cost as much: they may be a plain step, which must not seem fast.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);
@@ -56,7 +56,8 @@ impl Costs {
             (Some(left), right) => (left, right),
             (None, right) => (right?, above.next()),
         };
-        let slope = right.map_or(SLOPE * left.1, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
+        let guess = if rows as f64 > left.0 { SLOPE * left.1 } else { 0.0 };
+        let slope = right.map_or(guess, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
         Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
     }
 }

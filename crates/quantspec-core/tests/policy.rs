@@ -777,6 +777,46 @@ struct Way {
     known: forecast::Prior,
 }
 
+/// Tokens and time, in plain steps, of each sequence's first `first` tokens, and of the rest up to `tokens`, with ways to draft
+/// instead of the world's own. `auto`: forecasts are given. The first draft of each way takes `slow_first` times as long.
+fn choose_among(
+    world: &World,
+    mut policy: Policy,
+    ways: &[Way],
+    auto: bool,
+    slow_first: f64,
+    [first, tokens]: [usize; 2],
+) -> [(usize, f64); 2] {
+    let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
+    let (mut parts, mut round, mut drafted) = ([(0, 0.0); 2], 0, HashSet::new());
+    let batch = world.batch;
+    while parts[0].0 + parts[1].0 < tokens * batch {
+        if auto {
+            policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()));
+        }
+        let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+        let is_first = gamma > 0 && drafted.insert(policy.candidate());
+        let draft = way.step * gamma as f64 * if is_first { slow_first } else { 1.0 };
+        let verify = (world.verify)(batch * (gamma + 1)) / 10.0;
+        if gamma > 0 {
+            policy.observe_draft(world.timed(draft, round, 0), gamma);
+        }
+        let part = &mut parts[usize::from(parts[0].0 >= first * batch)];
+        for sequence in 0..batch {
+            let accepts = |i: &usize| world.uniform(round, (sequence * 20 + i) as u64) < way.alpha;
+            let accepted = (0..gamma).take_while(accepts).count();
+            if gamma > 0 {
+                policy.observe_round(gamma, accepted);
+            }
+            part.0 += accepted + 1;
+        }
+        part.1 += draft + verify;
+        policy.observe_verify(batch * (gamma + 1), world.timed(verify, round, 1));
+        round += 1;
+    }
+    parts
+}
+
 /// A scenario of `--method auto`: a model, a context of 1,024 pages and a machine. Costs are in plain steps.
 #[derive(Clone, Copy, Debug)]
 struct Scene {
@@ -812,37 +852,16 @@ impl Scene {
         [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
     }
 
-    /// Tokens and time of the first `first` tokens, and of the rest up to `tokens`. `auto`: forecasts are given.
     fn run(
         &self,
         ways: &[Way],
         auto: bool,
         verify: fn(usize) -> f64,
         seed: u64,
-        [first, tokens]: [usize; 2],
+        spans: [usize; 2],
     ) -> [(usize, f64); 2] {
-        let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
-        let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
-        let (mut parts, mut round, mut drafted) = ([(0, 0.0); 2], 0, HashSet::new());
-        while parts[0].0 + parts[1].0 < tokens {
-            if auto {
-                policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()));
-            }
-            let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
-            let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
-            let is_first = gamma > 0 && drafted.insert(policy.candidate());
-            let step = way.step * if is_first { self.first } else { 1.0 };
-            let (draft, verify) = (step * gamma as f64, verify(gamma + 1) / 10.0);
-            if gamma > 0 {
-                policy.observe_draft(world.timed(draft, round, 0), gamma);
-                policy.observe_round(gamma, accepted);
-            }
-            policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
-            let part = &mut parts[usize::from(parts[0].0 >= first)];
-            *part = (part.0 + accepted + 1, part.1 + draft + verify);
-            round += 1;
-        }
-        parts
+        let policy = Policy::auto(12).with_candidates(ways.len());
+        choose_among(&World { seed, verify, ..WORLD }, policy, ways, auto, self.first, spans)
     }
 
     /// Time per token of the first 256 tokens, and of the next 2,048, each the mean of `seeds` texts.
@@ -932,4 +951,72 @@ fn what_has_no_forecast_is_not_tried() {
         policy.observe_verify(gamma + 1, flat(gamma + 1) / 10.0);
     }
     assert!(policy.gamma() > 1);
+}
+
+/// A batch on a GPU whose drafts read all pages, 16, or 64. Times in plain steps.
+struct Documents {
+    batch: usize,
+    verify: fn(usize) -> f64,
+    /// Time of a step, its bytes relative to a plain step's, and acceptance.
+    ways: &'static [(f64, f64, f64)],
+}
+
+/// 8 and 32 sequences, each after 16,384 and 4,096 tokens, on an H200.
+const DOCUMENTS: [Documents; 4] = [
+    Documents {
+        batch: 8,
+        verify: |rows| 10.0 + 0.067 * (rows as f64 - 8.0),
+        ways: &[(0.62, 0.5, 0.9), (0.26, 0.11, 0.845), (0.415, 0.275, 0.87)],
+    },
+    Documents {
+        batch: 32,
+        verify: |rows| 10.0 + 0.0207 * (rows as f64 - 32.0),
+        ways: &[(0.6, 0.53, 0.9), (0.173, 0.09, 0.85), (0.355, 0.28, 0.875)],
+    },
+    Documents {
+        batch: 8,
+        verify: |rows| 10.0 + 0.13 * (rows as f64 - 8.0),
+        ways: &[(0.6, 0.44, 0.9), (0.535, 0.29, 0.87)],
+    },
+    Documents {
+        batch: 32,
+        verify: |rows| 10.0 + 0.039 * (rows as f64 - 32.0),
+        ways: &[(0.58, 0.52, 0.9), (0.437, 0.31, 0.86)],
+    },
+];
+
+impl Documents {
+    /// Time per token of 256 tokens of each sequence, the mean of `seeds` texts.
+    fn pace(&self, policy: &Policy, ways: &[Way], slow_first: f64, seeds: u64) -> f64 {
+        let run = |seed| {
+            let world = World { seed, batch: self.batch, verify: self.verify, ..WORLD };
+            let [(tokens, seconds), _] = choose_among(&world, policy.clone(), ways, true, slow_first, [256, 256]);
+            seconds / tokens as f64
+        };
+        (0..seeds).map(run).sum::<f64>() / seeds as f64
+    }
+}
+
+#[test]
+fn batches_of_documents_come_close_to_the_best_pair() {
+    for documents in &DOCUMENTS {
+        let way =
+            |&(step, bytes, alpha)| Way { step, alpha, known: forecast::Prior { bytes, alpha: 0.95, weights: 0 } };
+        let ways: Vec<Way> = documents.ways.iter().map(way).collect();
+        for (slow_first, bound) in [(1.0, 1.03), (4.0, 1.05)] {
+            let fixed = |way: &Way| {
+                let of = |gamma| documents.pace(&Policy::fixed(gamma), &[*way], slow_first, 4);
+                (0..=8).map(of).fold(f64::INFINITY, f64::min)
+            };
+            let best = ways.iter().map(fixed).fold(f64::INFINITY, f64::min);
+            let auto = documents.pace(&Policy::auto(12).with_candidates(ways.len()), &ways, slow_first, 12);
+            let share = auto / best;
+            println!("SHARE {share:.4} {slow_first}");
+            assert!(
+                share < bound,
+                "batch {}, first draft {slow_first}: {share} of the best pair's time",
+                documents.batch
+            );
+        }
+    }
 }

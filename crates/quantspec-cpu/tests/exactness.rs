@@ -84,14 +84,20 @@ fn demo() -> Model {
 }
 
 impl Model {
-    /// The drafter of a second checkpoint: the demo model for every model with its tokenizer, others for themselves. If the
-    /// target reads both nibbles and the first γ is even, it reads the upper ones, so that its own target errs too.
+    /// The drafter of a second checkpoint: the demo model for every model with its tokenizer, others for themselves. Its cache has
+    /// the case's view. Without one, and if the target reads both nibbles and the first γ is even, it reads the upper ones, so
+    /// that its own target errs too.
     fn second(&self, case: &Case, view: View, pages: &[Pages], target: &Options) -> Box<dyn Drafter> {
-        let options = Options { step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
+        let view = match case.second_view {
+            Some(view) => view,
+            None if view == View::Both && case.gammas[0].is_multiple_of(2) => View::Upper,
+            None => view,
+        };
+        let planes = Planes::of(&[view]);
+        let options = Options { planes, step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
         let [own, demo] = [self, &demo()].map(|model| Checkpoint::open(&model.0).expect("second checkpoint"));
         let second = if own.config().vocab == demo.config().vocab { demo } else { own };
         let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
-        let view = if view == View::Both && case.gammas[0].is_multiple_of(2) { View::Upper } else { view };
         Box::new(DraftModel::new(backend, view, pages, target.capacity, BLOCK_ROWS))
     }
 }

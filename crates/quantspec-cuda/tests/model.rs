@@ -69,8 +69,11 @@ impl Decode for Model<'_> {
     fn decode(&mut self, case: &Case, requests: &[Request]) -> Vec<Answer> {
         let Model { device, checkpoint, options, engine, second } = self;
         let second = |view, pages: &[Pages]| -> Box<dyn Drafter> {
-            let made = || DraftModel::new(load(device, checkpoint, options), view, pages, options.capacity, 256);
-            Box::new(second.get_or_insert_with(made).reading(view, pages))
+            // One network serves every case, so it keeps the planes of all views.
+            let planes = Planes { upper: true, lower: true, full: true };
+            let options = Options { planes, ..options.clone() };
+            let made = || DraftModel::new(load(device, checkpoint, &options), view, pages, options.capacity, 256);
+            Box::new(second.get_or_insert_with(made).reading(case.second_view.unwrap_or(view), pages))
         };
         engine.set_method(case.method(second)).unwrap();
         exactness::decode(engine, case, requests)

@@ -91,7 +91,7 @@ pub(crate) fn traffic<'py>(
 /// `planned(model, …)`: peak bytes of an engine opened with `every_method`. Refuses a model that the device does not
 /// support, and a context or memory that is too small. Reads no weights.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, slots, device, threads, weights, kv_target, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
+#[pyo3(signature = (model, *, capacity, slots, device, threads, weights, kv_target, kv_rounding, draft_precision, page_choice, accept, draft_model=None, draft_model_kv=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -107,6 +107,7 @@ pub(crate) fn planned(
     page_choice: &str,
     accept: &str,
     draft_model: Option<&str>,
+    draft_model_kv: Option<&str>,
 ) -> PyResult<usize> {
     let request = Request {
         weights,
@@ -118,6 +119,7 @@ pub(crate) fn planned(
         draft_pages: None,
         page_choice,
         draft_refresh: 0,
+        draft_model_kv,
         accept,
         gamma: None,
         capacity,
@@ -131,7 +133,7 @@ pub(crate) fn planned(
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         chosen.plan(models, &resolved.options, 0)

@@ -36,16 +36,18 @@ pub(crate) struct Models<'a> {
     pub(crate) target: &'a Checkpoint,
     /// One that drafts.
     pub(crate) draft: Option<&'a Checkpoint>,
+    /// The view that its cache keeps; `None` for the target's planes.
+    pub(crate) draft_view: Option<View>,
 }
 
 impl<'a> Models<'a> {
     /// A model without a second network.
     pub(crate) fn alone(target: &'a Checkpoint) -> Models<'a> {
-        Models { target, draft: None }
+        Models { target, draft: None, draft_view: None }
     }
 
-    /// Refuses a draft model with another vocabulary, or with less context than requested.
-    fn check(&self, options: &Options) -> Result<()> {
+    /// Refuses a draft model with another vocabulary.
+    fn check_vocabulary(&self) -> Result<()> {
         let Some(draft) = self.draft else { return Ok(()) };
         let (target, draft) = (self.target.config(), draft.config());
         if draft.vocab != target.vocab {
@@ -57,6 +59,13 @@ impl<'a> Models<'a> {
                 "use a smaller model of the same family, with the same tokenizer",
             ));
         }
+        Ok(())
+    }
+
+    /// Refuses a draft model with less context than requested.
+    fn check_context(&self, options: &Options) -> Result<()> {
+        let Some(draft) = self.draft else { return Ok(()) };
+        let (target, draft) = (self.target.config(), draft.config());
         if options.capacity > draft.max_positions {
             return Err(Error::does_not_fit(
                 format!(
@@ -197,7 +206,7 @@ impl ChosenDevice {
             ChosenDevice::Cpu => quantspec_cpu::plan(checkpoint, options),
             ChosenDevice::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         };
-        let draft = models.draft.map(|draft| of(draft, &of_draft(options)).of_draft());
+        let draft = models.draft.map(|draft| of(draft, &of_draft(options, models.draft_view)).of_draft());
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
@@ -207,6 +216,7 @@ impl ChosenDevice {
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not support, or a draft model with another
     /// vocabulary.
     pub(crate) fn memory_plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<MemoryPlan> {
+        models.check_vocabulary()?;
         for checkpoint in std::iter::once(models.target).chain(models.draft) {
             match self.gpu() {
                 Some(gpu) => {
@@ -295,7 +305,8 @@ impl ChosenDevice {
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
     /// that the device does not support, and anything beyond the model's context or the device's memory.
     pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
-        models.check(options)?;
+        models.check_vocabulary()?;
+        models.check_context(options)?;
         let config = models.target.config();
         let MemoryPlan {
             needed_bytes: bytes,
@@ -367,7 +378,7 @@ impl ChosenDevice {
         let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
         let [hooks, of_second] = hooks;
         let mut method = resolved.method;
-        let draft = models.draft.map(|draft| (draft, of_draft(&options)));
+        let draft = models.draft.map(|draft| (draft, of_draft(&options, models.draft_view)));
         // The target loads first, so that an out-of-memory error concerns it.
         Ok(match self {
             ChosenDevice::Cpu => {

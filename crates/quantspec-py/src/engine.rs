@@ -109,7 +109,7 @@ impl Files<'_> {
     fn load(self, device: &str, mut resolved: Resolved, hooks: Hooks, raised: &Raised) -> Result<Loaded> {
         let checkpoint = open(self.model, self.draft_cache)?;
         let draft = self.draft_model.map(|model| open(model, None)).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         let Options { weights, sensitive, threads, .. } = resolved.options;
@@ -197,6 +197,8 @@ pub(crate) struct PyEngine {
     planes: Planes,
     /// Makes drafters with another checkpoint, if one was loaded.
     second: Option<MakeDrafter>,
+    /// The view of its cache, if not the target's.
+    second_kv: Option<String>,
 }
 
 impl PyEngine {
@@ -266,7 +268,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_method=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -286,6 +288,7 @@ impl PyEngine {
         draft_pages: Option<DraftPages>,
         page_choice: &str,
         draft_refresh: usize,
+        draft_model_kv: Option<&str>,
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
@@ -309,6 +312,7 @@ impl PyEngine {
             draft_pages,
             page_choice,
             draft_refresh,
+            draft_model_kv,
             accept,
             gamma,
             capacity,
@@ -358,6 +362,7 @@ impl PyEngine {
             every_method,
             planes,
             second,
+            second_kv: draft_model_kv.map(str::to_owned),
         })
     }
 
@@ -494,6 +499,7 @@ impl PyEngine {
             draft_pages,
             page_choice,
             draft_refresh,
+            draft_model_kv: self.second_kv.as_deref(),
             gamma,
             // Weights and sizes do not depend on the method.
             weights: "checkpoint",
@@ -516,6 +522,14 @@ impl PyEngine {
                 engine.set_method(method)?;
                 engine.reset_stats();
             });
+            Ok(())
+        })
+    }
+
+    /// Forgets counters and times; the policy keeps its measurements.
+    fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
+        self.run(py, |device| {
+            on_device!(device, engine => engine.reset_stats());
             Ok(())
         })
     }

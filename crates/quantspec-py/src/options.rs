@@ -46,6 +46,8 @@ pub(crate) struct Request<'a> {
     pub(crate) page_choice: &'a str,
     /// New pages after which a draft of `snapkv` chooses again; 0 is never.
     pub(crate) draft_refresh: usize,
+    /// View of a draft model's cache; `None` for the target's.
+    pub(crate) draft_model_kv: Option<&'a str>,
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
@@ -73,11 +75,16 @@ pub(crate) struct Resolved {
     pub(crate) accept: Accept,
     /// Options for drafting with another checkpoint; the method's drafter then uses that network.
     pub(crate) second: Option<Second>,
+    /// The view that a second network's cache keeps; `None` for the target's planes.
+    pub(crate) second_view: Option<View>,
 }
 
 /// Options of a second network for drafting.
 pub(crate) struct Second {
     pub(crate) entry: &'static Entry,
+    /// The target's view.
+    pub(crate) target: View,
+    /// The view of its own cache.
     pub(crate) view: View,
     pub(crate) weights: DraftWeights,
     /// One choice for each candidate.
@@ -87,18 +94,19 @@ pub(crate) struct Second {
 impl Second {
     /// The method's drafter with that network; `None` if it needs one and there is none.
     pub(crate) fn drafter(&self, network: Option<Box<dyn Drafter>>) -> Option<Box<dyn Drafter>> {
-        self.entry.drafter(self.view, self.weights, &self.pages, network)
+        self.entry.drafter(self.target, self.weights, &self.pages, network)
     }
 }
 
-/// Options of the draft's backend, next to the target's.
-pub(crate) fn of_draft(target: &Options) -> Options {
+/// Options of the draft's backend, next to the target's. Its cache serves `view`; `None` for what the target's serves.
+pub(crate) fn of_draft(target: &Options, view: Option<View>) -> Options {
     // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
         page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
+        planes: view.map_or(target.planes, |view| Planes::of(&[view])),
         ..target.clone()
     }
 }
@@ -199,6 +207,7 @@ impl Request<'_> {
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(self.weights)?;
         let target = target_view(self.kv_target)?;
+        let second_view = self.draft_model_kv.map(|name| one_of("draft_model_kv", name, &KV_TARGETS)).transpose()?;
         let rounding = rounding(self.kv_rounding)?;
         let wanted = one_of(
             "draft_weights",
@@ -218,7 +227,8 @@ impl Request<'_> {
         let fewest = pages.iter().map(tokens).min().unwrap_or(0);
         let drafter = method.drafter(target, wanted, &pages, None);
         let takes_second = matches!(method.source, Source::Checkpoint | Source::Several);
-        let second = takes_second.then_some(Second { entry: method, view: target, weights: wanted, pages });
+        let view = second_view.unwrap_or(target);
+        let second = takes_second.then_some(Second { entry: method, target, view, weights: wanted, pages });
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
             None => Needs { distributions: second.is_some(), ..Needs::default() },
@@ -280,6 +290,7 @@ impl Request<'_> {
             drafted: (needs.view.unwrap_or(target), fewest),
             accept,
             second,
+            second_view,
         })
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult
 /// device, which is not opened then.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
+    kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None, slots=1,
     pool_tokens=None, draft_model=None, described=false, opened=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
@@ -53,6 +53,7 @@ pub(crate) fn plan<'py>(
     draft_pages: Option<DraftPages>,
     page_choice: &str,
     draft_refresh: usize,
+    draft_model_kv: Option<&str>,
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
@@ -71,6 +72,7 @@ pub(crate) fn plan<'py>(
         draft_pages,
         page_choice,
         draft_refresh,
+        draft_model_kv,
         accept,
         gamma,
         capacity,
@@ -88,7 +90,7 @@ pub(crate) fn plan<'py>(
             Some(opened) => opened.get().0.now()?,
             None => ChosenDevice::choose(device, &checkpoint)?,
         };
-        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         chosen.resolve_auto(models, &mut resolved)?;
         let memory = chosen.memory_plan(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
@@ -135,6 +137,7 @@ pub(crate) fn fitting(
         draft_pages: None,
         page_choice: "best",
         draft_refresh: 0,
+        draft_model_kv: None,
         accept: "replay",
         gamma: None,
         capacity: 1,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import files, prompts, render
 from ..errors import DoesNotFitError, InputError, ModelError, UsageError, native_errors
 from ..lists import items, numbers, numbers_or
-from ..options import BATCH_MAX, GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
+from ..options import BATCH_MAX, GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, no_scores, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BOOK = Path(__file__).parent.with_name("book.txt.gz")
 # More than a mean needs.
 REPETITIONS_MAX = 10_000
+WARM_UP_MAX = 1_000_000
 
 Gamma = int | Literal["auto"]
 Pages = int | Literal["all", "auto"]
@@ -71,8 +72,11 @@ class Request:
     gamma: str
     draft_pages: str
     draft_model: str | None
+    draft_model_kv: str | None
+    draft_refresh: int
     methods: str
     repetitions: int
+    warm_up: int
     seed: int
     output_format: str
     output: str | None
@@ -103,10 +107,11 @@ class Grid:
         return max(self.n_depth) + max([*self.n_prompt, 2])
 
 
-def read_grid(request: Request) -> Grid:
+def read_grid(request: Request, options: EngineOptions) -> Grid:
     """The lists of a request, or an error about the wrong item."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
-    # Every repetition has the next seed.
+    whole("warm_up", request.warm_up, 0, WARM_UP_MAX)
+    # Every repetition has the next seed; its untimed tokens have the one after it.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
         most = SEED_MAX - request.repetitions
         raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")
@@ -131,9 +136,33 @@ def read_grid(request: Request) -> Grid:
             "give both --draft-model and --methods ...,draft-model or auto, or neither",
             option="draft_model",
         )
+    _check_draft_model_kv(request, grid, options)
+    whole("draft_refresh", request.draft_refresh, 0, PAGES_MAX, " (0 is never)")
+    if request.draft_refresh and not any(METHODS[method.name].page_choice == "snap" for method in grid.methods):
+        raise UsageError(
+            f"--draft-refresh is {request.draft_refresh}, but no method of --methods keeps a choice of pages",
+            "add snapkv to --methods, or leave it out",
+            option="draft_refresh",
+        )
     if not grid.n_prompt and not grid.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return grid
+
+
+def _check_draft_model_kv(request: Request, grid: Grid, options: EngineOptions) -> None:
+    """Refuses a view of a draft model's cache without a draft model, or without the scores that a choice of pages needs."""
+    if request.draft_model_kv is None:
+        return
+    if request.draft_model is None:
+        raise UsageError(
+            f"--draft-model-kv is {request.draft_model_kv}, but there is no draft model",
+            "name one with --draft-model, or leave it out",
+            option="draft_model_kv",
+        )
+    chosen = [method.draft_pages for method in grid.methods if METHODS[method.name].draft_model]
+    for pages in chosen:
+        if request.draft_model_kv == "fp16" and pages != "all" and options.page_choice != "window":
+            raise UsageError(no_scores(pages), "add --page-choice window", option="page_choice")
 
 
 def _batches(given: str) -> list[int]:
@@ -218,19 +247,21 @@ def check_fits(model: Model, grid: Grid, request: Request, options: EngineOption
     try:
         draft_model = model.draft_model(request.draft_model)
         with native_errors():
-            _native.planned(str(model.directory), draft_model=draft_model, **engine_options(grid, options))
+            _native.planned(
+                str(model.directory), draft_model=draft_model, **engine_options(grid, options, request.draft_model_kv)
+            )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error
 
 
-def engine_options(grid: Grid, options: EngineOptions) -> dict[str, Any]:
+def engine_options(grid: Grid, options: EngineOptions, draft_model_kv: str | None = None) -> dict[str, Any]:
     """Sizes and options of an engine that serves every method of the grid."""
     native = options.native()
     full = any(method.kv_target == "fp16" for method in grid.methods)
     sizes = {"capacity": grid.capacity, "slots": max(grid.batches) if grid.n_gen else 1}
     return (
         sizes
-        | {"kv_target": "fp16" if full else "int8"}
+        | {"kv_target": "fp16" if full else "int8", "draft_model_kv": draft_model_kv}
         | {
             name: native[name]
             for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")

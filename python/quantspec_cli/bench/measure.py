@@ -52,7 +52,7 @@ class Bench:
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                **engine_options(grid, options),
+                **engine_options(grid, options, request.draft_model_kv),
                 every_method=True,
                 draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
@@ -127,16 +127,31 @@ class Bench:
         for method, runs in samples.items():
             row = self._row(runs, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
-            row |= {"draft_pages": method.draft_pages} | speculation(runs) | speedup(runs, samples.get(BASELINE))
+            row |= {"draft_pages": method.draft_pages, "warm_up": self._request.warm_up}
+            row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = self._decode_flops(method, seen, runs)
+            drafts = METHODS[method.name]
+            if drafts.page_choice == "snap":
+                row["draft_refresh"] = self._request.draft_refresh
+            if drafts.draft_model:
+                row["draft_model_kv"] = self._request.draft_model_kv or method.kv_target
             yield row
 
     def _configure(self, method: Method) -> None:
-        self._engine.configure(page_choice=self._page_choice, **method.native())
+        drafts = METHODS[method.name]
+        self._engine.configure(
+            page_choice=drafts.page_choice or self._page_choice,
+            draft_refresh=self._request.draft_refresh if drafts.page_choice == "snap" else 0,
+            **method.native(),
+        )
 
     def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
+        if self._request.warm_up:
+            # Tokens of another seed, so that the policy knows the method and not the timed text.
+            answers.warm_up(self._request.seed + repetition + 1, self._request.warm_up)
+            self._engine.reset_stats()
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; a batch's drafts are as long as its longest.
@@ -203,7 +218,7 @@ class Bench:
     ) -> float:
         """Bytes that the drafts of one method read in `steps` steps."""
         if drafts.draft_model:
-            seen = seen["draft_model"]
+            seen, target = seen["draft_model"], self._request.draft_model_kv or target
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
         view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
@@ -328,6 +343,11 @@ class Answers:
         seconds = time.perf_counter() - started
         pieces.close()
         return seconds, [answer.tokens[1:] for answer in answers.values()]
+
+    def warm_up(self, seed: int, tokens: int) -> None:
+        """Decodes at least `tokens` tokens of each run's longest answer, in as many answers as they take."""
+        for done in range(0, tokens, self.tokens):
+            self.run(seed, min(self.tokens, tokens - done))
 
     def close(self) -> None:
         """Frees the slots."""

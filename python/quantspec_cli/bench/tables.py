@@ -124,7 +124,7 @@ class Decoding(Markdown):
     HEAD = (
         ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
         ("ms/token", 15), ("tokens/s", 8), ("speed-up", 8), ("MB/token", 8), ("GB/s", 5), ("of read", 8),
-        ("accepted", 8), ("loop us", 7),
+        ("accepted", 8), ("draft ms", 8), ("loop us", 7),
     )  # fmt: skip
     TEXTS = 7
 
@@ -132,7 +132,7 @@ class Decoding(Markdown):
         """The columns of a measurement."""
         tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
         method = METHODS.get(row["method"], METHODS["ar"])
-        loop_us = row.get("loop_us")
+        loop_us, draft_ms = row.get("loop_us"), row.get("draft_step_ms")
         return [
             row["model"] + (" (widened)" if row["widened"] else ""),
             row["device"],
@@ -148,6 +148,7 @@ class Decoding(Markdown):
             f"{row['gb_per_s']:.1f}",
             "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.1%}",
             render.percent(row["acceptance_rate"]),
+            "-" if draft_ms is None else f"{draft_ms:.2f}",
             "-" if loop_us is None else f"{loop_us:.0f}",
         ]
 

@@ -3,15 +3,15 @@
 //! Candidates are several draft configurations and, if given, a draft model. The bytes that a configuration reads bound its
 //! speed, and the policy does not try those with too low a bound ([`quantspec_core::forecast`]).
 
-use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
+use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target, usable_forecasts};
 use crate::backend::{DraftConfig, Memory, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::forecast::{Prior, forecasts};
 use std::collections::HashMap;
 
-/// Optimistic acceptance with 4-bit weights, with the target's weights, and of another checkpoint.
-const ALPHA: [f64; 3] = [0.95, 0.99, 0.95];
+/// Optimistic acceptance of another checkpoint.
+const ALPHA: f64 = 0.95;
 
 /// Tokens of a sequence by which a draft model may lag. With a longer lag it is not used for the rest of the sequence: each token
 /// to catch up takes a sixteenth of its step.
@@ -70,26 +70,17 @@ impl Drafter for Auto {
     }
 
     fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        let mut usable = self.own.forecasts(outlook, measured);
+        let mut usable = usable_forecasts(&self.own.0, outlook);
         if outlook.longest() == 0 {
             // Without visible pages all views are equal, so the first configuration suffices.
             (usable.iter_mut().zip(&self.own.0))
                 .filter(|(_, config)| config.view != View::Upper)
                 .for_each(|(forecast, _)| *forecast = 0.0);
         }
-        let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
-        let own = |config: &DraftConfig| {
-            let weights = usize::from(config.weights == Weights::Full);
-            Prior {
-                bytes: outlook.step_bytes(config.weights, config.view, config.pages) / plain,
-                alpha: ALPHA[weights],
-                weights,
-            }
-        };
-        let mut priors: Vec<Prior> = self.own.0.iter().map(own).collect();
+        let mut priors: Vec<Prior> = self.own.0.iter().map(|config| outlook.prior(config)).collect();
         if let Some(second) = &self.second {
-            let bytes = second.memory().draft_weights_bytes as f64 / plain;
-            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA[2], weights: 2 });
+            let bytes = second.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
+            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, weights: 2 });
             usable.extend(second.forecasts(outlook, &measured[usable.len()..]));
             if self.lags.is_empty() {
                 usable[self.own.candidates()..].fill(0.0);

@@ -21,6 +21,7 @@ use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
 use crate::forward::{self, Guess};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
+use quantspec_core::forecast::Prior;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::fmt::Debug;
 
@@ -119,6 +120,9 @@ pub struct Outlook<'a> {
     pub visible: &'a [usize],
 }
 
+/// Optimistic acceptance with 4-bit weights, and with the target's weights.
+const ALPHA: [f64; 2] = [0.95, 0.99];
+
 /// Bytes of the upper plane relative to both (`--weights int8`).
 const UPPER_PLANE: f64 = 0.53;
 
@@ -143,6 +147,18 @@ impl Outlook<'_> {
             View::Full => full_page_bytes(self.head_dim),
         };
         weights + (read.sum::<usize>() * page * self.kv_heads) as f64
+    }
+
+    /// What is known of a draft configuration before it drafts.
+    fn prior(&self, config: &DraftConfig) -> Prior {
+        let bytes = self.step_bytes(config.weights, config.view, config.pages);
+        let weights = usize::from(config.weights == Weights::Full);
+        Prior { bytes: bytes / self.plain_bytes(), alpha: ALPHA[weights], weights }
+    }
+
+    /// Bytes of a plain step, as [`Outlook::step_bytes`].
+    fn plain_bytes(&self) -> f64 {
+        self.step_bytes(Weights::Full, self.target, Pages::All)
     }
 }
 

@@ -4,6 +4,7 @@ use super::{Drafter, Needs, Outlook, Proposed, Target, usable_forecasts};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::Pages;
+use quantspec_core::forecast::{Prior, forecasts};
 
 /// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
 /// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
@@ -32,8 +33,14 @@ impl Drafter for SelfQuantised {
         self.0.len()
     }
 
-    fn forecasts(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        usable_forecasts(&self.0, outlook)
+    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        let usable = usable_forecasts(&self.0, outlook);
+        // What a user chose is tried in any case.
+        if self.0.len() == 1 {
+            return usable;
+        }
+        let priors: Vec<Prior> = self.0.iter().map(|config| outlook.prior(config)).collect();
+        forecasts(&priors, measured).into_iter().zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -69,13 +76,18 @@ mod tests {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
         let mut drafter = SelfQuantised(configs.clone());
-        let usable = |visible| drafter.forecasts(&outlook(&[3, visible]), &[None; 3]);
-        let (yes, no) = (f64::INFINITY, 0.0);
-        assert_eq!(usable(31), [yes, no, no]);
-        assert_eq!(usable(32), [yes, yes, no]);
-        assert_eq!(usable(128), [yes, yes, yes]);
+        let forecasts = |visible, measured: [_; 3]| drafter.forecasts(&outlook(&[3, visible]), &measured);
+        let usable = |visible| forecasts(visible, [None; 3]).iter().map(|&forecast| forecast > 0.0).collect::<Vec<_>>();
+        assert_eq!(usable(31), [true, false, false]);
+        assert_eq!(usable(32), [true, true, false]);
+        assert_eq!(usable(128), [true; 3]);
+        // The fewer bytes, the earlier a configuration is tried. One that is accepted often leaves little to gain by more pages.
+        let before = forecasts(600, [None; 3]);
+        assert!(before[1] > before[2] && before[2] > before[0], "{before:?}");
+        let after = forecasts(600, [None, Some((0.3, 0.9)), None]);
+        assert!(after[0] < before[0] && after[2] < before[2], "{after:?} {before:?}");
         // A number of pages set by the user is read at any length.
-        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).forecasts(&outlook(&[]), &[None]), [yes]);
+        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).forecasts(&outlook(&[]), &[None]), [f64::INFINITY]);
 
         let (mut target, mut turns) = (Recorder::default(), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {

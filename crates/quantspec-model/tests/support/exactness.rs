@@ -48,6 +48,8 @@ pub(crate) struct Case {
     pub(crate) rounding: Rounding,
     pub(crate) method: &'static str,
     pub(crate) pages: Pages,
+    /// View of a second network's cache; `None` for the target's, or what the decoder chooses.
+    pub(crate) second_view: Option<View>,
     /// γ of each round and sequence in turn; the policy chooses a single one.
     pub(crate) gammas: &'static [usize],
     /// γ is at most the largest of `gammas`; the policy and the logit margins of drafted tokens decide.
@@ -70,6 +72,7 @@ impl Case {
             rounding: Rounding::Balanced,
             method: "ar",
             pages: Pages::All,
+            second_view: None,
             gammas: &[0],
             auto: false,
             batch: 1,
@@ -290,7 +293,8 @@ pub(crate) fn selection(full: bool) -> Vec<[usize; 5]> {
 }
 
 /// The cases of every suite: the selection (or all combinations); plain decoding; every method that drafts, with pages and γ
-/// in turn; γ auto; sensitive matrices.
+/// in turn; γ auto; sensitive matrices; the views of a draft
+/// model's own cache.
 pub(crate) fn cases(full: bool) -> Vec<Case> {
     let of = |[m, p, g, b, t]: [usize; 5]| Case {
         threads: THREADS[t],
@@ -323,6 +327,9 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
     {
         let sensitive = Sensitive::named(names).expect("kinds");
         all.push(Case { sensitive, ..Case::new(method, Pages::All, gammas, batch) });
+    }
+    for (view, pages) in [(View::Full, Pages::Window(3)), (View::Both, Pages::Best(3)), (View::Upper, Pages::All)] {
+        all.push(Case { second_view: Some(view), ..Case::new("draft-model", pages, &[5], 3) });
     }
     all
 }

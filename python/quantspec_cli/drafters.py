@@ -1,0 +1,171 @@
+"""`quantspec eval --decode`: tokens per round of every drafter, by γ, context and pages.
+
+Every method decodes the same sampled text, as in `bench`, in rounds of `GAMMA` drafted tokens. The i-th token of a draft does
+not depend on γ, so the share of rounds that accept it is that of every γ ≥ i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from . import render, settings
+from .bench.measure import Answers
+from .errors import DoesNotFitError, InputError, UsageError, native_errors
+from .lists import numbers
+from .options import COMBINED, METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from . import _native
+    from .model import Model
+    from .options import EngineOptions
+
+# Drafted tokens per round.
+GAMMA = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to decode.
+
+    Attributes:
+        tokens: decoded by every method.
+        depths: tokens of text before them.
+        pages: numbers of pages that drafts read, besides the method's default.
+        draft_model: name of a checkpoint that drafts, for the methods that use one.
+        draft_model_kv: the view of its cache; None is the target's.
+    """
+
+    tokens: int
+    depths: Sequence[int]
+    pages: Sequence[int]
+    draft_model: str | None
+    draft_model_kv: str | None
+
+    @staticmethod
+    def of(
+        decode: int | None,
+        depths: str | None,
+        *,
+        context: int,
+        pages: Sequence[int],
+        draft_model: str | None,
+        draft_model_kv: str | None,
+    ) -> Request | None:
+        """The request of some flags; None without `--decode`. The default depth is that of `--context`."""
+        flags = {"depths": depths, "draft_model": draft_model, "draft_model_kv": draft_model_kv}
+        for name, given in flags.items():
+            if decode is None and given is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} without --decode", f"add --decode N, or leave out {flag}", option=name)
+        if decode is None:
+            return None
+        if decode < 1:
+            raise UsageError(f"decode is {decode}", "use 1 or more tokens", option="decode")
+        if draft_model is None and draft_model_kv is not None:
+            raise UsageError(
+                f"--draft-model-kv is {draft_model_kv}, but there is no draft model",
+                "name one with --draft-model, or leave it out",
+                option="draft_model_kv",
+            )
+        found = [max(context, 1)] if depths is None else numbers("--depths", depths)
+        if 0 in found:
+            raise UsageError(f"depths is {depths}", "use 1 or more tokens: decoding follows a text", option="depths")
+        return Request(tokens=decode, depths=found, pages=pages, draft_model=draft_model, draft_model_kv=draft_model_kv)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.depths) + self.tokens + 1
+
+    def ways(self) -> Iterator[tuple[str, int | None]]:
+        """Every method but `auto`, and numbers of pages in place of the default of those that copy nothing."""
+        for name, method in METHODS.items():
+            if method.drafts and not method.chooses and (self.draft_model is not None or not method.draft_model):
+                yield name, None
+                if method.draft_view is not None and name not in COMBINED:
+                    yield from ((name, count) for count in self.pages)
+
+
+def ids_of(model: Model, name: str, text: str, request: Request) -> list[int]:
+    """The text before the deepest answer, and the token that follows it."""
+    if request.capacity > model.context:
+        raise DoesNotFitError(
+            f"depth {max(request.depths)} and {request.tokens} decoded tokens take {request.capacity} tokens, the context "
+            f"of {model.name} is {model.context}",
+            "lower --depths or --decode",
+        )
+    wanted = max(request.depths) + 1
+    ids = model.tokenizer.encode_start(text, wanted)
+    if len(ids) < wanted:
+        raise InputError(
+            f"{name} has {len(ids)} tokens; {wanted} were requested", "give a longer text, or lower --depths"
+        )
+    return ids
+
+
+def scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> list[dict[str, Any]]:
+    """A row for each depth, method and number of pages."""
+    from . import _native
+
+    native = options.native()
+    names = ("device", "threads", "weights", "kv_target", "kv_rounding", "draft_precision", "accept")
+    with render.progress("loading weights", shown=True) as on_loading, native_errors():
+        engine = _native.Engine(
+            str(model.directory),
+            capacity=request.capacity,
+            every_method=True,
+            draft_model=model.draft_model(request.draft_model),
+            draft_model_kv=request.draft_model_kv,
+            draft_cache=settings.native_draft_cache(),
+            on_loading=on_loading,
+            **{name: native[name] for name in names},
+        )
+    rows = []
+    ways = list(request.ways())
+    with render.progress("decoding", shown=True) as tick, native_errors():
+        for depth in request.depths:
+            answers = Answers(engine, model, ids, depth, request.tokens, batch=1)
+            for method, pages in ways:
+                rows.append({"depth": depth, **_score(engine, answers, method, pages)})
+                if tick:
+                    tick(len(rows), len(request.depths) * len(ways))
+            answers.close()
+    return rows
+
+
+def _score(engine: _native.Engine, answers: Answers, method: str, pages: int | None) -> dict[str, Any]:
+    """Decodes with one method."""
+    drafts = METHODS[method]
+    engine.configure(
+        method=method, gamma=GAMMA, draft_pages=pages or drafts.pages, page_choice=drafts.page_choice or "best"
+    )
+    answers.run(seed=0)
+    stats = engine.stats()
+    shares = stats["acceptance_rate_per_position"] or []
+    shares += [0.0] * (GAMMA - len(shares))
+    return {
+        "method": method,
+        "draft_pages": pages or drafts.pages or "all",
+        "rounds": stats["rounds"],
+        "acceptance_rate": stats["acceptance_rate"],
+        "acceptance_rate_per_position": shares,
+        "tokens_per_round": list(accumulate(shares, initial=1.0))[1:],
+    }
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables for people, one for each depth."""
+    report = []
+    for depth in dict.fromkeys(row["depth"] for row in rows):
+        gammas = "".join(f"{f'γ {gamma}':>6}" for gamma in range(1, GAMMA + 1))
+        report += ["", f"tokens per round after {depth:,}", f"{'method':<26} {'accepted':>9} {gammas}"]
+        for row in rows:
+            if row["depth"] == depth:
+                name = row["method"] + ("" if row["draft_pages"] == "all" else f", {row['draft_pages']} pages")
+                numbers_of = "".join(f"{tokens:6.2f}" for tokens in row["tokens_per_round"])
+                report.append(f"{name:<26} {render.percent(row['acceptance_rate']):>9} {numbers_of}")
+    return report
