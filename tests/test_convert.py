@@ -74,12 +74,13 @@ class Pickler(pickle.Pickler):
         return value.pid if isinstance(value, Stored) else None
 
 
-def save(path: Path, state: Any, storages: dict[str, bytes]) -> None:
+def save(path: Path, state: Any, storages: dict[str, bytes], *, order: str = "little") -> None:
     """As torch.save does."""
     raw = io.BytesIO()
     Pickler(raw, protocol=2).dump(state)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", raw.getvalue())
+        archive.writestr("archive/byteorder", order)
         for key, data in storages.items():
             archive.writestr(f"archive/data/{key}", data)
 
@@ -195,6 +196,17 @@ def test_unconvertible_checkpoints_are_one_error(
         assert what in error[0]
         assert error[1].startswith("hint: ")
         assert not out.exists()
+
+
+def test_big_endian_files_are_refused(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save(
+        tmp_path / "pytorch_model.bin",
+        {"a": Tensor(Stored("FloatStorage", "0", 1), (1,))},
+        {"0": bytes(4)},
+        order="big",
+    )
+    assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "saved on a big-endian machine" in capfd.readouterr().err
 
 
 def test_folders_are_checked(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -342,10 +342,10 @@ def test_small_models_that_recommend_nothing_are_penalised(
         return [report[name] for name in names]
 
     model, ask = chat_model(tmp_path / "m", TURNS), ["--instruction", "I"]
-    assert penalties(*ask, model=model) == [1.05, 0.4, 0, 0, 0]
-    said = "sampling: repetition-penalty 1.05, frequency-penalty 0.4; --repetition-penalty 1 turns them off\n"
+    assert penalties(*ask, model=model) == [1.05, 0.6, 0, 0, 0]
+    said = "sampling: repetition-penalty 1.05, frequency-penalty 0.6; --repetition-penalty 1 turns them off\n"
     assert said in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
-    assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.4, 0, 0, 0.5]
+    assert penalties(*ask, "--temperature", "0.5", model=model) == [1.05, 0.6, 0, 0, 0.5]
     # An explicit penalty turns the default ones off.
     assert penalties(*ask, "--repetition-penalty", "1", model=model) == none
     assert penalties(*ask, "--no-repeat-ngram", "9", model=model) == [1, 0, 0, 9, 0]
@@ -410,7 +410,7 @@ def test_a_repeating_answer_is_noted() -> None:
     def note(tokens: list[int], reason: str = "length") -> str:
         return " ".join(instruct.truncation_notes(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
 
-    assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4")
+    assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6")
     assert "repeats" not in note(loop[:-13])
     assert "repeats" not in note(list(range(100)))
     assert "repeats" not in note([7])

@@ -57,6 +57,15 @@ TEXTS = [
 ]
 
 
+def test_tokens_of_spaces_are_matched_first(tmp_path: Path) -> None:
+    """Gemma has tokens for runs of spaces and of line ends, which are no pieces of the BPE."""
+    runs = ["\u2581\u2581", "\u2581" * 4, "\n\n", "<|turn|>"]
+    known = train(tmp_path / "gemma", user_defined_symbols=runs, add_dummy_prefix=False)
+    tokenizer = Tokenizer(tmp_path / "gemma", VOCAB)
+    for text in [*TEXTS, "    indented\n        twice\n\n\nx", "   three", "x <|turn|>  y", "  ", "\u2581\u2581"]:
+        assert tokenizer.encode(text, special=False) == known.encode(text), text
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:
     theirs, folder = llama

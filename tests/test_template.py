@@ -104,6 +104,7 @@ def test_a_document_is_data_not_a_template() -> None:
         ("{{ 'x' * 10 ** 11 }}", "memory"),
         ("{{ range(10 ** 9) | list }}", "range"),
         ("{{ messages[0].content }}{{ '\\ud800' }}", "half of a pair: character 1 "),
+        ("{{ raise_exception('no ' ~ 'x' * 10 ** 6) }}", "no xxx"),
     ],
 )
 def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:
@@ -111,6 +112,7 @@ def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:
         render(source, system="S")
     assert words.lower() in caught.value.message.lower()
     assert "\n" not in caught.value.message
+    assert len(caught.value.message) < 400
 
 
 def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:

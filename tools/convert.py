@@ -139,6 +139,9 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     with opened(path) as archive:
         try:
             (entry,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            order = f"{entry.filename.removesuffix('data.pkl')}byteorder"
+            if order in archive.namelist() and archive.read(order) != b"little":
+                raise Refusal(f"{path} was saved on a big-endian machine", "save it again on a little-endian one")
             if entry.file_size > PICKLE_BYTES_MAX:
                 raise ValueError(f"a pickle of {entry.file_size} bytes")
             state = Unpickler(io.BytesIO(archive.read(entry))).load()

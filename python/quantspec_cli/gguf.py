@@ -29,29 +29,51 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}"
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_SENTENCE = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
-# How a byte-level tokenizer splits a text into words, by tokenizer.ggml.pre; None is GPT-2's rule, built into `tokenizers`.
-_SPLITS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,
-    "refact": None,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "qwen2": rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}",
-    "tekken": _TEKKEN,
+# How byte-level tokenizers split a text into words, by tokenizer.ggml.pre: each rule splits what the rules before it left. A
+# match is a word, and so is the text between two matches.
+_RULES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("default",): (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    ("gpt-2", "olmo", "mellum", "gigachat", "a.x-4.0", "trillion"): (_GPT2,),
+    ("smollm", "refact", "starcoder", "minerva-7b"): (r"\p{N}", _GPT2),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "dbrx", "smaug-bpe"): (_LLAMA3,),
+    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"): (_QWEN2,),
+    ("tekken",): (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_REST}",),
+    ("gpt-4o", "llama4", "kanana2"): (rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_CASED_REST}",),
+    ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    ("deepseek-v3",): (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    ("seed-coder",): (rf"{_ENGLISH}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    ("viking",): (_SENTENCE, r"\p{N}"),
 }
-# These split digits from each other and from words: SmolLM 1 and 2, and Granite 3.
-_DIGITS = {"smollm", "refact"}
+SPLITS = {name: rules for names, rules in _RULES.items() for name in names}
 # These keep a word that is a token whole, and begin every text with BOS unless the file says otherwise.
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken"}
+# The published tokenizer of these composes characters before it splits.
+_COMPOSES = {"qwen2"}
+# Texts of tokens that end an answer. Many files of instruct models name one of several, or only that of base models.
+ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 
 
 def models(names: Iterable[str]) -> list[str]:
@@ -86,13 +108,14 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     vocabulary = Vocabulary(fields.error, tokens, types)
     if kind == "gpt2":
         inner, begins = _byte_level(fields, vocabulary)
+        prefix = True
     elif kind == "llama":
         prefix = fields.optional("tokenizer.ggml.add_space_prefix", bool) is not False
         inner = sentencepiece.bpe(vocabulary, fields.list("tokenizer.ggml.scores", float), add_prefix=prefix)
         begins = True
     else:
         raise ModelError(f"{path} has a tokenizer of kind {kind}", "supported kinds are gpt2 and llama (SentencePiece)")
-    vocabulary.add_to(inner)
+    vocabulary.add_to(inner, spaces=not prefix)
     config: dict[str, Any] = {"chat_template": fields.optional("tokenizer.chat_template", str)}
     for field, name in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
         id = fields.optional(f"tokenizer.ggml.{field}_token_id", int)
@@ -152,10 +175,10 @@ def _byte_level(fields: _Fields, vocabulary: Vocabulary) -> tuple[tokenizers.Tok
     from tokenizers.models import BPE
 
     name = fields.text("tokenizer.ggml.pre")
-    if name not in _SPLITS:
+    if name not in SPLITS:
         raise ModelError(
             f"the tokenizer has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which is not supported",
-            f"supported are {', '.join(_SPLITS)}; use the safetensors checkpoint of this model",
+            f"supported are {', '.join(SPLITS)}; use the safetensors checkpoint of this model",
         )
     merges = []
     for text in fields.list("tokenizer.ggml.merges", str):
@@ -166,17 +189,11 @@ def _byte_level(fields: _Fields, vocabulary: Vocabulary) -> tuple[tokenizers.Tok
         merges.append((text[:cut], text[cut + 1 :]))
     whole = name in _WHOLE_WORDS
     inner = Tokenizer(BPE(vocab=vocabulary.ids(), merges=merges, ignore_merges=whole))
-    split = _SPLITS[name]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    if split is not None:
-        inner.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(split), behavior="isolated"), byte_level]
-        )
-    elif name in _DIGITS:
-        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    else:
-        inner.pre_tokenizer = byte_level
-    if name == "qwen2":
+    splits = [pre_tokenizers.Split(Regex(rule), behavior="isolated") for rule in SPLITS[name]]
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    if name in _COMPOSES:
         inner.normalizer = normalizers.NFC()
     inner.decoder = decoders.ByteLevel()
     return inner, whole

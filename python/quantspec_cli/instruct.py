@@ -26,7 +26,7 @@ _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size"
 # Models of fewer weights tend to repeat a sentence until -n. With these penalties SmolLM2-135M-Instruct ends its summaries;
 # long answers of larger models would suffer.
 _SMALL_WEIGHTS = 1e9
-_OF_SMALL = {"repetition_penalty": 1.05, "frequency_penalty": 0.4}
+_OF_SMALL = {"repetition_penalty": 1.05, "frequency_penalty": 0.6}
 _ALL_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram")
 
 
@@ -150,7 +150,7 @@ def truncation_notes(
             yield where
             continue
         if _repeats(answer.tokens):
-            where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4"
+            where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6"
         elif answer.thinking is not None and not answer.text:
             where += ", inside its thinking block: raise -n"
         yield where

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from . import conversation, files, hub, schema, template
+from . import conversation, files, gguf, hub, schema, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import schema_text, shown
@@ -140,8 +140,12 @@ class Model:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        """Ids that end a text: the checkpoint's, or the tokenizer's if the checkpoint names none."""
+        """Ids that end a text: the checkpoint's, or the tokenizer's if the checkpoint names none; in a GGUF file also tokens
+        known by their text.
+        """
         ids = frozenset(self.info["eos"])
+        if files.is_file(self.directory):
+            ids |= {id for text in gguf.ENDS if (id := self.tokenizer.id_of(text)) is not None}
         fallback = self.tokenizer.id_of(self.tokenizer.special.get("eos_token"))
         return ids or (frozenset() if fallback is None else frozenset({fallback}))
 

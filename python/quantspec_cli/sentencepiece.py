@@ -64,12 +64,15 @@ class Vocabulary:
         """Tokens of these kinds that have a text."""
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds and token]
 
-    def add_to(self, inner: tokenizers.Tokenizer) -> None:
-        """Adds tokens that are matched in a text before all others."""
+    def add_to(self, inner: tokenizers.Tokenizer, *, spaces: bool = False) -> None:
+        """Adds tokens that are matched in a text before all others. With `spaces` a ▁ in them matches a space, as in Gemma's
+        tokens for runs of spaces; that requires a tokenizer that puts none before a text.
+        """
         from tokenizers import AddedToken
 
         def added(*kinds: Kind, special: bool) -> list[AddedToken]:
-            return [AddedToken(token, special=special, normalized=False) for token in self.of(*kinds)]
+            tokens = self.of(*kinds)
+            return [AddedToken(token, special=special, normalized=spaces and "▁" in token) for token in tokens]
 
         inner.add_special_tokens(added(Kind.UNKNOWN, Kind.CONTROL, special=True))
         inner.add_tokens(added(Kind.USER_DEFINED, special=False))
@@ -174,7 +177,7 @@ def load(path: Path, config: dict[str, Any], added: dict[str, Any]) -> tuple[tok
         )
     vocabulary = Vocabulary(error, model.tokens, model.kinds)
     inner = bpe(vocabulary, model.scores, add_prefix=model.add_prefix, squeeze=model.squeeze, charsmap=model.charsmap)
-    vocabulary.add_to(inner)
+    vocabulary.add_to(inner, spaces=not model.add_prefix)
     _extend(inner, config, added, error)
     config = dict(config)
     for name, id in {"bos_token": model.bos, "eos_token": model.eos}.items():

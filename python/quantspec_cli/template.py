@@ -36,6 +36,8 @@ RESERVED = ("messages", "add_generation_prompt")
 NAMED = 12
 # Most characters a template may add to its messages; real ones add a few special tokens.
 SLACK_CHARACTERS = 1 << 20
+# Most characters of a template's error that are shown.
+ERROR_CHARACTERS = 300
 
 _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspec_cli.template import child; child()"
 
@@ -108,7 +110,8 @@ def render(
         # A limit killed the process before its answer.
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
     if "error" in answer:
-        raise _refused(f"the chat template failed: {answer['error']}")
+        # A template may raise a text of any length, such as the document.
+        raise _refused(f"the chat template failed: {answer['error']:.{ERROR_CHARACTERS}}")
     if "unknown" in answer:
         name, known = answer["unknown"], [name for name in answer["variables"] if name not in {*RESERVED, *special}]
         raise UsageError(

@@ -279,14 +279,15 @@ def _byte_level(token: str) -> bytes:
         return token.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def _byte_alphabet() -> dict[int, str]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for the next code point from 256 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
+_BYTE_OF = {letter: byte for byte, letter in BYTE_ALPHABET.items()}
 
 
 def _special(key: str, value: object) -> str | None:

@@ -11,13 +11,23 @@ use crate::gguf::{Gguf, Tensor, Value};
 use crate::part::{LayerPart, Part};
 use crate::rope::stored_channel;
 use crate::safetensors::shown;
-use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{
+    Activation, Dtype, LayerNorms, Local, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales,
+};
 use quantspec_core::{Error, Result};
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2, qwen3, smollm3, granite, olmo2 and phi3 networks";
+const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), mistral3 (Ministral 3), qwen2, qwen3, smollm3, granite, olmo2, phi3 and gemma3 networks";
+
+/// Architectures that may be loaded.
+const ARCHITECTURES: [&str; 9] =
+    ["llama", "mistral3", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma3"];
+
+/// RoPE's base, and its default.
+const FREQ_BASE: &str = "rope.freq_base";
+const THETA: f64 = 10_000.0;
 
 /// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
@@ -27,10 +37,27 @@ const LONG_FACTORS: &str = "rope_factors_long.weight";
 const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
 /// Architectures of which llama.cpp orders the rows of Q and K for pairs (2i, 2i + 1).
-const INTERLEAVED: [&str; 3] = ["llama", "smollm3", "granite"];
+const INTERLEAVED: [&str; 4] = ["llama", "mistral3", "smollm3", "granite"];
 
-/// Keys of [`NEUTRAL`] that granite has.
-const OF_GRANITE: [&str; 4] = ["attention.scale", "logit_scale", "residual_scale", "embedding_scale"];
+/// Keys of [`NEUTRAL`] that an architecture has.
+fn own_keys(architecture: &str) -> &'static [&'static str] {
+    match architecture {
+        "granite" => &["attention.scale", "logit_scale", "residual_scale", "embedding_scale"],
+        "mistral3" => &[QUERY_SCALE],
+        _ => &[],
+    }
+}
+
+/// Key of the growth of Ministral 3's queries with their position.
+const QUERY_SCALE: &str = "attention.temperature_scale";
+
+/// Gemma 3's local layers, if the file does not say: all but each sixth, with this base of RoPE.
+const GEMMA_PATTERN: usize = 6;
+const GEMMA_LOCAL_THETA: f64 = 10_000.0;
+
+/// Layers of the 27B model, which alone of Gemma 3 divides its scores by √(hidden / heads). Files do not state it; llama.cpp goes
+/// by the layers, too.
+const GEMMA_27B_LAYERS: usize = 62;
 
 /// Keys (after the architecture's name) that change the network, each with the value that has no effect.
 const NEUTRAL: [(&str, f64); 10] = [
@@ -39,7 +66,7 @@ const NEUTRAL: [(&str, f64); 10] = [
     ("attention.max_alibi_bias", 0.0),
     ("attn_logit_softcapping", 0.0),
     ("final_logit_softcapping", 0.0),
-    ("attention.temperature_scale", 0.0),
+    (QUERY_SCALE, 0.0),
     ("attention.scale", 0.0),
     ("logit_scale", 0.0),
     ("residual_scale", 0.0),
@@ -292,11 +319,12 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
     };
     let fields = Fields { gguf, architecture: &architecture };
-    if !["llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "phi3"].contains(&architecture.as_str()) {
+    if !ARCHITECTURES.contains(&architecture.as_str()) {
         return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
     }
-    let granite = architecture == "granite";
-    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !(granite && OF_GRANITE.contains(name))) {
+    let (granite, gemma) = (architecture == "granite", architecture == "gemma3");
+    let own = own_keys(&architecture);
+    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !own.contains(name)) {
         if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
             && value != neutral
         {
@@ -340,13 +368,23 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     let stated_positions = size("context_length", POSITIONS)?;
     let (rope, max_positions) =
         if phi { long_rope(&fields, rotated, stated_positions)? } else { rope(&fields, head_dim, stated_positions)? };
-    if let Some(window) = fields.size("attention.sliding_window", 0..=usize::MAX)?
-        && (1..max_positions).contains(&window)
-    {
-        return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
-    }
+    let window = fields.size("attention.sliding_window", 0..=usize::MAX)?;
+    let local = match window {
+        _ if gemma => Some(local(&fields, layers, head_dim, fields.needed("attention.sliding_window", window)?)?),
+        Some(window) if (1..max_positions).contains(&window) => {
+            return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
+        }
+        _ => None,
+    };
     let rms_eps = fields.number("attention.layer_norm_rms_epsilon", 1e-12..=1e-1)?;
-    let (scales, residual) = if granite { multipliers(&fields, head_dim)? } else { (Scales::NONE, 1.0) };
+    let (scales, residual) = match architecture.as_str() {
+        "granite" => multipliers(&fields, head_dim)?,
+        "gemma3" => {
+            let divisor = if layers == GEMMA_27B_LAYERS { hidden / heads } else { head_dim };
+            (Scales::of((hidden as f64).sqrt(), 1.0, 1.0, (head_dim as f64 / divisor as f64).sqrt()), 1.0)
+        }
+        _ => (Scales::NONE, 1.0),
+    };
     let has = |part| gguf.tensors().contains_key(&tensor_name(&architecture, part));
     let has_in_layer = |part| has(Part::Layer(0, part));
     let vocab = gguf
@@ -371,20 +409,37 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
         qk_norm: match architecture.as_str() {
-            "qwen3" => QkNorm::Heads,
+            "qwen3" | "gemma3" => QkNorm::Heads,
             "olmo2" => QkNorm::Projection,
             _ => QkNorm::None,
         },
-        norms: if architecture == "olmo2" { LayerNorms::After } else { LayerNorms::Before },
+        norms: match architecture.as_str() {
+            "olmo2" => LayerNorms::After,
+            "gemma3" => LayerNorms::Both,
+            _ => LayerNorms::Before,
+        },
         no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
         scales,
-        local: None,
-        activation: Activation::Silu,
+        local,
+        activation: if gemma { Activation::Gelu } else { Activation::Silu },
+        // llama.cpp's converter adds the 1 to Gemma's norms.
         norms_less_one: false,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
         family: architecture,
     })
+}
+
+/// Gemma 3's local layers, whose queries see `reach` tokens.
+fn local(fields: &Fields, layers: usize, head_dim: usize, reach: usize) -> Result<Local> {
+    if reach < Local::LEAST || !reach.is_multiple_of(Local::UNIT) {
+        let (unit, least) = (Local::UNIT, Local::LEAST);
+        return Err(fields.unsupported(&format!("a sliding window of {reach}, no multiple of {unit} from {least} on,")));
+    }
+    let every = fields.size("attention.sliding_window_pattern", POSITIONS)?.unwrap_or(GEMMA_PATTERN);
+    let theta = theta(fields, "rope.freq_base_swa", GEMMA_LOCAL_THETA)?;
+    let rope = Rope { theta, dim: head_dim, scaling: RopeScaling::None, query_scale: None };
+    Ok(Local { layers: (1..=layers).map(|layer| layer % every != 0).collect(), reach, rope })
 }
 
 /// Granite's multipliers, and its residual multiplier. Without `attention.scale` scores are divided by √head_dim, as in other
@@ -414,21 +469,21 @@ fn long_rope(fields: &Fields, dim: usize, stated_positions: usize) -> Result<(Ro
             return Err(fields.unsupported(&format!("rope.scaling.attn_factor {attention_factor} without {name}")));
         }
     };
-    Ok((Rope { theta: theta(fields)?, dim, scaling, query_scale: None }, stated_positions))
+    Ok((Rope { theta: theta(fields, FREQ_BASE, THETA)?, dim, scaling, query_scale: None }, stated_positions))
 }
 
-/// RoPE's base.
-fn theta(fields: &Fields) -> Result<f64> {
-    let theta = fields.number("rope.freq_base", 1.0..=1e12)?.unwrap_or(10_000.0);
+/// A base of RoPE.
+fn theta(fields: &Fields, name: &str, default: f64) -> Result<f64> {
+    let theta = fields.number(name, 1.0..=1e12)?.unwrap_or(default);
     if theta <= 1.0 {
-        return Err(fields.gguf.wrong(&fields.key("rope.freq_base"), "above 1"));
+        return Err(fields.gguf.wrong(&fields.key(name), "above 1"));
     }
     Ok(theta)
 }
 
 /// RoPE, and the context it reaches.
 fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
-    let theta = theta(fields)?;
+    let theta = theta(fields, FREQ_BASE, THETA)?;
     let kind = fields.gguf.text(&fields.key("rope.scaling.type"))?;
     let factor = |name| fields.number(name, 1.0..=65_536.0);
     // Files of old converters have another key for the factor of linear scaling.
@@ -440,12 +495,17 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         "none" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: fields.needed("rope.scaling.factor", stretch)? },
         "yarn" => {
-            for (name, neutral) in [("rope.scaling.yarn_ext_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)] {
-                if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
-                    && value != neutral
-                {
-                    return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
-                }
+            const ALL_DIM: &str = "rope.scaling.yarn_log_multiplier";
+            let of_all = fields.number(ALL_DIM, 0.0..=1e2)?.unwrap_or(0.0);
+            let refused = |name, value| Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
+            if of_all != 0.0 && fields.architecture != "mistral3" {
+                return refused(ALL_DIM, of_all);
+            }
+            const EXTRAPOLATION: &str = "rope.scaling.yarn_ext_factor";
+            if let Some(value) = fields.number(EXTRAPOLATION, f64::MIN..=f64::MAX)?
+                && value != 1.0
+            {
+                return refused(EXTRAPOLATION, value);
             }
             let beta = |name, default| {
                 fields.number(&format!("rope.scaling.yarn_beta_{name}"), 1e-6..=1e6).map(|beta| beta.unwrap_or(default))
@@ -456,7 +516,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
                 original: fields.size("rope.scaling.original_context_length", POSITIONS)?.unwrap_or(stated_positions),
                 beta_fast: beta("fast", 32.0)?,
                 beta_slow: beta("slow", 1.0)?,
-                attention_factor: attention * (0.1 * factor.ln() + 1.0),
+                attention_factor: attention * (0.1 * factor.ln() + 1.0) / (0.1 * of_all * factor.ln() + 1.0),
                 truncate: true,
             }
         }
@@ -477,7 +537,14 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
         }
         _ => stated_positions,
     };
-    Ok((Rope { theta, dim: head_dim, scaling, query_scale: None }, max_positions))
+    let query_scale = match fields.number(QUERY_SCALE, 0.0..=1e2)? {
+        Some(beta) if beta > 0.0 => {
+            let original = fields.size("rope.scaling.original_context_length", POSITIONS)?;
+            Some(QueryScale { beta, original: original.unwrap_or(stated_positions) })
+        }
+        _ => None,
+    };
+    Ok((Rope { theta, dim: head_dim, scaling, query_scale }, max_positions))
 }
 
 /// Factors on RoPE's wavelengths of `dim` rotated channels, `[dim / 2]`; `None` if the file has no such tensor.

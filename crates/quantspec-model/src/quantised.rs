@@ -360,6 +360,8 @@ impl Quantised {
         if let Some(zeros) = &zeros {
             let (dtype, shape) = match scheme.codes {
                 Codes::Fp8 | Codes::Int8 => ("I8", vec![rows, groups]),
+                // Early versions of compressed-tensors do not pack them.
+                Codes::Words { .. } if zeros.tensor.dtype == "I8" => ("I8", vec![rows, groups]),
                 Codes::Words { bits } => ("I32", vec![rows.div_ceil(word(bits)), groups]),
                 Codes::Gptq { bits, .. } => ("I32", vec![groups, rows.div_ceil(word(bits))]),
                 Codes::Awq => ("I32", vec![groups, rows.div_ceil(8)]),
@@ -452,11 +454,16 @@ impl Matrix {
                 cells().map(|(row, group)| self.zero(&raw, row, group)).collect()
             }
         };
-        let order = match &self.order {
-            None => (0..self.columns).map(|column| (column / self.block_columns) as u32).collect(),
-            Some(order) => order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect(),
+        let stored: Option<Vec<u32>> = match &self.order {
+            None => None,
+            Some(order) => {
+                Some(order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect())
+            }
         };
-        let order: Vec<u32> = order;
+        // compressed-tensors stores −1 for columns in order.
+        let stored = stored.filter(|order| transposed || !order.contains(&u32::MAX));
+        let in_order = || (0..self.columns).map(|column| (column / self.block_columns) as u32).collect();
+        let order = stored.unwrap_or_else(in_order);
         match order.iter().find(|&&group| group as usize >= groups) {
             Some(&group) => Err(Error::model(
                 format!("tensor \"{}.g_idx\" names group {} of {groups}", self.name, group as i32),
@@ -467,8 +474,10 @@ impl Matrix {
     }
 
     fn zero(&self, raw: &[u8], row: usize, group: usize) -> i16 {
+        let byte = || i16::from(raw[row * self.groups + group] as i8);
         match self.scheme.codes {
-            Codes::Fp8 | Codes::Int8 => i16::from(raw[row * self.groups + group] as i8),
+            Codes::Fp8 | Codes::Int8 => byte(),
+            Codes::Words { .. } if self.zeros.as_ref().is_some_and(|zeros| zeros.tensor.dtype == "I8") => byte(),
             Codes::Words { bits } => {
                 let per = 32 / bits;
                 field(raw, row / per * self.groups + group, row % per, bits) - (1 << (bits - 1))

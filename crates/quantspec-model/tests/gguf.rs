@@ -8,7 +8,7 @@ mod format;
 use folder::Folder;
 use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_value, u32_value, value};
 use half::f16;
-use quantspec_core::config::{Dtype, LayerNorms, QkNorm, RopeScaling, Scales};
+use quantspec_core::config::{Activation, Dtype, LayerNorms, QkNorm, QueryScale, RopeScaling, Scales};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::blocks::Encoding;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -259,6 +259,69 @@ fn olmo2_has_norms_after_the_branches() {
     refused(&file, "tensor \"blk.0.attn_norm.weight\" is no part of a olmo2 network");
 }
 
+#[test]
+fn gemma3_has_local_layers_and_norms_on_both_sides() {
+    let gemma = || {
+        let mut file = named("gemma3").with("gemma3.attention.sliding_window", Some(u32_value(512)));
+        file.tensors.extend(["post_attention_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm"].map(|name| {
+            let width = if name.starts_with("attn") { 4 } else { 32 };
+            Tensor(format!("blk.0.{name}.weight"), vec![width], 0, floats(width as usize))
+        }));
+        file.with("gemma3.rope.freq_base", Some(f32_value(1e6)))
+    };
+    let checkpoint = open(&gemma()).expect("checkpoint");
+    let config = checkpoint.config();
+    assert_eq!((config.norms, config.qk_norm, config.activation), (LayerNorms::Both, QkNorm::Heads, Activation::Gelu));
+    assert_eq!(config.scales, Scales { embedding: 32f32.sqrt(), scores: 1.0, logits: 1.0 });
+    let local = config.local.as_ref().expect("local layers");
+    assert_eq!((local.layers.as_slice(), local.reach, local.rope.theta), (&[true][..], 512, 1e4));
+    assert_eq!(config.rope.theta, 1e6);
+    // The file's norms have the 1.
+    assert_eq!(values(&checkpoint, Part::FinalNorm), (0..32).map(value).collect::<Vec<f32>>());
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+
+    let other = gemma()
+        .with("gemma3.attention.sliding_window_pattern", Some(u32_value(1)))
+        .with("gemma3.rope.freq_base_swa", Some(f32_value(2e4)));
+    let checkpoint = open(&other).expect("checkpoint");
+    let local = checkpoint.config().local.as_ref().expect("local layers");
+    assert_eq!((local.layers.as_slice(), local.rope.theta), (&[false][..], 2e4));
+
+    refused(&gemma().with("gemma3.attention.sliding_window", None), "no metadata gemma3.attention.sliding_window");
+    for wrong in [0, 100, 1000] {
+        let file = gemma().with("gemma3.attention.sliding_window", Some(u32_value(wrong)));
+        refused(&file, &format!("a sliding window of {wrong}"));
+    }
+    let never = gemma().with("gemma3.attention.sliding_window_pattern", Some(u32_value(0)));
+    refused(&never, "sliding_window_pattern that is not a whole number from 1");
+    let capped = gemma().with("gemma3.final_logit_softcapping", Some(f32_value(30.0)));
+    refused(&capped, "gemma3.final_logit_softcapping (30)");
+    let flat = gemma().with("gemma3.rope.freq_base_swa", Some(f32_value(1.0)));
+    refused(&flat, "gemma3.rope.freq_base_swa that is not above 1");
+}
+
+#[test]
+fn ministral3s_queries_grow() {
+    let file = named("mistral3").with("mistral3.rope.scaling.type", Some(text_value("yarn")));
+    let file = file.with("mistral3.rope.scaling.factor", Some(f32_value(4.0)));
+    let file = file.with("mistral3.rope.scaling.original_context_length", Some(u32_value(16)));
+    let plain = open(&file).expect("checkpoint").config().clone();
+    assert_eq!((plain.rope.query_scale, plain.max_positions), (None, 64));
+    let file = file.with("mistral3.attention.temperature_scale", Some(f32_value(0.5)));
+    let file = file.with("mistral3.rope.scaling.yarn_log_multiplier", Some(f32_value(1.0)));
+    let checkpoint = open(&file).expect("checkpoint");
+    let rope = &checkpoint.config().rope;
+    assert_eq!(rope.query_scale, Some(QueryScale { beta: 0.5, original: 16 }));
+    assert!(matches!(rope.scaling, RopeScaling::Yarn { attention_factor: 1.0, .. }), "{rope:?}");
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q))[32..33], [value(64)], "row 1 is the file's row 2");
+    for (name, wrong) in [("attention.temperature_scale", -1.0), ("rope.scaling.yarn_log_multiplier", f32::NAN)] {
+        let file = file.clone().with(&format!("mistral3.{name}"), Some(f32_value(wrong)));
+        refused(&file, &format!("mistral3.{name} that is not a number from 0 to 100"));
+    }
+    let llama = llama().with("llama.attention.temperature_scale", Some(f32_value(0.5)));
+    refused(&llama, "llama.attention.temperature_scale (0.5)");
+}
+
 /// Stores F32 matrices in another type.
 fn stored(file: &mut File, names: &[&str], kind: u32, bytes: impl Fn(&[f32]) -> Vec<u8>) {
     for name in names {
@@ -398,7 +461,7 @@ fn rope_scaling_is_read() {
 #[test]
 fn unimplemented_features_are_refused_by_name() {
     for (key, value, expected) in [
-        ("general.architecture", text_value("gemma3"), "architecture \"gemma3\""),
+        ("general.architecture", text_value("gemma2"), "architecture \"gemma2\""),
         ("llama.expert_count", u32_value(8), "llama.expert_count (8)"),
         ("llama.attention.scale", f32_value(0.5), "llama.attention.scale (0.5)"),
         ("llama.rope.dimension_count", u32_value(2), "llama.rope.dimension_count of 2"),

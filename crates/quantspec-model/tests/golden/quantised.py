@@ -115,7 +115,8 @@ FORMATS = {
     "gptq8": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
 }
-KINDS = {"uint8": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64", "float16": "F16", "float32": "F32"}
+KINDS = {"uint8": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64"}
+KINDS |= {"float16": "F16", "float32": "F32", "uint16": "BF16"}
 header, body = {}, b""
 for kind in FORMATS:
     for name, shape in MATRICES.items():
@@ -125,6 +126,84 @@ for kind in FORMATS:
             key = f"{kind}/model.layers.0.{name}.{part}"
             header[key] = {"dtype": KINDS[data.dtype.name], "shape": data.shape, "data_offsets": [len(body), end]}
             body += data.tobytes()
+# Variants of published files, whose codes and zero points are those above.
+
+
+def bf16(values):
+    """Bits of the nearest BF16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def wide(bits):
+    """Values of BF16 bits."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def variant(kind, rows, columns):
+    """Tensors of a module, and its values in half precision."""
+    if kind == "fp8-block-bf16":
+        codes = rng.integers(0, 127, (rows, columns), dtype=np.uint8)
+        scale = bf16(rng.uniform(0.5, 1.5, (-(-rows // 128), -(-columns // 128))) / 64)
+        values = wide(bf16(fp8(codes) * wide(scale)))
+        return {"weight": codes, "weight_scale": scale}, values.astype(np.float16)
+    bits = 8 if "8" in kind else 4
+    group = columns if kind.endswith("-whole") else GROUP
+    codes, zeros = rng.integers(0, 2**bits, (rows, columns)), rng.integers(0, 2**bits, (rows, columns // group))
+    order = np.arange(columns) // group
+    if kind.startswith(("gptq", "awq")):
+        scale = scales(rows, columns // group)
+        tensors = {"scales": np.ascontiguousarray(scale.T)}
+        if kind.startswith("gptq"):
+            # Zero points of symmetric files are all the middle.
+            zeros[:] = 2 ** (bits - 1)
+            tensors |= {"qweight": pack(codes.T, bits, 0), "qzeros": pack((zeros - 1).T, bits, 1)}
+        else:
+            tensors |= {"qweight": pack(place(codes), 4, 1), "qzeros": pack(place(zeros), 4, 1)}
+        values = (codes - zeros[:, order]).astype(np.float16) * scale[:, order]
+        return tensors, values
+    scale = bf16(rng.uniform(0.5, 1.5, (rows, columns // group)) / 64)
+    middle = 2 ** (bits - 1)
+    if kind == "int8-zeros-whole":
+        tensors = {"weight": (codes - middle).astype(np.int8), "weight_zero_point": (zeros - middle).astype(np.int8)}
+    elif kind == "int4-byte-zeros":
+        tensors = {"weight_packed": pack(codes, bits, 1), "weight_zero_point": (zeros - middle).astype(np.int8)}
+    else:
+        zeros[:] = middle
+        tensors = {"weight_packed": pack(codes, bits, 1)}
+        if kind == "int4-order":
+            order = rng.permutation(order)
+        if "order" in kind:
+            stored = order if kind == "int4-order" else np.full(columns, -1)
+            tensors["weight_g_idx"] = stored.astype(np.int32)
+    values = wide(bf16((codes - zeros[:, order]) * wide(scale[:, order])))
+    return tensors | {"weight_scale": scale}, values.astype(np.float16)
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+VARIANTS = {
+    "fp8-block-bf16": compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
+    ),
+    "int4-order": compressed("pack-quantized", **INT4, actorder="group"),
+    "int4-no-order": compressed("pack-quantized", **INT4, actorder=None),
+    "int4-byte-zeros": compressed("pack-quantized", **INT4 | {"symmetric": False}),
+    "int8-words-whole": compressed("pack-quantized", num_bits=8, type="int", strategy="channel", group_size=-1),
+    "int8-zeros-whole": compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
+    "gptq4-whole": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": True},
+    "gptq8-plain": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True},
+    "awq-whole": {"quant_method": "awq", "bits": 4, "group_size": -1, "version": "gemm", "zero_point": True},
+}
+for kind in VARIANTS:
+    # Three matrices of different shapes suffice.
+    for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
+        tensors, values = variant(kind, *MATRICES[name])
+        for part, data in (tensors | {"expected": values}).items():
+            end = len(body) + data.nbytes
+            key = f"{kind}/model.layers.0.{name}.{part}"
+            header[key] = {"dtype": KINDS[data.dtype.name], "shape": data.shape, "data_offsets": [len(body), end]}
+            body += data.tobytes()
+FORMATS |= VARIANTS
 text = json.dumps(header).encode()
 Path(__file__).with_name("quantised.json").write_text(json.dumps(FORMATS, indent=1) + "\n")
 Path(__file__).with_name("quantised.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
