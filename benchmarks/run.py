@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
 
-    python benchmarks/run.py [--models DIR]             measure, write results/cpu.json, render
+    python benchmarks/run.py [--models DIR]             measure, compare with results/cpu.json, replace it, render
     python benchmarks/run.py --plan-cpu [--models DIR]  compare `plan` with `bench`, write results/cpu-plan.json, render
+    python benchmarks/run.py --documents-cpu            measure documents, write results/cpu-documents.json, render
     python benchmarks/run.py --render                   render only
     python benchmarks/run.py --check                    exit 1 if the page is not its rendering
     python benchmarks/run.py --plan MODEL ROWS          add predictions of `plan` to rows of a GPU, as run_gpu.sh does
@@ -84,6 +85,15 @@ STEADY = 1.1
 # Attempts of `quantspec plan` at a row's memory bandwidth.
 ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
+# --documents-cpu: the demo model in the shape of one with a billion parameters.
+WIDEN_1B = ("--times", "8", "--layers", "18")
+BATCHES = ("-p", "0", "-n", "64", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
+# Short documents (number, fewest tokens, most tokens), the tokens of an answer, and how many decode together.
+DOCUMENTS = (8, 300, 600)
+ANSWER = "64"
+PARALLEL = ("1", "4", "8")
+# Tokens of the document with a second question.
+QUESTIONED = "30000"
 
 
 def run(*command: str) -> str:
@@ -110,14 +120,28 @@ def quantspec(command: str, *arguments: str) -> Any:
 
 
 def measure(models: Path | None) -> None:
-    """Runs every case whose model is available and writes results/cpu.json."""
+    """Runs every case whose model is available, compares it with results/cpu.json, and replaces that file."""
+    before = json.loads((RESULTS / "cpu.json").read_text())
     measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
     for case, model in cases(models):
         found = quantspec("bench", *model, *case.options, "--device", "cpu")
         # Model names without local folders.
         rows = [row | {"model": Path(row["model"]).name} for row in found]
         measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
+        if case.name in before["cases"]:
+            sys.stderr.write(f"A is commit {before['commit'][:12]}, B is {measured['commit'][:12]}\n")
+            sys.stderr.write(compared(before["cases"][case.name]["rows"], rows))
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def compared(before: list[Row], rows: list[Row]) -> str:
+    """The table of `quantspec bench --compare`; empty if no measurement is in both."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "a.json", Path(folder) / "b.json"]
+        for file, of_file in zip(files, (before, rows), strict=True):
+            file.write_text(json.dumps(of_file))
+        command = [sys.executable, "-m", "quantspec_cli", "bench", "--compare", *map(str, files)]
+        return subprocess.run(command, check=False, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure_plan(models: Path | None) -> None:
@@ -136,6 +160,44 @@ def measure_plan(models: Path | None) -> None:
         measured["device_name"] = found[0]["device_name"]
         measured["cases"][case.name] = rows
     (RESULTS / "cpu-plan.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def measure_documents() -> None:
+    """Measures several documents at once, and a second question about one, and writes results/cpu-documents.json."""
+    from folder import write as write_documents  # noqa: PLC0415 - found only if this file is the program
+
+    with tempfile.TemporaryDirectory() as folder:
+        wide, docs = Path(folder) / "wide-1b", Path(folder) / "docs"
+        run(sys.executable, "tools/widen.py", "python/quantspec_cli/demo", str(wide), *WIDEN_1B)
+        write_documents(docs, *DOCUMENTS)
+        common = ("-m", str(wide), "--device", "cpu")
+        rows = quantspec("bench", *common, *BATCHES)
+        whole = {}
+        for parallel in PARALLEL:
+            out = str(Path(folder) / f"out-{parallel}")
+            flags = ("--out", out, "-n", ANSWER, "--ignore-eos", "-q", "--parallel", parallel)
+            report = quantspec("batch", str(docs), *common, *flags)
+            # After loading, which takes as long for one document.
+            whole[parallel] = report["stats"]["engine_s"]
+        prompt_tokens = sum(result["prompt_tokens"] for result in report["results"])
+        second = run(
+            sys.executable,
+            "benchmarks/second_question.py",
+            "--tokens",
+            QUESTIONED,
+            "--device",
+            "cpu",
+            "--folder",
+            folder,
+        )
+    measured = {
+        "commit": run("git", "rev-parse", "HEAD").strip(),
+        "rows": [row | {"model": wide.name} for row in rows],
+        "prompt_tokens": prompt_tokens,
+        "engine_s": whole,
+        "second": json.loads(second),
+    }
+    (RESULTS / "cpu-documents.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 
 def predict(model: list[str], rows: list[Row], device: str) -> None:
@@ -279,6 +341,51 @@ def cpu_plan() -> str:
     return f"{measured['device_name']}, commit `{measured['commit'][:12]}`.\n\n{table(head, lines)}"
 
 
+def cpu_documents() -> str:
+    """The section between the markers `cpu documents`."""
+    if not (RESULTS / "cpu-documents.json").exists():
+        return "No run is recorded."
+    measured = json.loads((RESULTS / "cpu-documents.json").read_text())
+    rows: list[Row] = measured["rows"]
+    alone = {row["method"]: row["tokens_per_s"] for row in rows if row["batch"] == 1}
+    lines = [
+        [
+            str(row["batch"]),
+            label(row),
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['tokens_per_s'] / alone[row['method']]:.2f}×",
+            f"{row['tokens_per_s'] / alone['ar']:.2f}×",
+            accepted(row),
+            f"{row['gamma_mean']:.1f}",
+        ]
+        for row in rows
+    ]
+    head = ["sequences", "method", "tokens/s", "one after the other", "one, plain", "accepted", "mean γ"]
+    times = measured["engine_s"]
+    together = ", ".join(
+        f"{parallel} at once in {seconds:.1f} s ({times['1'] / seconds:.2f}×)" for parallel, seconds in times.items()
+    )
+    return "\n\n".join(
+        (
+            f"{rows[0]['device_name']}, {rows[0]['threads']} threads, commit `{measured['commit'][:12]}`.",
+            table(head, lines),
+            f"* {DOCUMENTS[0]} documents of {measured['prompt_tokens']:,} tokens in all, answers of {ANSWER}, by "
+            f"`quantspec batch`: {together}.\n{second_question(measured['second'])}",
+        )
+    )
+
+
+def second_question(found: Row) -> str:
+    """The lines of what second_question.py measured."""
+    first, memory, files = found["first"], found["memory"], found["files"]
+    return (
+        f"* A document of {first['prompt_tokens']:,} tokens is processed in {first['prefill_s']:.2f} s. The answer to a "
+        f"second question starts after {memory['first_token_s']:.2f} s ({100 * found['memory_share']:.1f} %) from memory, "
+        f"{files['first_token_s']:.2f} s ({100 * found['files_share']:.1f} %) from files. Tokenizing takes "
+        f"{memory['tokenize_s']:.2f} s of both; keys and values have {found['prompt_cache_bytes'] / 1e9:.1f} GB."
+    )
+
+
 def gpu() -> str:
     """The section between the markers `gpu`."""
     rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
@@ -302,7 +409,10 @@ def gpu() -> str:
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
     parts = [f"{rows[0]['device_name']}, commit `{commit[:12]}`.", table(head, lines), "### Batches", batches()]
-    return "\n\n".join([*parts, "### A folder of documents", folder()])
+    parts += ["### A folder of documents", folder()]
+    if (asked := RESULTS / "h200-second-question.json").exists():
+        parts[-1] += "\n" + second_question(json.loads(asked.read_text()))
+    return "\n\n".join(parts)
 
 
 def batches() -> str:
@@ -368,7 +478,14 @@ def llama_cpp() -> str:
 
 def rendered(page: str) -> str:
     """The page with its tables rendered from the results."""
-    for name, section in (("cpu", cpu()), ("cpu plan", cpu_plan()), ("llama.cpp", llama_cpp()), ("gpu", gpu())):
+    sections = {
+        "cpu": cpu(),
+        "cpu documents": cpu_documents(),
+        "cpu plan": cpu_plan(),
+        "llama.cpp": llama_cpp(),
+        "gpu": gpu(),
+    }
+    for name, section in sections.items():
         marked = rf"(<!-- {re.escape(name)} -->\n)(?:.*\n)?(<!-- /{re.escape(name)} -->)"
         page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
         if found != 1:
@@ -386,6 +503,9 @@ def main() -> None:
     only.add_argument("--render", action="store_true", help="do not measure")
     only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")
     only.add_argument("--plan-cpu", action="store_true", help="measure predictions on this CPU only")
+    only.add_argument(
+        "--documents-cpu", action="store_true", help="measure batches and a second question on this CPU only"
+    )
     only.add_argument("--plan", nargs=2, metavar=("MODEL", "ROWS"), help="add predictions to ROWS, a file of a GPU")
     options = parser.parse_args()
     if options.plan:
@@ -396,6 +516,8 @@ def main() -> None:
         return
     if options.plan_cpu:
         measure_plan(options.models)
+    elif options.documents_cpu:
+        measure_documents()
     elif not options.render and not options.check:
         measure(options.models)
     page = PAGE.read_text()

@@ -22,6 +22,10 @@ for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
 done >"$work/batch.jsonl"
 # A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
 python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
+# A second question about a document of 60,000 tokens.
+python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
+# A are the recorded rows, B the new ones; an error means that none match.
+quantspec bench --compare benchmarks/results/h200-wide7.json "$work/bench.json" || true
 # Nothing is replaced before everything is measured: the files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
@@ -31,3 +35,4 @@ done
 cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
 cp "$work/folder.json" benchmarks/results/h200-folder.json
+cp "$work/second-question.json" benchmarks/results/h200-second-question.json

@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import quantspec_cli._native
+
 Progress = Callable[[int, int], object]
+
+# The engine's own.
+COMMIT = quantspec_cli._native.COMMIT
+methods = quantspec_cli._native.methods
 
 
 class Script:
@@ -360,8 +366,6 @@ def _sleep(seconds: float, progress: Progress | None) -> None:
 
 def install() -> None:
     """Makes this module `quantspec_cli._native`, for a child process."""
-    import quantspec_cli
-
     Script.reset()
     module = sys.modules[__name__]
     assert isinstance(module, types.ModuleType)

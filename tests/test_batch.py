@@ -22,7 +22,7 @@ from conftest import Child, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch, batch_plan, engine, journal, mapreduce, sources, tokenizer
+from quantspec_cli import batch, batch_plan, documents, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
 
@@ -242,14 +242,14 @@ def test_one_document_is_read_at_a_time(
     read, reading, most = batch.Reader.read, threading.Semaphore(1), []
     intervals = {sys.getswitchinterval()}
 
-    def slow(reader: Any, job: Any) -> Any:
+    def slow(reader: Any, job: Any, **options: Any) -> Any:
         alone = reading.acquire(blocking=False)
         most.append(alone)
         intervals.add(sys.getswitchinterval())
         time.sleep(0.05)
         if alone:
             reading.release()
-        return read(reader, job)
+        return read(reader, job, **options)
 
     monkeypatch.setattr(batch.Reader, "read", slow)
     assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 0
@@ -415,13 +415,13 @@ def test_an_interrupt_before_an_answer_begins_processes_no_prompt(
     fake.prefill_s = 60.0
     read, calls = batch.Reader.read, []
 
-    def slow(reader: Any, job: Any) -> Any:
+    def slow(reader: Any, job: Any, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             calls.append(job)
             if len(calls) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
-        return read(reader, job)
+        return read(reader, job, **options)
 
     monkeypatch.setattr(batch.Reader, "read", slow)
     started = time.monotonic()
@@ -473,6 +473,57 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     assert "as measured in an earlier run" in quantspec(*command).stdout
 
 
+def test_a_dry_run_counts_a_common_beginning_once(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    story = "It was a dark and stormy night. " * 60
+    questions = [f"{story}\n{question}" for question in ("Who?", "Where was it?", "When?")]
+    texts = [*questions, "Another story.", questions[0]]
+    listed = tmp_path / "list.jsonl"
+    listed.write_text("".join(json.dumps({"id": f"{place}", "text": text}) + "\n" for place, text in enumerate(texts)))
+    command = ["batch", str(listed), "--out", str(tmp_path / "out"), "-n", "8", "--dry-run"]
+    report = quantspec(*command, "--json").json
+    lengths = [row["prompt_tokens"] for row in report["results"]]
+    shared = [row["shared_tokens"] for row in report["results"]]
+    # Whole blocks of 128 tokens; the last token of a prompt is always computed.
+    common = (lengths[2] - 20) // 128 * 128
+    assert shared == [0, common, common, 0, (lengths[0] - 1) // 128 * 128]
+    assert (report["prompt_tokens"], report["shared_tokens"]) == (sum(lengths), sum(shared))
+    assert f"{sum(lengths):,} prompt tokens ({sum(shared):,} as in other documents)" in quantspec(*command).stdout
+    stats = quantspec(*command[:-3], "-n", "8", "--json").json["stats"]
+    (tmp_path / "out" / "0.md").unlink()
+    (tmp_path / "out" / "4.md").unlink()
+    later = quantspec(*command, "--json").json
+    computed = sum(lengths[place] for place in (0, 4)) - shared[4]
+    expected = computed / stats["prefill_tokens_per_s"] + 16 / stats["decode_tokens_per_s"]
+    assert later["predicted_s"] == pytest.approx(expected)
+
+
+def test_a_document_is_extracted_once(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "a.html").write_text("<p>It was a dark and stormy night.</p>")
+    (docs / "long.html").write_text(f"<p>{'word ' * 1000}</p>")
+    (docs / "plain.txt").write_text("The rain fell in torrents.")
+    extract, extracted = documents.extract, []
+
+    def seen(which: str, name: str, raw: bytes, limit: int) -> Any:
+        extracted.append(name)
+        return extract(which, name, raw, limit)
+
+    monkeypatch.setattr(documents, "extract", seen)
+    command = ["batch", str(docs), "-n", "3", "-c", "600", "--json", "--out"]
+    once = quantspec(*command, str(tmp_path / "once")).json
+    assert (once["done"], once["failed"]) == (2, 1)
+    assert sorted(extracted) == ["a.html", "long.html"]
+    # Memory for kept texts is bounded; the others are extracted again.
+    extracted.clear()
+    monkeypatch.setattr(batch_plan, "KEPT_BYTES", 0)
+    quantspec(*command, str(tmp_path / "twice"))
+    assert sorted(extracted) == ["a.html", "a.html", "long.html"]
+    assert answers(tmp_path / "twice") == answers(tmp_path / "once")
+
+
 def test_memory_bounds_the_context_and_the_number_at_once(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path
 ) -> None:
@@ -508,6 +559,24 @@ def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run
 
 def words(text: str) -> int:
     return 3 + len(text.split())
+
+
+def test_adding_map_reduce_repeats_no_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "20", "--instruction", "Sum up.", "--json"]
+
+    def counts(*flags: str) -> tuple[int, int, int]:
+        report = quantspec(*command, *flags).json
+        return report["done"], report["skipped"], report["failed"]
+
+    split = ("--long", "map-reduce")
+    assert counts("-c", "700") == (3, 0, 1)
+    assert counts("-c", "700", *split) == (1, 3, 0)
+    # An answer in parts depends on their size, the others do not.
+    assert counts("-c", "700", *split) == (0, 4, 0)
+    assert counts("-c", "900", *split) == (1, 3, 0)
+    # Without the flag its document is beyond the context.
+    assert counts("-c", "900") == (0, 3, 1)
 
 
 @given(st.lists(st.sampled_from(["word", "a", "\n\n", "\n", ". ", " ", "x" * 40]), max_size=200), st.integers(8, 60))

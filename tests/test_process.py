@@ -42,8 +42,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     program = (
         "import sys\nsys.argv = ['quantspec', *sys.argv[1:]]\n"
         "try:\n    from quantspec_cli.__main__ import main; main()\n"
-        "finally:\n    sys.stderr.write(' '.join(sorted({name.partition('.')[0] for name in sys.modules})) + ' | '"
-        " + ' '.join(name for name in sys.modules if name.startswith('quantspec_cli')))"
+        "finally:\n    sys.stderr.write(' '.join(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
 
     def run(*command: str) -> tuple[float, str]:
@@ -58,7 +57,6 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         took, said = run(program, *arguments)
         times.append(took)
         floor.append(run("import click")[0])
-        imported, ours = said.split(" | ")
         heavy = {
             "pypdf",
             "zipfile",
@@ -73,8 +71,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
             "httpx",
             "ssl",
         }
-        assert not heavy & set(imported.split())
-        assert "quantspec_cli._native" not in ours.split()
+        assert not heavy & set(said.split())
     # Click and Python are the minimum; the command is measured at 1.6 times that.
     assert min(times) < 2.5 * min(floor), (times, floor)
 

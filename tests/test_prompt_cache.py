@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,20 @@ def test_a_batch_of_another_question_processes_only_the_difference(
     assert second["stats"]["reused_tokens"] > 500
     plain = quantspec(*command[:-2], "--out", str(tmp_path / "c"), "--instruction", "Who was there?").json
     assert plain["results"][0]["tokens"] == second["results"][0]["tokens"]
+
+
+def test_a_dry_run_knows_what_a_batch_reuses(quantspec: Run, document: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "list.jsonl"
+    questions = ("Who is there?", "What is the weather like?", "Who was there?")
+    entries = [
+        {"id": f"{place}", "text": f"{document.read_text()}\n{text}"}
+        for place, text in enumerate((*questions, questions[0]))
+    ]
+    listed.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    command = ["batch", str(listed), "--out", str(tmp_path / "out"), "-n", "4", "-t", "2", "--json"]
+    planned = quantspec(*command, "--dry-run").json
+    assert planned["shared_tokens"] > planned["prompt_tokens"] / 2
+    assert quantspec(*command).json["stats"]["reused_tokens"] == planned["shared_tokens"]
 
 
 def test_a_folder_that_cannot_be_used_is_a_warning(quantspec: Run, document: Path) -> None:

@@ -247,7 +247,7 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
         if row["method"] == "quantspec":
             kept = sum(row["acceptance_rate_per_position"])
             assert kept == pytest.approx(row["mean_acceptance_length"] - 1)
-    outcome = quantspec("eval", "--tokens", "600", "--report", str(place), "--device", "cpu")
+    outcome = quantspec("eval", "--tokens", "600", "--context", "580", "--report", str(place), "--device", "cpu")
     assert outcome.code == 0, outcome
     assert parsed(place.read_text()).titles == [
         "Drafts against the INT8 target",
@@ -264,11 +264,40 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
     assert "keys by token, values by token, groups of 128, rounding balanced" in parsed(place.read_text()).text
 
 
+def test_a_page_of_sensitivity_and_weights(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    place = tmp_path / "a.html"
+    flags = ("--tokens", "300", "--context", "280", "--weights", "int8", "--report", str(place), "--device", "cpu")
+    found = quantspec("eval", *flags, "--sensitivity-layers", "--json").json
+    page = parsed(place.read_text())
+    assert page.titles == [
+        "Drafts against the INT8 target",
+        "Acceptance by sensitive matrices",
+        "Acceptance by layer",
+        "Divergence from the FP16 cache",
+        "Views of the cache",
+        "Weights",
+    ]
+    assert found["device_name"] in page.text
+    assert f"{found['weights']['int8']['kld']:.2e}" in page.text
+    for score in found["sensitivity"].values():
+        assert f"{score['acceptance']:.1%}" in page.text
+        assert all(f"{rate:.2%}" in page.text for rate in score.get("layers", []))
+
+
+def test_a_page_names_the_commit_of_the_sources() -> None:
+    from quantspec_cli import _native
+
+    built = "" if _native.COMMIT is None else f", commit {_native.COMMIT}"
+    assert f"0.1.0{built}" in parsed(report.bench(rows(), {})).text
+    assert _native.COMMIT is None or re.fullmatch(r"[0-9a-f]{12,40}( with changes)?", _native.COMMIT)
+
+
 def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/a<b>.txt").write_text("A text.")
     (tmp_path / "docs/empty.txt").write_text("")
-    place, out = tmp_path / "a.html", str(tmp_path / "out")
+    # In the folder of the answers, which the first run creates.
+    place, out = tmp_path / "out" / "a.html", str(tmp_path / "out")
     outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
     assert outcome.code == 4, outcome
     page = parsed(place.read_text())

@@ -7,6 +7,7 @@ from typing import Any, Literal, final
 from .schema import Answer
 
 __all__ = [
+    "COMMIT",
     "DRAFTS_LIMIT_BYTES",
     "PROMPTS_LIMIT_BYTES",
     "Engine",
@@ -29,6 +30,9 @@ __all__ = [
     "sensitivity",
     "traffic",
 ]
+
+COMMIT: str | None
+"""The commit of the sources, "… with changes" if they differ from it; None if they were built outside of a repository."""
 
 DRAFTS_LIMIT_BYTES: int
 """Most bytes of the folder of draft weights: a load that writes there removes the least recently used files first."""
@@ -259,7 +263,7 @@ def evaluate(
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, draft_precision, tokens, positions, targets, drafts and page_choices as in
+    """Teacher-forced scores: device, device_name, draft_precision, tokens, positions, targets, drafts and page_choices as in
     `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.

@@ -155,15 +155,20 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     context = model.resolve_context(request.ctx_size)
     options = _with_defaults(request, options, model, context)
     reader = Reader(model, request, options, context)
-    names = ("instruction", "system_prompt", "template_args", "long")
+    names = ("instruction", "system_prompt", "template_args")
     request_fields = {name: getattr(request, name) for name in names}
     model_print = fingerprint.of_model(model)
     answer_print = fingerprint.of_answer(model_print, engine_options, options, **request_fields)
+    # An answer in one call is the same with and without --long.
+    split = {"long": request.long, "context": context}
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
-    elsewhere = {"context": context, "device": engine_options.device, "packages": packages}
+    elsewhere = {**split, "device": engine_options.device, "packages": packages}
     fingerprints = Fingerprints(
-        model_print, answer_print, fingerprint.of_answer(answer_print, engine_options, options, **elsewhere)
+        model_print,
+        answer_print,
+        fingerprint.of_answer(answer_print, engine_options, options, **split),
+        fingerprint.of_answer(answer_print, engine_options, options, **elsewhere),
     )
     places = {source: outputs[source.name] for source in found}
     if request.dry_run:
@@ -171,7 +176,8 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         workload = find_work(request, places, rows, fingerprints)
         return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
-    with report.opened(request.report, taken) as page, Journal(out, replace=not request.resume) as kept:
+    # The journal first: the page may be in its folder, which the first run creates.
+    with Journal(out, replace=not request.resume) as kept, report.opened(request.report, taken) as page:
         workload = find_work(request, places, kept.rows(), fingerprints)
         return _Run(request, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
 
@@ -290,7 +296,7 @@ class _Run:
             for name in workload.edited:
                 render.note(f"warning: the answer to {name} was changed after it was written; it stays as it is")
             if workload.again:
-                render.note(f"{workload.again} of the documents are done again: they or the options changed")
+                render.note(f"done again, as the document or the options changed: {workload.again}")
         started = time.perf_counter()
         foreign = self.journal.begin({job.source.name: job.output for job in workload.todo}, replace=not request.resume)
         view = batch_view.View(len(found), len(workload.skipped), shown=not quiet)
@@ -472,8 +478,8 @@ class _Run:
                     raise
                 outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
         self.finished.append(outcome)
-        done, result = outcome.answer is not None, outcome.to_json()
-        basis = self._fingerprints.answer if done else self._fingerprints.failure
+        result = outcome.to_json()
+        basis = self._fingerprints.of(result)
         if isinstance(outcome.error, FileError):
             basis = ""  # the folder may be repaired before the next run, with the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)

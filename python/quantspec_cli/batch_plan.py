@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __version__, batch_view, mapreduce, output, plan, prompts, render, sources
+from . import __version__, batch_view, documents, mapreduce, output, plan, prompts, render, sources
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
 from .model import Written, planned
 from .predict import PAGE_TOKENS
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 # Characters of documents that are counted together, on all processors: encoding takes over 100 bytes of memory per character.
 GROUP_CHARACTERS = 2_000_000
+
+# Bytes of texts that counting keeps for decoding, so that a PDF is not extracted twice. They hold over a hundred books.
+KEPT_BYTES = 64 << 20
 
 # Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
@@ -83,6 +88,7 @@ class Job:
         source: the document's source.
         output: its answer's path below the output folder.
         tokens: of its prompt, if known.
+        shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
         sha256: of its bytes, if known.
         stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
         stream: the running answer, so that `_stop` can end it.
@@ -91,6 +97,7 @@ class Job:
     source: Source
     output: str
     tokens: int | None = None
+    shared: int = 0
     sha256: str | None = None
     stage: str = "waiting"
     done: int = 0
@@ -124,16 +131,12 @@ def find_work(
                     job.sha256 = None  # reading it again says why
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 size = _size(Path(request.out) / job.output)
-                if row.status == "done" and same and row.fingerprint == fingerprints.answer and size is not None:
+                made_so = row.fingerprint == fingerprints.of(row.result)
+                if row.status == "done" and same and made_so and size is not None:
                     workload.skipped.append(source)
                     workload.edited += [source.shown] if size != row.size else []
                     continue
-                if (
-                    row.status == "failed"
-                    and same
-                    and row.fingerprint == fingerprints.failure
-                    and not request.retry_failed
-                ):
+                if row.status == "failed" and same and made_so and not request.retry_failed:
                     workload.failed.append(source)
                     continue
                 workload.again += row.status == "done"
@@ -160,11 +163,45 @@ def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of a run: of its model, of everything its answers depend on, and of everything its failures depend on."""
+    """Fingerprints of a run.
+
+    Attributes:
+        model: the model's.
+        answer: of everything that an answer in one call depends on.
+        split: of everything that an answer in several calls depends on.
+        failure: of everything that a failure depends on.
+    """
 
     model: str
     answer: str
+    split: str
     failure: str
+
+    def of(self, result: Mapping[str, Any]) -> str:
+        """The fingerprint of a result of this run."""
+        if result["status"] != "done":
+            return self.failure
+        return self.split if "tree" in result else self.answer
+
+
+class Prefixes:
+    """The prompts of a dry run, as hashes of their blocks: a prompt cache processes a common prefix once."""
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def add(self, ids: Sequence[int]) -> int:
+        """Adds a prompt. Returns the tokens of its longest prefix that an earlier prompt has, in whole blocks; its last
+        token is always computed.
+        """
+        before, shared = b"", 0
+        for end in range(PAGE_TOKENS, len(ids) + 1, PAGE_TOKENS):
+            block = array("I", ids[end - PAGE_TOKENS : end]).tobytes()
+            before = hashlib.blake2b(before + block, digest_size=16).digest()
+            if before in self._seen and end < len(ids):
+                shared = end
+            self._seen.add(before)
+        return shared
 
 
 class Reader:
@@ -174,6 +211,10 @@ class Reader:
         self.model, self.options, self.context = model, options, context
         self.may_split = request.long == "map-reduce"
         self._request = request
+        self._prefixes = Prefixes() if request.dry_run else None
+        # Extracted documents, by name and hash.
+        self._kept: dict[tuple[str, str], prompts.Document] = {}
+        self._kept_bytes = 0
         # True if memory, not the model, limits the context.
         self.bound_by_memory = False
 
@@ -182,11 +223,24 @@ class Reader:
         """Tokens that a prompt may have."""
         return self.context - self.options.max_new_tokens
 
-    def read(self, job: Job) -> prompts.Document:
-        """The document's text; notes its hash."""
+    def read(self, job: Job, *, keep: bool = False) -> prompts.Document:
+        """The document's text; notes its hash. With `keep`, the next call need not extract it again."""
         raw = job.source.read()
         job.sha256 = hashlib.sha256(raw).hexdigest()
-        return prompts.from_bytes(job.source.shown, raw)
+        document = self._forget(job) or prompts.from_bytes(job.source.shown, raw)
+        size = sys.getsizeof(document.text)
+        extracted = documents.kind(job.source.shown, raw) is not None
+        if keep and extracted and self._kept_bytes + size <= KEPT_BYTES:
+            self._kept[job.source.shown, job.sha256] = document
+            self._kept_bytes += size
+        return document
+
+    def _forget(self, job: Job) -> prompts.Document | None:
+        """Takes the document that `read` has kept."""
+        document = self._kept.pop((job.source.shown, job.sha256 or ""), None)
+        if document is not None:
+            self._kept_bytes -= sys.getsizeof(document.text)
+        return document
 
     def prompt(self, name: str, text: str) -> Prompt:
         """The prompt of a text.
@@ -230,7 +284,7 @@ class Reader:
         for job in jobs:
             found: Written | QuantspecError | None = None
             try:
-                name, text = job.source.shown, self.read(job).text
+                name, text = job.source.shown, self.read(job, keep=not self._request.dry_run).text
                 if len(text) > mapreduce.COUNTED_CHARACTERS and self.may_split:
                     job.tokens = mapreduce.tokens_of(text, partial(self.tokens, name))
                 else:
@@ -257,6 +311,9 @@ class Reader:
                     self.check(prompt)
             except OF_DOCUMENT as error:
                 errors[id(job)] = error
+                self._forget(job)
+            else:
+                job.shared = self._prefixes.add(prompt.ids) if self._prefixes is not None else 0
         for job, _ in group:
             yield job, errors.get(id(job))
 
@@ -374,6 +431,7 @@ def dry_run(
                     "document": job.source.shown,
                     "output": sources.shown(job.output),
                     "prompt_tokens": job.tokens,
+                    "shared_tokens": job.shared,
                     "new_tokens": options.max_new_tokens,
                     "error": error and error.to_json()["error"],
                 }
@@ -403,6 +461,7 @@ def dry_run(
         "failed": len(workload.failed),
         "skipped": len(workload.skipped),
         "prompt_tokens": sum(row["prompt_tokens"] for row in possible),
+        "shared_tokens": sum(row["shared_tokens"] for row in possible),
         "new_tokens": sum(row["new_tokens"] for row in possible),
         "context": context,
         "parallel": parallel,
@@ -415,10 +474,9 @@ def dry_run(
     measured = rates.get(held["device"])
     if possible and (found := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
         document["predicted_from"] = "run" if measured else "plan"
-        document["predicted_s"] = (
-            document["prompt_tokens"] / found["prefill_tokens_per_s"]
-            + document["new_tokens"] / found["decode_tokens_per_s"]
-        )
+        document["predicted_s"] = (document["prompt_tokens"] - document["shared_tokens"]) / found[
+            "prefill_tokens_per_s"
+        ] + document["new_tokens"] / found["decode_tokens_per_s"]
     if request.as_json:
         return output.Done(EXIT_DONE, document)
     stdout = output.Stdout()

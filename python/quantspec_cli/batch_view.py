@@ -141,7 +141,8 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{document['documents']:,} documents: {document['to_do']:,} to do, {document['refused']:,} would fail, "
         f"{document['failed']:,} failed before, {document['skipped']:,} done before"
     )
-    yield f"{document['prompt_tokens']:,} prompt tokens, at most {document['new_tokens']:,} new ones"
+    shared = f" ({document['shared_tokens']:,} as in other documents)" if document["shared_tokens"] else ""
+    yield f"{document['prompt_tokens']:,} prompt tokens{shared}, at most {document['new_tokens']:,} new ones"
     fits = "" if document["fits"] else ", which does not fit"
     yield (
         f"{document['device']}: {document['parallel']} at once, {document['context']:,} tokens each; "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+from . import _native
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,48 +37,20 @@ class Method(NamedTuple):
     """
 
     about: str
-    drafts: bool = True
-    draft_weights: bool = False
-    draft_view: str | None = None
-    pages: int | None = None
-    page_choice: str | None = None
-    draft_model: bool = False
-    chooses: bool = False
+    drafts: bool
+    draft_weights: bool
+    draft_view: str | None
+    pages: int | None
+    page_choice: str | None
+    draft_model: bool
+    chooses: bool
 
 
-# The engine's registry (`_native.methods()`), repeated because --help loads no native code.
-METHODS = {
-    "auto": Method("the fastest of several, as measured", draft_weights=True, draft_view="int4", chooses=True),
-    "quantspec": Method("4-bit weights, 4-bit cache", draft_weights=True, draft_view="int4"),
-    "kv4": Method("full weights, 4-bit cache", draft_view="int4"),
-    "w4": Method("4-bit weights, the target's cache", draft_weights=True, draft_view="target"),
-    "qspec": Method("as w4, with 4-bit activations", draft_weights=True, draft_view="target"),
-    "window": Method(
-        "as w4, over the first page and the newest",
-        draft_weights=True,
-        draft_view="target",
-        pages=16,
-        page_choice="window",
-    ),
-    "snapkv": Method(
-        "as quantspec, over pages that the prompt's end attends to",
-        draft_weights=True,
-        draft_view="int4",
-        pages=16,
-        page_choice="snap",
-    ),
-    "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
-    "ngram": Method("no network, copies earlier text"),
-    "ar": Method("no drafts", drafts=False),
-}
-WEIGHTS = ("checkpoint", "int8", "int4", "auto")
+# The engine's registry. Reading it loads the native module, in about 2 ms.
+METHODS = {method.pop("name"): Method(**method) for method in _native.methods()}
 # Methods that copy earlier text if they find a continuation there, and draft as NAME otherwise.
-COMBINED = {
-    f"{name}+ngram": method._replace(about=f"{name} or earlier text")
-    for name, method in METHODS.items()
-    if method.draft_view and not method.chooses
-}
-METHODS |= COMBINED
+COMBINED = {name: method for name, method in METHODS.items() if name.endswith("+ngram")}
+WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 # Ablations of `eval`: drafts that read truncated codes; axes and sizes of groups in the cache. The engine uses the first axis

@@ -334,28 +334,12 @@ impl Prompt {
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
         let last = self.masses.add_queries(block);
         let broken = AtomicBool::new(false);
-        // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
-        // panel.
         let items = 2 * kv_heads + heads * count;
         machine.pool.run(&|thread| {
             let mut head = vec![[0f32; LANES]; d];
             for item in share(items, thread, threads) {
-                let (kind, index, from) = if item < kv_heads {
-                    (Kind::Key, item, offsets.key + item * d)
-                } else if item < 2 * kv_heads {
-                    (Kind::Value, item - kv_heads, offsets.value + (item - kv_heads) * d)
-                } else {
-                    let index = (item - 2 * kv_heads) % heads;
-                    (Kind::Query, index, index * d)
-                };
-                let its = match kind {
-                    Kind::Query => {
-                        let panel = (item - 2 * kv_heads) / heads;
-                        panel..panel + 1
-                    }
-                    Kind::Key | Kind::Value => 0..count,
-                };
-                for panel in its {
+                let Head { kind, index, from, panels } = Head::of(item, config, offsets, count);
+                for panel in panels {
                     let y = &y[(panel * offsets.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
                     let lanes = Prompt::lanes(block, first + panel);
                     let panel_angles = d / 2 * PANEL_TOKENS;
@@ -405,15 +389,7 @@ impl Prompt {
                                 let to = if kind == Kind::Key { keys } else { values };
                                 to.slice((index * tokens + position) * d, d)
                             };
-                            let mut finite = true;
-                            for (out, x) in out.iter_mut().zip(&head) {
-                                let bits = f16_bits(x[l]);
-                                let number = f16_is_finite(bits);
-                                // Only finite numbers are stored: a later prompt multiplies entries after its end by zero.
-                                *out = if number { bits } else { 0 };
-                                finite &= number;
-                            }
-                            if !finite {
+                            if !put_halves(out, &head, l) {
                                 broken.store(true, Relaxed);
                             }
                         }
@@ -587,6 +563,46 @@ enum Kind {
     Query,
     Key,
     Value,
+}
+
+/// A work item of [`Prompt::qkv`]: a head, and the panels of a block. One item has all panels of a KV head's keys, another all
+/// of its values; queries are one item per head and panel.
+struct Head {
+    kind: Kind,
+    /// Number of the head among those of its kind.
+    index: usize,
+    /// Its first output of the matrix.
+    from: usize,
+    panels: Range<usize>,
+}
+
+impl Head {
+    fn of(item: usize, config: &ModelConfig, offsets: QkvOffsets, panels: usize) -> Head {
+        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
+        if item < kv_heads {
+            Head { kind: Kind::Key, index: item, from: offsets.key + item * d, panels: 0..panels }
+        } else if item < 2 * kv_heads {
+            let index = item - kv_heads;
+            Head { kind: Kind::Value, index, from: offsets.value + index * d, panels: 0..panels }
+        } else {
+            let (panel, index) = ((item - 2 * kv_heads) / heads, (item - 2 * kv_heads) % heads);
+            Head { kind: Kind::Query, index, from: index * d, panels: panel..panel + 1 }
+        }
+    }
+}
+
+/// Stores one lane of a head in half precision. Returns false if a number is NaN or too large; it is stored as 0, because a
+/// later prompt multiplies entries after its end by zero.
+#[inline(always)]
+fn put_halves(out: &mut [u16], head: &[[f32; LANES]], lane: usize) -> bool {
+    let mut finite = true;
+    for (out, x) in out.iter_mut().zip(head) {
+        let bits = f16_bits(x[lane]);
+        let number = f16_is_finite(bits);
+        *out = if number { bits } else { 0 };
+        finite &= number;
+    }
+    finite
 }
 
 /// RMSNorm of one head of sixteen tokens.

@@ -270,11 +270,7 @@ fn score_views<B: Backend>(
         }
         if let Some(checkpoint) = checkpoint.as_deref_mut() {
             feed(checkpoint, 0, start, window, View::Full)?;
-            for (row, found) in full.iter().enumerate() {
-                let stored = Scored::new(checkpoint.logits(row)?);
-                weights.kld += divergence(&stored, found);
-                weights.top1 += f64::from(u8::from(stored.best() == found.best()));
-            }
+            weights.add(checkpoint, &full)?;
             for page in checkpoint_extent.commit(rows) {
                 checkpoint.flush(0, page)?;
             }
@@ -283,16 +279,7 @@ fn score_views<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for ScoredDraft { config: DraftConfig { weights, view, pages }, exact, score, .. } in &mut drafts {
-                let row = [Row { slot: INT8, offset, position: start + offset }];
-                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
-                forward::step_but_one(backend, &step, *exact)?;
-                let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
-                let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
-                // Rounding may yield slightly more than 1.
-                score.acceptance += if shared > 1.0 { 1.0 } else { shared };
-                score.top1 += f64::from(u8::from(q.best() == p.best()));
-            }
+            score_drafts(backend, &mut drafts, &int8[offset], Row { slot: INT8, offset, position: start + offset })?;
             backend.poll()?;
             progress(read + start + rows - offset - context, total);
         }
@@ -313,6 +300,32 @@ fn score_views<B: Backend>(
         checkpoint.close(0);
     }
     means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
+}
+
+/// Adds the scores of every draft's token for a row to its sums. `p` is the target's.
+fn score_drafts<B: Backend>(backend: &mut B, drafts: &mut [ScoredDraft], p: &Scored, row: Row) -> Result<()> {
+    for ScoredDraft { config: DraftConfig { weights, view, pages }, exact, score, .. } in drafts {
+        let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &[row] };
+        forward::step_but_one(backend, &step, *exact)?;
+        let q = Scored::new(backend.logits(0)?);
+        let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
+        // Rounding may yield slightly more than 1.
+        score.acceptance += if shared > 1.0 { 1.0 } else { shared };
+        score.top1 += f64::from(u8::from(q.best() == p.best()));
+    }
+    Ok(())
+}
+
+impl WeightsScore {
+    /// Adds the scores of rows against those that a backend with the checkpoint's weights has just computed.
+    fn add<B: Backend>(&mut self, checkpoint: &mut B, rows: &[Scored]) -> Result<()> {
+        for (row, found) in rows.iter().enumerate() {
+            let stored = Scored::new(checkpoint.logits(row)?);
+            self.kld += divergence(&stored, found);
+            self.top1 += f64::from(u8::from(stored.best() == found.best()));
+        }
+        Ok(())
+    }
 }
 
 /// The scores of `positions` positions from their sums, in the order of `views` and `drafts`.

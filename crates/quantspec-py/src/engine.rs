@@ -3,16 +3,16 @@
 use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
-use crate::options::{DraftPages, Request, weights_name};
+use crate::options::{DraftPages, Request, Resolved, weights_name};
 use crate::raised::{Raised, locked, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use quantspec_core::config::Planes;
+use quantspec_core::config::{ModelConfig, Planes, Sensitive, TargetWeights};
 use quantspec_core::penalty::Penalties;
 use quantspec_core::report::MethodCounters;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Hooks, Memory};
+use quantspec_model::backend::{Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
@@ -78,6 +78,90 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     parts.set_item("buffer_bytes", memory.buffer_bytes)?;
     parts.set_item("workspace_bytes", memory.workspace_bytes)?;
     Ok(parts)
+}
+
+/// The files and memory that an engine is opened with.
+struct Files<'a> {
+    model: &'a str,
+    draft_model: Option<&'a str>,
+    /// The folder of draft weights, and the fewest bytes worth keeping there.
+    draft_cache: Option<(PathBuf, usize)>,
+    /// Keep processed prompts in memory, unless there is a folder for them.
+    prompt_memory: bool,
+    prompt_folder: Option<PathBuf>,
+}
+
+/// A loaded engine, and the choices made for it.
+struct Loaded {
+    device: Device,
+    second: Option<MakeDrafter>,
+    chosen: ChosenDevice,
+    config: ModelConfig,
+    weights: TargetWeights,
+    sensitive: Sensitive,
+    planned_bytes: usize,
+    /// Most bytes of prompts in memory, if they are kept there.
+    prompt_bytes: Option<usize>,
+}
+
+impl Files<'_> {
+    /// Chooses the device, plans its memory and loads the models. `hooks` are the target's.
+    fn load(self, device: &str, mut resolved: Resolved, hooks: Hooks, raised: &Raised) -> Result<Loaded> {
+        let checkpoint = open(self.model, self.draft_cache)?;
+        let draft = self.draft_model.map(|model| open(model, None)).transpose()?;
+        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        chosen.resolve_auto(models, &mut resolved)?;
+        let Options { weights, sensitive, threads, .. } = resolved.options;
+        let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
+        let in_memory = self.prompt_memory && self.prompt_folder.is_none();
+        let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
+        let of_second = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+        let loaded = chosen.engine(models, resolved, [hooks, of_second]);
+        let (mut device, second) = PyEngine::check_raised(raised, loaded)?;
+        if let Some(limit_bytes) = prompt_bytes {
+            on_device!(&mut device, engine => {
+                let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
+                engine.cache_prompts(cache);
+            });
+        } else if let Some(folder) = self.prompt_folder {
+            let fingerprint = prompt_cache::fingerprint(&checkpoint, weights, threads, &mut poll(raised.clone()))?;
+            let model = PathBuf::from(self.model);
+            let model = model.canonicalize().unwrap_or(model);
+            let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
+            on_device!(&mut device, engine => {
+                let cache = PromptCache::on_disk(engine.backend(), at);
+                engine.cache_prompts(cache);
+            });
+        }
+        let config = checkpoint.config().clone();
+        Ok(Loaded { device, second, chosen, config, weights, sensitive, planned_bytes, prompt_bytes })
+    }
+}
+
+impl Loaded {
+    /// Fields of `Engine.info`.
+    fn describe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let info = PyDict::new(py);
+        info.set_item("device", self.chosen.name())?;
+        info.set_item("device_name", self.chosen.hardware())?;
+        let simd = match &self.device {
+            Device::Cpu(_) => Some(detached(py, quantspec_cpu::simd)?.name),
+            Device::Cuda(_) => None,
+        };
+        info.set_item("simd", simd)?;
+        info.set_item("weights", weights_name(self.weights))?;
+        info.set_item("draft_precision", self.sensitive.names())?;
+        info.set_item("family", &self.config.family)?;
+        info.set_item("vocab", self.config.vocab)?;
+        info.set_item("layers", self.config.layers)?;
+        info.set_item("max_positions", self.config.max_positions)?;
+        info.set_item("eos", &self.config.eos)?;
+        info.set_item("block_rows", on_device!(&self.device, engine => engine.block_rows()))?;
+        info.set_item("planned_bytes", self.planned_bytes)?;
+        info.set_item("prompt_cache_limit_bytes", self.prompt_bytes)?;
+        Ok(info)
+    }
 }
 
 /// A token's log-probability, and the most likely tokens at its position with theirs.
@@ -234,7 +318,8 @@ impl PyEngine {
             threads,
             every_method,
         };
-        let mut resolved = request.resolve().map_err(to_python)?;
+        let resolved = request.resolve().map_err(to_python)?;
+        let (accept, step_rows, planes) = (resolved.accept, resolved.options.step_rows, resolved.options.planes);
         let raised = Raised::default();
         let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
         let shown = loading.clone();
@@ -243,69 +328,20 @@ impl PyEngine {
                 show(done, total);
             }
         };
-        let (polled, polled_by_second, mut hashing) =
-            (poll(raised.clone()), poll(raised.clone()), poll(raised.clone()));
-        let started = Instant::now();
-        let (accept, step_rows, planes) = (resolved.accept, resolved.options.step_rows, resolved.options.planes);
         let origin = OriginSlot::default();
-        let drafts = origin.hook();
-        let (device, second, chosen, config, kept, sensitive, planned_bytes, prompt_bytes) =
-            interruptible(py, &raised, || {
-                let checkpoint = open(model, draft_cache)?;
-                let draft = draft_model.map(|model| open(model, None)).transpose()?;
-                let models = Models { target: &checkpoint, draft: draft.as_ref() };
-                let chosen = ChosenDevice::choose(device, &checkpoint)?;
-                chosen.resolve_auto(models, &mut resolved)?;
-                let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
-                let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
-                let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
-                let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-                let prompt_bytes =
-                    (prompt_memory && prompt_folder.is_none()).then(|| chosen.bytes_for_prompts(planned_bytes));
-                let (mut engine, second) =
-                    PyEngine::check_raised(&raised, chosen.engine(models, resolved, [hooks, of_second]))?;
-                if let Some(limit_bytes) = prompt_bytes {
-                    on_device!(&mut engine, engine => {
-                        let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
-                        engine.cache_prompts(cache);
-                    });
-                } else if let Some(folder) = prompt_folder {
-                    let fingerprint = prompt_cache::fingerprint(&checkpoint, kept, threads, &mut hashing)?;
-                    let model = PathBuf::from(model);
-                    let model = model.canonicalize().unwrap_or(model);
-                    let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
-                    on_device!(&mut engine, engine => {
-                        let cache = PromptCache::on_disk(engine.backend(), at);
-                        engine.cache_prompts(cache);
-                    });
-                }
-                Ok((engine, second, chosen, checkpoint.config().clone(), kept, sensitive, planned_bytes, prompt_bytes))
-            })?;
+        let hooks = Hooks { poll: Box::new(poll(raised.clone())), loading: Box::new(show), drafts: origin.hook() };
+        let files = Files { model, draft_model, draft_cache, prompt_memory, prompt_folder };
+        let started = Instant::now();
+        let loaded = interruptible(py, &raised, || files.load(device, resolved, hooks, &raised))?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks for its lifetime, and Python's garbage collector does not traverse it. A callback that
         // refers to the engine would leak both.
         drop(locked(&loading).take());
-        let info = PyDict::new(py);
-        info.set_item("device", chosen.name())?;
-        info.set_item("device_name", chosen.hardware())?;
-        let simd = match &device {
-            Device::Cpu(_) => Some(detached(py, quantspec_cpu::simd)?.name),
-            Device::Cuda(_) => None,
-        };
-        info.set_item("simd", simd)?;
+        let info = loaded.describe(py)?;
         info.set_item("threads", threads)?;
-        info.set_item("weights", weights_name(kept))?;
-        info.set_item("draft_precision", sensitive.names())?;
-        info.set_item("family", &config.family)?;
-        info.set_item("vocab", config.vocab)?;
-        info.set_item("layers", config.layers)?;
-        info.set_item("max_positions", config.max_positions)?;
-        info.set_item("eos", &config.eos)?;
-        info.set_item("block_rows", on_device!(&device, engine => engine.block_rows()))?;
-        info.set_item("planned_bytes", planned_bytes)?;
-        info.set_item("prompt_cache_limit_bytes", prompt_bytes)?;
         info.set_item("load_s", load_s)?;
         origin.describe(&info)?;
+        let Loaded { device, second, chosen, planned_bytes, .. } = loaded;
         Ok(PyEngine {
             device: Mutex::new(device),
             user: Mutex::new(None),

@@ -57,7 +57,7 @@ pub(crate) fn scores<'py>(
     let polled = poll(raised.clone());
     let origin = OriginSlot::default();
     let drafts = origin.hook();
-    let (chosen, read, scored) = interruptible(py, &raised, || {
+    let ((device, device_name), read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         if options.ablation.is_some() && chosen.gpu().is_some() {
@@ -87,8 +87,21 @@ pub(crate) fn scores<'py>(
                 score(load, (&options, stored.as_ref()), hooks, text, &mut show)
             }
         };
-        Ok((chosen.name(), options.sensitive, scored?))
+        Ok(((chosen.name(), chosen.hardware()), options.sensitive, scored?))
     })?;
+    let out = PyDict::new(py);
+    out.set_item("device", device)?;
+    out.set_item("device_name", device_name)?;
+    out.set_item("draft_precision", read.names())?;
+    out.set_item("tokens", tokens.len())?;
+    describe(&scored, weights, &out)?;
+    origin.describe(&out)?;
+    Ok(out)
+}
+
+/// Sets the fields of the scores.
+fn describe(scored: &Evaluation, weights: TargetWeights, out: &Bound<'_, PyDict>) -> PyResult<()> {
+    let py = out.py();
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
         // Beyond e^709 f64 overflows, and JSON has no infinity.
@@ -121,10 +134,6 @@ pub(crate) fn scores<'py>(
     for (pages, scores) in &scored.choices {
         choices.set_item(pages.to_string(), of_drafts(scores)?)?;
     }
-    let out = PyDict::new(py);
-    out.set_item("device", chosen)?;
-    out.set_item("draft_precision", read.names())?;
-    out.set_item("tokens", tokens.len())?;
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;
     out.set_item("drafts", drafts)?;
@@ -139,8 +148,7 @@ pub(crate) fn scores<'py>(
         weights_scores.set_item(weights_name(weights), entry)?;
         out.set_item("weights", weights_scores)?;
     }
-    origin.describe(&out)?;
-    Ok(out)
+    Ok(())
 }
 
 /// [`evaluate::evaluate`] of (tokens, context, page budgets) on a backend; `stored` are the options of one with the checkpoint's

@@ -135,6 +135,10 @@ mod _native {
         METHODS.iter().map(describe).collect()
     }
 
+    /// The commit of the sources; None if they were built outside of a repository.
+    #[pymodule_export]
+    const COMMIT: Option<&str> = option_env!("QUANTSPEC_COMMIT");
+
     /// Most bytes of the folder of draft weights.
     #[pymodule_export]
     const DRAFTS_LIMIT_BYTES: u64 = engine::DRAFTS_LIMIT_BYTES;

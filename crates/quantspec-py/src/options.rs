@@ -165,26 +165,15 @@ pub(crate) fn ablation((keys, values, group, truncated): &(String, String, usize
 }
 
 impl Request<'_> {
-    /// Checks every value and derives planes, draft and policy.
-    pub(crate) fn resolve(&self) -> Result<Resolved> {
-        let weights = target_weights(self.weights)?;
-        let target = target_view(self.kv_target)?;
-        let rounding = rounding(self.kv_rounding)?;
-        let wanted = one_of(
-            "draft_weights",
-            self.draft_weights,
-            &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
-        )?;
-        let sensitive = sensitive(self.draft_precision)?;
-        let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
+    /// The choices of pages for a draft, at least one.
+    fn pages(&self, method: &Entry) -> Result<Vec<Pages>> {
         let refresh = self.draft_refresh;
         let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
         let best: fn(usize, usize) -> Pages = |pages, _| Pages::Best(pages);
         let window: fn(usize, usize) -> Pages = |pages, _| Pages::Window(pages);
         let choice = one_of("page_choice", self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
         let chosen = |count| choice(count, refresh);
-        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
-        let pages = match self.draft_pages {
+        Ok(match self.draft_pages {
             None => match method.own_pages() {
                 Some(Pages::Snap { pages, .. }) => vec![snap(pages, refresh)],
                 _ => vec![Pages::All],
@@ -203,7 +192,24 @@ impl Request<'_> {
                 ));
             }
             Some(DraftPages::Count(count)) => vec![chosen(count)],
-        };
+        })
+    }
+
+    /// Checks every value and derives planes, draft and policy.
+    pub(crate) fn resolve(&self) -> Result<Resolved> {
+        let weights = target_weights(self.weights)?;
+        let target = target_view(self.kv_target)?;
+        let rounding = rounding(self.kv_rounding)?;
+        let wanted = one_of(
+            "draft_weights",
+            self.draft_weights,
+            &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
+        )?;
+        let sensitive = sensitive(self.draft_precision)?;
+        let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
+        let named: Vec<_> = METHODS.iter().map(|method| (method.name, method)).collect();
+        let method = one_of("method", self.method, &named)?;
+        let pages = self.pages(method)?;
         let tokens = |&asked: &Pages| match method.pages(asked) {
             Pages::All => usize::MAX,
             Pages::Window(pages) | Pages::Best(pages) | Pages::Snap { pages, .. } => pages.saturating_mul(G),

@@ -7,11 +7,9 @@ charts says so.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 import time
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, output, render
@@ -101,6 +99,7 @@ def evaluation(found: Row) -> str:
         if names
         else None,
         *_acceptance_by_pages(found.get("page_choices", {})),
+        *_sensitivity(found.get("sensitivity", {})),
         *_divergence(found["targets"]),
         Section(
             "Views of the cache",
@@ -121,8 +120,9 @@ def evaluation(found: Row) -> str:
                 ],
             ),
         ),
+        *_weights(found.get("weights", {})),
     ]
-    about = {"device": found["device"]}
+    about = {name: found[name] for name in ("device", "device_name")}
     facts = {"text": f"{found['prompt']}, {found['positions']:,} positions after {found['context']:,} tokens"}
     if "ablation" in found:
         facts["cache"] = render.groups(found["ablation"])
@@ -203,12 +203,10 @@ def _page(
 
 
 def _version() -> str:
-    """The version, with the commit if pip installed one."""
-    with contextlib.suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
-        about = json.loads(metadata.distribution("quantspec").read_text("direct_url.json") or "{}")
-        if commit := about.get("vcs_info", {}).get("commit_id"):
-            return f"{__version__}, commit {commit:.12}"
-    return __version__
+    """The version, with the commit of the sources if it is known."""
+    from .. import _native
+
+    return __version__ if _native.COMMIT is None else f"{__version__}, commit {_native.COMMIT}"
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -267,7 +265,10 @@ def _speedups(rows: Sequence[Row]) -> list[Section]:
             marked=lambda value: f"{value:g}×",
             reference=1.0,
         )
-        text = "Against plain decoding with an FP16 cache, in runs of one repetition at one memory bandwidth."
+        text = (
+            "Compared with plain decoding over an FP16 cache, within repetitions of steady memory bandwidth. A measurement "
+            "without such a repetition has no bar."
+        )
         names = [one.name for one in series]
         return [Section("Speed-up by context", text, chart, names, _table("context", categories, series, _times))]
     categories, series = _grid(rows, lambda row: row["tokens_per_s"])
@@ -339,7 +340,11 @@ def _acceptance_by_position(drafted: Sequence[tuple[str, Sequence[float] | None]
         return []
     points = [(name, [(float(at), rate) for at, rate in enumerate(rates, 1)]) for name, rates in found]
     chart = lines(
-        points, x_title="position of the drafted token in its round", y_title="rounds", shown=_whole_percent, top=1.0
+        points,
+        x_title="position of the drafted token in its round",
+        y_title="share of rounds",
+        shown=_whole_percent,
+        top=1.0,
     )
     longest = max(len(rates) for _, rates in found)
     table = Table(
@@ -376,8 +381,8 @@ def _roofline(rows: Sequence[Row]) -> list[Section]:
     )
     flat = "" if fastest is None else ", the flat part the fastest prompt of this run"
     text = (
-        f"The slope is the measured read bandwidth, {render.number(bandwidth / 1e9)} GB/s{flat}. Points above the slope "
-        "read from a CPU cache. Drafts that were not kept count as work."
+        f"The slope is the measured read bandwidth, {render.number(bandwidth / 1e9)} GB/s{flat}. Points above it read from "
+        "caches. Rejected drafts count as work."
     )
     return [Section("Roofline", text, roofline(points, bytes_per_s=bandwidth, flops_per_s=fastest), names, table)]
 
@@ -431,6 +436,58 @@ def _divergence(targets: Mapping[str, Row]) -> list[Section]:
     )
     table = Table(["view", "KLD, nats"], [[name, shown(value)] for name, value in known.items()])
     return [Section("Divergence from the FP16 cache", "Mean over all positions.", chart, ["KLD"], table)]
+
+
+def _sensitivity(scores: Mapping[str, Row]) -> list[Section]:
+    """Acceptance of the default draft with each kind of matrices in 8 bits, and by layer if that was scored."""
+    if not scores:
+        return []
+    names = list(scores)
+    chart = bars(
+        names,
+        [Series("acceptance", [scores[name]["acceptance"] for name in names])],
+        x_title="matrices in 8 bits",
+        y_title="acceptance",
+        shown=render.percent,
+        marked=_whole_percent,
+    )
+    table = Table(
+        ["in 8 bits", "acceptance", "top-1", "draft bytes", "value"],
+        [
+            [
+                name,
+                render.percent(one["acceptance"]),
+                render.percent(one["top1"]),
+                f"+{one['added_share']:.1%}",
+                "-" if one["value"] is None else f"{one['value']:.3f}",
+            ]
+            for name, one in scores.items()
+        ],
+    )
+    text = (
+        "The default draft with one kind of matrices in 8 bits. Value: acceptance gained over the share of bytes added."
+    )
+    sections = [Section("Acceptance by sensitive matrices", text, chart, ["acceptance"], table)]
+    by_layer = {name: one["layers"] for name, one in scores.items() if "layers" in one}
+    if by_layer:
+        rows = zip(*by_layer.values(), strict=True)
+        table = Table(
+            ["layer", *by_layer], [[str(layer), *(f"{rate:.2%}" for rate in row)] for layer, row in enumerate(rows)]
+        )
+        text = "The default draft with one matrix in the target's precision."
+        sections.append(Section("Acceptance by layer", text, None, [], table))
+    return sections
+
+
+def _weights(scores: Mapping[str, Row]) -> list[Section]:
+    if not scores:
+        return []
+    table = Table(
+        ["weights", "KLD, nats", "top-1"],
+        [[name, f"{one['kld']:.2e}", render.percent(one["top1"])] for name, one in scores.items()],
+    )
+    text = "Divergence of the quantised weights from the checkpoint's, both over an FP16 cache."
+    return [Section("Weights", text, None, [], table)]
 
 
 def _all_rows(rows: Sequence[Row]) -> list[Section]:

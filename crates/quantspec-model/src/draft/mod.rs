@@ -265,8 +265,8 @@ const SNAP: Pages = Pages::Snap { pages: FIXED_PAGES, refresh: 0 };
 const SNAPKV: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), pages: Some(SNAP) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
-/// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 17] = [
+/// Every method. Flags, reports, `bench`, `eval`, `selftest` and the exactness tests read this list.
+pub const METHODS: &[Entry] = &[
     Entry { name: "auto", about: "the fastest of several, as measured", source: Source::Several, copies: true },
     Entry { name: "quantspec", about: "4-bit weights, 4-bit cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "full weights, 4-bit cache", source: KV4, copies: false },

@@ -334,7 +334,7 @@ pub(crate) fn share(cases: &[Case], index: usize, count: usize) -> Vec<Case> {
 
 #[test]
 fn every_method_has_a_case() {
-    for entry in &draft::METHODS {
+    for entry in draft::METHODS {
         let drafts = !matches!(entry.source, draft::Source::Nothing);
         for batch in if drafts { &[1, 3][..] } else { &[8] } {
             let found = cases(false).iter().any(|case| case.method == entry.name && case.batch == *batch);
