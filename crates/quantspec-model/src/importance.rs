@@ -34,9 +34,13 @@ pub type Parallel<'a> = &'a dyn Fn(usize, &(dyn Fn(Range<usize>) -> Result<()> +
 
 /// Importance of the inputs of a layer's matrices.
 pub struct LayerImportance {
+    /// Of the query, key and value projections.
     pub qkv: Vec<f32>,
+    /// Of the output projection.
     pub output: Vec<f32>,
+    /// Of the gate and up projections.
     pub gate_up: Vec<f32>,
+    /// Of the down projection.
     pub down: Vec<f32>,
 }
 
@@ -86,7 +90,7 @@ impl<'a> MadeUpRows<'a> {
     pub fn next_layer(&mut self) -> Result<LayerImportance> {
         use LayerPart::*;
         let config = self.checkpoint.config();
-        let normed = self.normed(None, AttentionNorm)?;
+        let normed = self.normed(self.stream.clone(), AttentionNorm)?;
         let mut values = self.product(V, VBias, &normed)?;
         values.iter_mut().for_each(means_so_far);
         let heads = (0..config.heads).map(|head| head / config.group() * config.head_dim);
@@ -94,7 +98,7 @@ impl<'a> MadeUpRows<'a> {
         let qkv = importance_of(&normed);
         let branch = self.product(Output, OutputBias, &read)?;
         self.add(branch, AttentionOutputNorm)?;
-        let normed = self.normed(None, MlpNorm)?;
+        let normed = self.normed(self.stream.clone(), MlpNorm)?;
         let mut inner = self.product(Gate, GateBias, &normed)?;
         let up = self.product(Up, UpBias, &normed)?;
         for (gate, up) in inner.iter_mut().flatten().zip(up.iter().flatten()) {
@@ -118,11 +122,10 @@ impl<'a> MadeUpRows<'a> {
         Ok(Some(out))
     }
 
-    /// RMSNorm of a branch, or of the stream; the same channels if the model has no such norm.
-    fn normed(&self, branch: Option<Vec<Channel>>, part: LayerPart) -> Result<Vec<Channel>> {
-        let mut channels = branch.unwrap_or_else(|| self.stream.clone());
+    /// RMSNorm; the same channels if the model has no such norm.
+    fn normed(&self, mut channels: Vec<Channel>, part: LayerPart) -> Result<Vec<Channel>> {
         let Some(weights) = self.vector(part)? else { return Ok(channels) };
-        let mut squares = [0.0; ROWS];
+        let mut squares = [0f32; ROWS];
         for channel in &channels {
             squares.iter_mut().zip(channel).for_each(|(sum, x)| *sum += x * x);
         }
@@ -135,7 +138,7 @@ impl<'a> MadeUpRows<'a> {
     }
 
     fn add(&mut self, branch: Vec<Channel>, norm: LayerPart) -> Result<()> {
-        let branch = self.normed(Some(branch), norm)?;
+        let branch = self.normed(branch, norm)?;
         self.stream.iter_mut().flatten().zip(branch.iter().flatten()).for_each(|(x, branch)| *x += branch);
         Ok(())
     }
@@ -172,21 +175,21 @@ fn multiply(w: &[f32], x: &[Channel], out: &mut [Channel]) {
     let (first, second) = w.split_at(x.len());
     // A single row counts twice.
     let second = if second.is_empty() { first } else { second };
-    for from in (0..ROWS).step_by(LANES) {
-        let mut sums = [[0.0f32; LANES]; 2];
+    for part in 0..ROWS / LANES {
+        let mut sums = [[0f32; LANES]; 2];
         for ((x, &a), &b) in x.iter().zip(first).zip(second) {
-            for (l, x) in x[from..from + LANES].iter().enumerate() {
+            for (l, x) in x.as_chunks::<LANES>().0[part].iter().enumerate() {
                 sums[0][l] += a * x;
                 sums[1][l] += b * x;
             }
         }
-        out.iter_mut().zip(sums).for_each(|(out, sums)| out[from..from + LANES].copy_from_slice(&sums));
+        out.iter_mut().zip(sums).for_each(|(out, sums)| out.as_chunks_mut::<LANES>().0[part] = sums);
     }
 }
 
 /// Each token's mean of its text up to it.
 fn means_so_far(channel: &mut Channel) {
-    let mut sums = [0.0; TEXTS];
+    let mut sums = [0f32; TEXTS];
     for (token, values) in channel.as_chunks_mut::<TEXTS>().0.iter_mut().enumerate() {
         for (sum, value) in sums.iter_mut().zip(values) {
             *sum += *value;

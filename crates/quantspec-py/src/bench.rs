@@ -65,9 +65,8 @@ pub(crate) fn traffic<'py>(
     let out = PyDict::new(py);
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
-    let both = |part: Part| match cpu {
-        true => part.has_both_planes_on_cpu(weights, config.layers),
-        false => part.has_both_planes(weights),
+    let both = |part: Part| {
+        if cpu { part.has_both_planes_on_cpu(weights, config.layers) } else { part.has_both_planes(weights) }
     };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
