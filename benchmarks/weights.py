@@ -2,7 +2,8 @@
 """Divergence of quantised weights from a Llama model in 16 bits, next to ggml's: the table in docs/design/quantised_files.md.
 
     pip install xllamacpp==2026.10.11549 gguf==0.19.0
-    python benchmarks/weights.py [FOLDER] [TEXT] [--permutations 3]    default: the demo model, the shipped sample
+    python benchmarks/weights.py [FOLDER] [TEXT] [--permutations 3] [--results FILE]
+                                                      default: the demo model, the shipped sample
 
 FOLDER has model.safetensors (BF16 or F16), config.json and tokenizer.json; the first tokens of TEXT are scored. A number is
 the mean of KL(checkpoint || quantised) of the next token. Weights are quantised by ggml, or as docs/design/weights.md
@@ -144,17 +145,28 @@ def grouped(w: Array, group: int) -> Array:
     return np.pad(w, ((0, 0), (0, -w.shape[1] % group)), mode="edge").reshape(len(w), -1, group)
 
 
-def both_planes(w: Array, group: int) -> Array:
+def both_planes(w: Array, group: int, importance: Array | None = None) -> Array:
     """A matrix in both planes (docs/design/weights.md)."""
-    x = grouped(w, group)
+    x, weigh = grouped(w, group), np.float32(1)
+    if importance is not None:
+        weigh = grouped(importance[None], group)
     least, most = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
-    fine = (most - least) / 240
-    scale, best, zero = half(np.maximum(16 * fine, 2.0**-14)), np.full_like(least, np.inf), half(least)
+
+    def error(step: Array, zero: Array, first: int, last: int) -> Array:
+        value = np.clip(np.rint((x - zero) / step), first, last) * step + zero
+        return np.asarray((weigh * (value - x) ** 2).sum(-1, keepdims=True))
+
+    best, steps, scale = np.full_like(least, np.inf), np.zeros_like(least), np.ones_like(least)
+    for count in range(240, 248) if group == 32 else (240,):
+        tried = half(np.maximum(16 * (most - least) / count, 2.0**-14))
+        found = error(tried / 16, half(least), -8, 247)
+        steps, scale = np.where(found < best, count, steps), np.where(found < best, tried, scale)
+        best = np.minimum(found, best)
+    best, zero = np.full_like(least, np.inf), half(least)
     for first in (8, 0, 2, 4, 6, 10, 12, 14):
-        tried = half(least + (8 - first) * fine)
-        code = np.clip(np.rint((x - tried) / scale), 0, 15)
-        error = ((code * scale + tried - x) ** 2).sum(-1, keepdims=True)
-        zero, best = np.where(error < best, tried, zero), np.minimum(error, best)
+        tried = half(least + (8 - first) * (most - least) / steps)
+        found = np.where(first <= 255 - steps, error(scale, tried, 0, 15), np.inf)
+        zero, best = np.where(found < best, tried, zero), np.minimum(found, best)
     code = np.clip(np.rint(16 * (x - zero) / scale), -8, 247)
     return np.ascontiguousarray((code * scale / 16 + zero).reshape(len(w), -1)[:, : w.shape[1]])
 
@@ -191,19 +203,46 @@ def upper_plane(w: Array, group: int, importance: Array | None = None) -> Array:
     return np.ascontiguousarray(out.reshape(len(w), -1)[:, : w.shape[1]])
 
 
+def importance(model: Model, tensors: Tensors) -> Tensors:
+    """Importance of the inputs of every matrix (docs/design/quantise.md)."""
+    texts, tokens, eps = 4, 16, model.config["rms_norm_eps"]
+    lanes = np.arange(texts * tokens)
+    x = tensors[EMBEDDING][(2 * lanes + 1) * (model.config["vocab_size"] // 4) // (2 * len(lanes))]
+    out: Tensors = {}
+
+    def through(name: str, x: Array) -> Array:
+        squares = (x * x).mean(0)
+        out[name] = np.maximum(squares / squares.mean(), np.float32(1e-6))
+        return np.asarray(x @ tensors[name].T)
+
+    def norm(x: Array, name: str) -> Array:
+        return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * tensors[name])
+
+    for layer in range(model.layers):
+        at = f"model.layers.{layer}."
+        normed = norm(x, at + "input_layernorm.weight")
+        _, _, values = (through(f"{at}self_attn.{part}_proj.weight", normed) for part in "qkv")
+        means = (
+            np.cumsum(values.reshape(tokens, texts, -1), 0) / np.arange(1, tokens + 1, dtype=np.float32)[:, None, None]
+        )
+        read = means.reshape(len(lanes), model.kv_heads, -1).repeat(model.heads // model.kv_heads, 1)
+        x = x + through(at + "self_attn.o_proj.weight", read.reshape(len(lanes), -1))
+        normed = norm(x, at + "post_attention_layernorm.weight")
+        gate, up = (through(f"{at}mlp.{part}_proj.weight", normed) for part in ("gate", "up"))
+        x = x + through(at + "mlp.down_proj.weight", gate / (1 + np.exp(-gate)) * up)
+    return out
+
+
 def planes(model: Model, tensors: Tensors, bits: int, group: int) -> tuple[Tensors, float]:
     """The weights of `--weights int8` or `int4`, in a CPU's groups (32) or a GPU's (64), and the bits of a layer's weight."""
-    out, stored, count = dict(tensors), 0.0, 0
+    out, stored, count, cpu = dict(tensors), 0.0, 0, group == 32
     out[model.head] = both_planes(tensors[model.head], group)
+    weigh = importance(model, tensors) if cpu else {}
+    outer = [layer for layer in range(model.layers) if not model.layers // 8 <= layer < 7 * model.layers // 8]
     for name in model.matrices:
-        w, layer = tensors[name], name.rpartition(".mlp.")[0]
-        both = bits == 8 or "k_proj" in name or "v_proj" in name
-        importance = None
-        if "down_proj" in name and group == 32:
-            norm = tensors[f"{layer}.post_attention_layernorm.weight"]
-            gate, up = (((tensors[f"{layer}.mlp.{part}_proj.weight"] * norm) ** 2).sum(1) for part in ("gate", "up"))
-            importance = gate * up / (gate * up).mean() + np.float32(1e-6)
-        out[name] = both_planes(w, group) if both else upper_plane(w, group, importance)
+        w, layer = tensors[name], int(name.split(".")[2])
+        both = bits == 8 or "k_proj" in name or "v_proj" in name or (cpu and "down_proj" in name and layer in outer)
+        out[name] = (both_planes if both else upper_plane)(w, group, weigh.get(name))
         stored += w.size * ((8 if both else 4) + 32 / group)
         count += w.size
     return out, stored / count
@@ -242,10 +281,12 @@ def main() -> None:
     parser.add_argument(
         "--permutations", type=int, default=0, help="orders of channels to average over; 0: the file's own"
     )
+    parser.add_argument("--results", type=Path, help="JSON file to write the rows to")
     options = parser.parse_args()
     model, quantise = Model(options.folder, options.text, options.tokens), Quantiser()
     expected = model.scores(model.tensors)
     orders = [model.permuted(seed) for seed in range(options.permutations)] or [model.tensors]
+    rows: list[dict[str, Any]] = []
     sys.stdout.write("| weights | bits of a layer's weight | divergence, nats |\n|---|---|---|\n")
     for name, bits, group in (
         ("int8, groups of 32", 8, 32),
@@ -262,11 +303,18 @@ def main() -> None:
             quantised, size = planes(model, tensors, bits, group) if bits else of_ggml(model, tensors, mix, quantise)
             scores = model.scores(quantised)
             found.append(float((np.exp(expected) * (expected - scores)).sum(-1).mean()))
+        rows.append({"weights": name, "bits": round(size, 3), "kld": [float(f"{kld:.4g}") for kld in found]})
         sys.stdout.write(f"| {name} | {size:.2f} | {np.mean(found):.2e} |\n")
         sys.stdout.flush()
     if not options.permutations:
         for weights in ("int8", "int4"):
-            sys.stdout.write(f"| `quantspec eval --weights {weights}` | | {engine(weights, options):.2e} |\n")
+            kld = engine(weights, options)
+            rows.append({"weights": f"quantspec eval --weights {weights}", "kld": [float(f"{kld:.4g}")]})
+            sys.stdout.write(f"| `quantspec eval --weights {weights}` | | {kld:.2e} |\n")
+    if options.results:
+        about = {"model": options.folder.name, "text": options.text.name, "tokens": options.tokens}
+        result = about | {"permutations": options.permutations, "rows": rows}
+        options.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -318,7 +318,9 @@ fn main() {
         return;
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_else(|| fail("OUT_DIR is not set")));
-    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
+    // Of this checkout: the build script may come from a target folder that several share.
+    let manifest = env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| fail("CARGO_MANIFEST_DIR is not set"));
+    let kernels = PathBuf::from(manifest).join("../../kernels");
     println!("cargo::rerun-if-env-changed=QUANTSPEC_KERNELS");
     println!("cargo::rerun-if-env-changed=PYO3_PYTHON");
     println!("cargo::rerun-if-changed={}", kernels.display());

@@ -331,6 +331,16 @@ pub(crate) fn squared_error(group: Group, params: Params) -> f32 {
     })
 }
 
+/// Σ importance · (w − (code·scale/16 + zero))² of a group with codes of both nibbles, −8..=247.
+pub(crate) fn squared_error_of_both(group: Group, params: Params) -> f32 {
+    let (step, zero) = (params.scale.to_f32() / 16.0, params.zero.to_f32());
+    let inverse = 1.0 / step;
+    group.sum(|value| {
+        let error = value - (nearest(((value - zero) * inverse).clamp(-8.0, 247.0)) * step + zero);
+        error * error
+    })
+}
+
 /// Scale and zero by linear regression of w − zero on the codes that `params` give. None if all codes are equal.
 fn fit(group: Group, params: Params) -> Option<Params> {
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());

@@ -10,9 +10,12 @@
 //! rounding of `16·(w − z)/s` to −8..=247, instead of rounding U first and then the remainder. So U is the draft's nearest
 //! step except at ties, and no remainder is clipped.
 //!
-//! s = range/15, so the range covers 240 of the 255 fine steps of the codes. Its start among them is free: [`FIRST_CODES`]
-//! lists the candidates, and the zero whose upper codes have the least squared error is kept. A smaller s would clip the ends
-//! of a group in view Both, which costs the target more than the draft gains.
+//! The range covers 240 of the 255 fine steps s/16 of the codes; in a [`SMALL_GROUP`] the number of [`STEPS`] that has the least
+//! squared error in view Both. Its start among the codes is free: [`FIRST_CODES`] lists the candidates, and the zero whose
+//! upper codes have the least squared error is kept. A smaller s would clip the ends of a group in view Both, which costs the
+//! target more than the draft gains.
+//!
+//! Squared errors are weighed by the importance of the matrix's inputs ([`importance`]), where the caller knows it.
 //!
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
 //! searched freely ([`TARGET_SHRINK`]).
@@ -25,7 +28,7 @@ use crate::quantize::{self, Group, Params, TARGET_SHRINK};
 use half::f16;
 
 /// Identifies these equations in files of a model in nibbles on disk. A change of codes needs a new name.
-pub const RECIPE: &str = "nibbles 4";
+pub const RECIPE: &str = "nibbles 5";
 
 /// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
@@ -37,6 +40,10 @@ pub const SMALL_GROUP: usize = 32;
 /// Candidate codes of a group's smallest weight. They reduce the squared error of the draft's view of trained weights by 17 %
 /// compared with code 8, the plain `z = minimum`; free scales reduce it by 18 %.
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
+
+/// Candidate numbers of fine steps in a group's range. Rounding to a few grids and keeping the best of them takes a quarter
+/// off the squared error in view Both. With more steps fewer of [`FIRST_CODES`] fit, and the draft would lose.
+pub const STEPS: [u8; 8] = [240, 241, 242, 243, 244, 245, 246, 247];
 
 /// The code with both nibbles 0.
 pub const ZERO: u8 = 8;
@@ -83,23 +90,26 @@ impl Row {
     }
 }
 
-/// Quantises a row of f32 weights to both planes, in groups of `group`.
+/// Quantises a row of f32 weights to both planes, in groups of `group`. The search weighs the squared error of each weight by
+/// its `importance`, as many positive numbers; if there are none, all weigh the same.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold, naming the group.
-pub fn quantize_row(w: &[f32], group: usize) -> Result<Row> {
+pub fn quantize_row(w: &[f32], importance: &[f32], group: usize) -> Result<Row> {
     let code = |value: f32, scale: f32, zero: f32| {
         quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8
     };
-    let search = |_: usize, w: &[f32], low: f32, high: f32| {
-        let grid = if group == SMALL_GROUP { grid_of(w, low, high, true) } else { None };
-        grid.map_or_else(|| search(w, low, high), Ok)
+    let (small, steps) = if group == SMALL_GROUP { (true, &STEPS[..]) } else { (false, &STEPS[..1]) };
+    let search = |index: usize, w: &[f32], low: f32, high: f32| {
+        let grid = if small { grid_of(w, low, high, true) } else { None };
+        let importance = importance.chunks(group).nth(index).unwrap_or_default();
+        grid.map_or_else(|| search(Group { w, importance }, low, high, steps), Ok)
     };
     quantize_groups(w, group, search, code)
 }
 
-/// Quantises a row of f32 weights to the upper plane alone, in groups of `group`: every L is 0. The search weighs the squared
-/// error of each weight by its `importance`, as many positive numbers; if there are none, all weigh the same.
+/// Quantises a row of f32 weights to the upper plane alone, in groups of `group`: every L is 0. `importance` as in
+/// [`quantize_row`].
 ///
 /// # Errors
 /// As [`quantize_row`].
@@ -116,30 +126,16 @@ pub fn quantize_row_upper(w: &[f32], importance: &[f32], group: usize) -> Result
     quantize_groups(w, group, search, code)
 }
 
-/// Importance of the inputs of the down projection, from the model alone: an estimate of their mean squares. `gate` and `up`
-/// are [`mean_square`] of the rows that make each input.
-///
-/// In some models a few inputs of few layers are much larger than the others. Errors of their weights cause a quarter of the
-/// divergence of SmolLM2-135M. Such estimates for its other matrices gain within the noise.
-pub fn importance_of_down(gate: &[f32], up: &[f32]) -> Vec<f32> {
-    let squares: Vec<f32> = gate.iter().zip(up).map(|(gate, up)| gate * up).collect();
+/// Importance of a matrix's inputs from estimates of their mean squares: these, divided by their mean. An input that the
+/// estimate never saw keeps a small importance. If the estimates overflow, all inputs weigh the same.
+pub fn importance(squares: &[f32]) -> Vec<f32> {
     let mean = squares.iter().map(|&square| f64::from(square)).sum::<f64>() / squares.len().max(1) as f64;
-    // Estimates of zero, and of a model whose weights are all zero.
+    if !mean.is_finite() {
+        return vec![1.0; squares.len()];
+    }
+    // Also of a model whose weights are all zero.
     let least = (1e-6 * mean).max(f64::from(f32::MIN_POSITIVE));
     squares.iter().map(|&square| (f64::from(square).max(least) / mean.max(least)) as f32).collect()
-}
-
-/// Mean square of an output of a matrix whose inputs are a norm's outputs, from one row of each, up to a common factor:
-/// Σ (w·norm)². Without a `norm` its factors are 1. Element i is added to lane i mod 16, and lanes upwards.
-pub fn mean_square(w: &[f32], norm: Option<&[f32]>) -> f32 {
-    let mut lanes = [0f32; 16];
-    for (at, w) in w.chunks(16).enumerate() {
-        let norm = norm.map_or(&[1.0; 16][..w.len()], |norm| &norm[16 * at..][..w.len()]);
-        for ((lane, w), norm) in lanes.iter_mut().zip(w).zip(norm) {
-            *lane += (w * norm) * (w * norm);
-        }
-    }
-    lanes.iter().sum()
 }
 
 /// Quantises the groups of a row: `search` finds parameters from the group's index, weights, minimum and maximum; `code`
@@ -180,14 +176,26 @@ fn quantize_group(
     Ok(params)
 }
 
-/// The zero of [`FIRST_CODES`] whose upper codes have the least squared error; the first wins ties.
-fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
-    let step = (high - low) / 240.0;
-    let params = |first: u8| Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step);
-    let plain = params(FIRST_CODES[0]).finite()?;
-    let group = Group::plain(w);
+/// Of the grids whose `steps` fine steps span the range, the one with the least squared error in view Both, then its zero of
+/// [`FIRST_CODES`] whose upper codes have the least; the first wins ties.
+fn search(group: Group, low: f32, high: f32, steps: &[u8]) -> Result<Params> {
+    let params = |steps: u8, first: u8| {
+        let step = (high - low) / f32::from(steps);
+        Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step)
+    };
+    let mut plain = params(steps[0], FIRST_CODES[0]).finite()?;
+    let (mut taken, mut least) = (steps[0], quantize::squared_error_of_both(group, plain));
+    for &steps in &steps[1..] {
+        let found = params(steps, FIRST_CODES[0]);
+        let error = quantize::squared_error_of_both(group, found);
+        if error < least {
+            (plain, taken, least) = (found, steps, error);
+        }
+    }
     let start = (quantize::squared_error(group, plain), plain);
-    Ok(FIRST_CODES[1..].iter().fold(start, |best, &first| quantize::better(group, best, params(first))).1)
+    // The last code of the range is at most 255.
+    let firsts = FIRST_CODES[1..].iter().filter(|&&first| first <= 255 - taken);
+    Ok(firsts.fold(start, |best, &first| quantize::better(group, best, params(taken, first))).1)
 }
 
 /// Parameters whose grid contains every weight of a group, if all are integers times one step d that is an f16: first a grid
@@ -267,13 +275,13 @@ mod tests {
     fn codes_of_known_weights() {
         // The plain grid hits all sixteen values, and the first candidate wins ties.
         let ramp: Vec<f32> = (0..=15).map(|i| 1.0 + i as f32).collect();
-        let row = quantize_row(&ramp, GROUP).unwrap();
+        let row = quantize_row(&ramp, &[], GROUP).unwrap();
         assert_eq!((row.params[0].scale.to_f32(), row.params[0].zero.to_f32()), (1.0, 1.0));
         assert!(row.codes.iter().enumerate().all(|(i, &code)| upper(code) == i as u8 && lower(code) == 0));
         assert_eq!((row.both(), row.upper()), (ramp.clone(), ramp));
-        assert_eq!(quantize_row(&[-1.0, 14.0], GROUP).unwrap().codes, [8, 248]);
+        assert_eq!(quantize_row(&[-1.0, 14.0], &[], GROUP).unwrap().codes, [8, 248]);
         // A short last group has its own parameters; a constant one is exact in both views.
-        let row = quantize_row(&[vec![0.25; GROUP], vec![-3.0, 12.0]].concat(), GROUP).unwrap();
+        let row = quantize_row(&[vec![0.25; GROUP], vec![-3.0, 12.0]].concat(), &[], GROUP).unwrap();
         assert_eq!((row.codes.len(), row.params.len()), (GROUP + 2, 2));
         assert_eq!((row.params[0].scale, row.params[0].zero), (f16::ZERO, f16::from_f32(0.25)));
         assert_eq!(
@@ -296,13 +304,13 @@ mod tests {
         let mut w = vec![0.5; 3 * GROUP];
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             w[GROUP + 7] = bad;
-            let error = quantize_row(&w, GROUP).unwrap_err();
+            let error = quantize_row(&w, &[], GROUP).unwrap_err();
             assert_eq!(error.kind, ErrorKind::NotFinite);
             assert!(error.message.contains("group 1") && error.message.contains("element 7"), "{error}");
         }
         w[GROUP + 7] = 2e6;
-        assert_eq!(quantize_row(&w, GROUP).unwrap_err().kind, ErrorKind::NotFinite);
-        assert!(quantize_row(&[], GROUP).unwrap().codes.is_empty());
+        assert_eq!(quantize_row(&w, &[], GROUP).unwrap_err().kind, ErrorKind::NotFinite);
+        assert!(quantize_row(&[], &[], GROUP).unwrap().codes.is_empty());
     }
 
     /// Weights of any size and centre, some with an outlier.
@@ -354,7 +362,7 @@ mod tests {
             }
             let w: Vec<f32> = steps.iter().map(|&n| n as f32 * d).collect();
             let off = |view: Vec<f32>| view.iter().zip(&w).map(|(a, b)| (a - b).abs() / d).fold(0.0, f32::max);
-            let both = quantize_row(&w, SMALL_GROUP).unwrap();
+            let both = quantize_row(&w, &[], SMALL_GROUP).unwrap();
             let within = |least, most| steps.iter().all(|n| (least..=most).contains(n));
             let exact = within(-8, 7) || within(-7, 8);
             if bits == 4 {
@@ -376,7 +384,7 @@ mod tests {
 
         #[test]
         fn both_views_are_within_half_a_step(w in weights(), group in groups()) {
-            let row = quantize_row(&w, group).unwrap();
+            let row = quantize_row(&w, &[], group).unwrap();
             let views = row.both().into_iter().zip(row.upper());
             for (at, ((both, upper), want)) in views.zip(&w).enumerate() {
                 let (scale, zero) = (row.params[at / group].scale.to_f32(), row.params[at / group].zero.to_f32());
@@ -389,7 +397,7 @@ mod tests {
 
         #[test]
         fn codes_equal_an_integer_model(w in weights(), group in groups()) {
-            let row = quantize_row(&w, group).unwrap();
+            let row = quantize_row(&w, &[], group).unwrap();
             for (at, (&code, &w)) in row.codes.iter().zip(&w).enumerate() {
                 let (scale, zero) = (row.params[at / group].scale.to_f64(), row.params[at / group].zero.to_f64());
                 if scale == 0.0 {
@@ -425,7 +433,7 @@ mod tests {
 
         #[test]
         fn no_candidate_zero_is_better_for_the_draft(w in weights(), group in groups()) {
-            let row = quantize_row(&w, group).unwrap();
+            let row = quantize_row(&w, &[], group).unwrap();
             for (w, &params) in w.chunks(group).zip(&row.params) {
                 let (low, high) = quantize::range(w).unwrap();
                 if low == high {
@@ -433,12 +441,18 @@ mod tests {
                 }
                 let found = upper_error(w, params);
                 let float = w.len() as f64 * f64::from(low.abs().max(high.abs()) * 3e-7).powi(2);
-                for first in FIRST_CODES {
-                    let step = (high - low) / 240.0;
-                    let zero = f16::from_f32(low + (8.0 - f32::from(first)) * step);
-                    let error = upper_error(w, Params { zero, ..params });
-                    prop_assert!(found <= error * 1.001 + 4.0 * (error * float).sqrt() + float, "{found} {error}");
-                }
+                // The steps that give this scale: several, if it is the smallest.
+                let step = |steps: u8| (high - low) / f32::from(steps);
+                let scale = |steps: u8| f16::from_f32((16.0 * step(steps)).max(quantize::SCALE_MIN));
+                let steps = if group == SMALL_GROUP { &STEPS[..] } else { &STEPS[..1] };
+                let same = steps.iter().filter(|&&steps| scale(steps) == params.scale);
+                let best = same.map(|&steps| {
+                    let firsts = FIRST_CODES.into_iter().filter(|first| first + (steps - 240) <= 15);
+                    let zeros = firsts.map(|first| f16::from_f32(low + (8.0 - f32::from(first)) * step(steps)));
+                    zeros.map(|zero| upper_error(w, Params { zero, ..params })).fold(f64::INFINITY, f64::min)
+                });
+                let error = best.fold(0.0, f64::max);
+                prop_assert!(found <= error * 1.001 + 4.0 * (error * float).sqrt() + float, "{found} {error}");
             }
         }
     }
@@ -485,29 +499,45 @@ mod tests {
             let squares = row.both().into_iter().zip(&w).map(|(value, w)| f64::from(value - w).powi(2));
             squares.zip(&importance).map(|(square, &importance)| square * f64::from(importance)).sum()
         };
-        let plain = quantize_row_upper(&w, &[], SMALL_GROUP).unwrap();
-        assert_eq!(plain, quantize_row_upper(&w, &ones, SMALL_GROUP).unwrap());
-        let gain = error(&quantize_row_upper(&w, &importance, SMALL_GROUP).unwrap()) / error(&plain);
-        assert!(gain < 0.6, "{gain}");
+        let quantisers: [fn(&[f32], &[f32], usize) -> Result<Row>; 2] = [quantize_row_upper, quantize_row];
+        for quantise in quantisers {
+            let plain = quantise(&w, &[], SMALL_GROUP).unwrap();
+            assert_eq!(plain, quantise(&w, &ones, SMALL_GROUP).unwrap());
+            let gain = error(&quantise(&w, &importance, SMALL_GROUP).unwrap()) / error(&plain);
+            assert!(gain < 0.6, "{gain}");
+        }
     }
 
     #[test]
-    fn importance_is_the_product_of_mean_squares() {
-        // Rows of 20: the last lanes are not full.
-        let row: Vec<f32> = (0..20).map(|i| i as f32 - 9.5).collect();
-        let norm: Vec<f32> = (0..20).map(|i| if i < 10 { 2.0 } else { 0.5 }).collect();
-        assert_eq!(mean_square(&row, None), 665.0);
-        assert_eq!(mean_square(&row, Some(&norm)), 332.5 * 4.25);
-        assert_eq!(importance_of_down(&[1.0, 2.0, 3.0], &[3.0, 1.5, 1.0]), [1.0; 3]);
-        assert_eq!(importance_of_down(&[4.0, 0.0], &[1.0, 9.0]), [2.0, 1e-6]);
-        assert_eq!(importance_of_down(&[0.0; 2], &[0.0; 2]), [1.0; 2]);
-        assert!(importance_of_down(&[], &[]).is_empty());
+    fn importance_has_mean_one_and_no_zeros() {
+        assert_eq!(importance(&[1.0, 2.0, 5.0, 0.0]), [0.5, 1.0, 2.5, 1e-6]);
+        assert_eq!(importance(&[0.0; 2]), [1.0; 2]);
+        assert_eq!(importance(&[f32::INFINITY, 1.0]), [1.0; 2]);
+        assert_eq!(importance(&[f32::MAX; 2]), [1.0; 2]);
+        assert!(importance(&[]).is_empty());
+    }
+
+    #[test]
+    fn the_search_of_steps_pays_on_normal_weights() {
+        let w = normal(SMALL_GROUP * 400);
+        let row = quantize_row(&w, &[], SMALL_GROUP).unwrap();
+        let square = |x: &f32, y: &f32| f64::from(x - y).powi(2);
+        let error = |row: &Row| -> f64 { row.both().iter().zip(&w).map(|(x, y)| square(x, y)).sum() };
+        let of_240_steps = |w: &[f32]| {
+            let (low, high) = quantize::range(w).unwrap();
+            let params = search(Group::plain(w), low, high, &STEPS[..1]).unwrap();
+            let (step, zero) = (params.scale.to_f64() / 16.0, params.zero.to_f64());
+            let rest = |w: f64| (w - (((w - zero) / step).round_ties_even() * step + zero)).powi(2);
+            w.iter().map(|&w| rest(f64::from(w))).sum::<f64>()
+        };
+        let plain: f64 = w.chunks(SMALL_GROUP).map(of_240_steps).sum();
+        assert!((0.7..0.78).contains(&(error(&row) / plain)), "{}", error(&row) / plain);
     }
 
     #[test]
     fn the_search_pays_on_normal_weights() {
         let w = normal(GROUP * 200);
-        let row = quantize_row(&w, GROUP).unwrap();
+        let row = quantize_row(&w, &[], GROUP).unwrap();
         let (mut plain, mut found) = (0.0, 0.0);
         for (w, params) in w.chunks(GROUP).zip(&row.params) {
             let low = quantize::range(w).unwrap().0;

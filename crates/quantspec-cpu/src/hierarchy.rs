@@ -21,7 +21,7 @@ use crate::memory::Array;
 use crate::panel::{PANEL, groups};
 use crate::w4::{Group, halves};
 use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8, TARGET_SHRINK};
-use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO, grid_of};
+use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, STEPS, ZERO, grid_of};
 use quantspec_core::{Error, Result};
 
 /// Outputs of a tile.
@@ -209,7 +209,8 @@ fn param(tile: &[u8], i: usize) -> f32 {
 }
 
 /// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `lower` is empty without a lower
-/// plane. `importance` of the inputs, `[k]` or empty, affects rows without a lower plane. The result equals [`quantspec_core::weights::quantize_row`] or [`quantspec_core::weights::quantize_row_upper`].
+/// plane, `importance` has the inputs' or is empty. The result equals [`quantspec_core::weights::quantize_row`] or
+/// [`quantspec_core::weights::quantize_row_upper`].
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] if the range of a group exceeds f16.
@@ -263,22 +264,14 @@ fn group_body<const FMA: bool>(x: &[f32], importance: &[f32], both: bool, codes:
         codes[..x.len()].fill(ZERO);
         return (0, f16_bits(low));
     }
-    let step = (high - low) / 240.0;
-    let params = |first: u8| halves(16.0 * step, low + (8.0 - f32::from(first)) * step);
-    let plain = if both { params(FIRST_CODES[0]) } else { halves((high - low) / 15.0, low) };
+    let plain = if both { of_steps(low, high, STEPS[0], FIRST_CODES[0]) } else { halves((high - low) / 15.0, low) };
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let found = if let Some(grid) = grid_of(x, low, high, both) {
-        (grid.scale.to_bits(), grid.zero.to_bits())
-    } else if both {
-        let group = Group::plain(x);
-        let start = (group.squared_error(plain), plain);
-        FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
-    } else if importance.is_empty() {
-        Group::plain(x).search(low, high, plain, &TARGET_SHRINK)
-    } else {
-        Group::<true> { x, importance }.search(low, high, plain, &TARGET_SHRINK)
+    let found = match grid_of(x, low, high, both) {
+        Some(grid) => (grid.scale.to_bits(), grid.zero.to_bits()),
+        None if importance.is_empty() => searched(&Group::plain(x), low, high, plain, both),
+        None => searched(&Group::<true> { x, importance }, low, high, plain, both),
     };
     let (scale, zero) = (f16_value(found.0), f16_value(found.1));
     let mut out = [0u8; GROUP];
@@ -289,6 +282,38 @@ fn group_body<const FMA: bool>(x: &[f32], importance: &[f32], both: bool, codes:
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
     found
+}
+
+/// Parameters of a group whose range has this many fine steps and begins at this code.
+#[inline(always)]
+fn of_steps(low: f32, high: f32, steps: u8, first: u8) -> (u16, u16) {
+    let step = (high - low) / f32::from(steps);
+    halves(16.0 * step, low + (8.0 - f32::from(first)) * step)
+}
+
+/// Core's searches, from the finite parameters `plain`.
+#[inline(always)]
+fn searched<const WEIGHTED: bool>(
+    group: &Group<WEIGHTED>,
+    low: f32,
+    high: f32,
+    plain: (u16, u16),
+    both: bool,
+) -> (u16, u16) {
+    if !both {
+        return group.search(low, high, plain, &TARGET_SHRINK);
+    }
+    let (mut plain, mut taken, mut least) = (plain, STEPS[0], group.squared_error_of_both(plain));
+    for steps in &STEPS[1..] {
+        let found = of_steps(low, high, *steps, FIRST_CODES[0]);
+        let error = group.squared_error_of_both(found);
+        if error < least {
+            (plain, taken, least) = (found, *steps, error);
+        }
+    }
+    let start = (group.squared_error(plain), plain);
+    let firsts = FIRST_CODES[1..].iter().filter(|&&first| first <= 255 - taken);
+    firsts.fold(start, |best, &first| group.better(best, of_steps(low, high, taken, first))).1
 }
 
 /// The four codes of a vector's outputs, low nibbles' and high nibbles' words: byte b of word l is output l, k = b.
@@ -819,14 +844,14 @@ mod tests {
 
     /// Core's result for a row.
     fn quantized(row: &[f32], both: bool) -> Row {
-        if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap()
+        if both { quantize_row(row, &[], GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap()
     }
 
     fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
-        planes_from(simd, w, k, if both { 0 } else { (w.len() / k).div_ceil(PANEL) })
+        planes_from(simd, w, &[], k, if both { 0 } else { (w.len() / k).div_ceil(PANEL) })
     }
 
-    fn planes_from(simd: Simd, w: &[f32], k: usize, both_from: usize) -> Planes {
+    fn planes_from(simd: Simd, w: &[f32], importance: &[f32], k: usize, both_from: usize) -> Planes {
         let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both_from).unwrap();
         let (upper, lower) = Planes::panel_bytes(k);
         for (i, rows) in w.chunks(PANEL * k).enumerate() {
@@ -835,7 +860,7 @@ mod tests {
                 Some(i) => &mut planes.lower[i * lower..][..lower],
                 None => &mut [],
             };
-            encode(simd, rows, &[], k, upper, lower).unwrap();
+            encode(simd, rows, importance, k, upper, lower).unwrap();
         }
         planes
     }
@@ -846,19 +871,17 @@ mod tests {
         for k in [7, 172, 640] {
             let w = weights(&mut noise, 40, k);
             let importance: Vec<f32> = (0..k).map(|_| 2f32.powf(8.0 * noise.unit() - 4.0)).collect();
-            let rows: Vec<Row> =
-                w.chunks_exact(k).map(|w| quantize_row_upper(w, &importance, GROUP).unwrap()).collect();
-            assert!(rows.iter().zip(w.chunks_exact(k)).any(|(row, w)| *row != quantized(w, false)), "of no effect");
-            for simd in paths() {
-                let mut planes = Planes::zeros(w.len().div_ceil(PANEL * k), k, w.len().div_ceil(PANEL * k)).unwrap();
-                let upper = Planes::panel_bytes(k).0;
-                for (rows, upper) in w.chunks(PANEL * k).zip(planes.upper.chunks_exact_mut(upper)) {
-                    encode(simd, rows, &importance, k, upper, &mut []).unwrap();
-                }
-                for (n, row) in rows.iter().enumerate() {
-                    let mut back = vec![f32::NAN; k];
-                    planes.row(n, &mut back);
-                    assert_eq!(bits(&back), bits(&row.both()), "row {n} of {k}, {simd:?}");
+            for both in [false, true] {
+                let quantise = if both { quantize_row } else { quantize_row_upper };
+                let rows: Vec<Row> = w.chunks_exact(k).map(|w| quantise(w, &importance, GROUP).unwrap()).collect();
+                assert!(rows.iter().zip(w.chunks_exact(k)).any(|(row, w)| *row != quantized(w, both)), "of no effect");
+                for simd in paths() {
+                    let planes = planes_from(simd, &w, &importance, k, if both { 0 } else { 2 });
+                    for (n, row) in rows.iter().enumerate() {
+                        let mut back = vec![f32::NAN; k];
+                        planes.row(n, &mut back);
+                        assert_eq!(bits(&back), bits(&row.both()), "row {n} of {k}, both {both}, {simd:?}");
+                    }
                 }
             }
         }
@@ -991,7 +1014,7 @@ mod tests {
         let x = noise.normals(m * k);
         let (first, last) = w.split_at(PANEL * k);
         for simd in paths() {
-            let mixed = planes_from(simd, &w, k, 1);
+            let mixed = planes_from(simd, &w, &[], k, 1);
             assert_eq!(mixed.bytes(), Planes::bytes_of(2, k, 1));
             // Drafts read both planes of such panels.
             for (read, of_last) in [(Read::Target, Read::Target), (Read::Upper, Read::Both)] {

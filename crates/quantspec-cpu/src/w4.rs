@@ -258,6 +258,19 @@ impl<const WEIGHTED: bool> Group<'_, WEIGHTED> {
         })
     }
 
+    /// The same with codes of both nibbles, −8..=247.
+    #[inline(always)]
+    pub(crate) fn squared_error_of_both(&self, params: (u16, u16)) -> f32 {
+        let (step, zero) = (f16_value(params.0) / 16.0, f16_value(params.1));
+        let inverse = 1.0 / step;
+        self.sum(|x| {
+            let steps = (x - zero) * inverse;
+            let steps = if steps > -8.0 { steps } else { -8.0 };
+            let error = x - (rint(if steps < 247.0 { steps } else { 247.0 }) * step + zero);
+            error * error
+        })
+    }
+
     /// Least-squares fit to the codes that the parameters give.
     #[inline(always)]
     fn fit(&self, params: (u16, u16)) -> Option<(u16, u16)> {

@@ -10,11 +10,12 @@ use crate::panel::PANEL;
 use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
 use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, ModelConfig, QkNorm, Sensitive, TargetWeights, Weights};
-use quantspec_core::weights::{importance_of_down, mean_square};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::draft_cache::{self, DraftBlocks};
+use quantspec_model::importance::{LayerImportance, MadeUpRows};
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// Bytes of a checkpoint that one thread reads between two calls of the hooks: a quarter of a second on a slow disk.
@@ -156,11 +157,11 @@ impl Sizes {
 }
 
 /// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format
-/// ([`Part::has_both_planes`]).
+/// ([`Part::has_both_planes_on_cpu`]).
 fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
     match (weights, part) {
         (TargetWeights::Checkpoint, _) => None,
-        (weights, part) if part.has_both_planes(weights) => Some(0),
+        (weights, part) if part.has_both_planes_on_cpu(weights, config.layers) => Some(0),
         // Keys and values follow the queries.
         (_, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).key / PANEL),
         _ => Some(panels),
@@ -257,11 +258,17 @@ impl Model {
         let mut loader =
             Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
         let mut layers = Vec::with_capacity(config.layers);
+        let parallel = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| on_threads(pool, count, work);
+        let mut rows =
+            if weights == TargetWeights::Checkpoint { None } else { Some(MadeUpRows::new(checkpoint, &parallel)?) };
         for index in 0..config.layers {
-            layers.push(loader.layer(index, &sizes)?);
+            // Directly before the layer is loaded, so that its matrices are read from a disk once.
+            let importance = rows.as_mut().map(MadeUpRows::next_layer).transpose()?;
+            (loader.hooks.poll)()?;
+            layers.push(loader.layer(index, &sizes, importance.as_ref())?);
         }
         let source = Source { part: Part::Head, bias: None, first: 0, step: 1 };
-        let head = loader.linear(sizes.head, &[source], Inputs::default())?;
+        let head = loader.linear(sizes.head, &[source], &[])?;
         let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
         let final_norm = loader.vector(Part::FinalNorm)?;
         let done = loader.done;
@@ -351,17 +358,6 @@ struct Source {
     step: usize,
 }
 
-/// What the quantiser of planes knows of a linear layer's inputs, and what it finds out about its outputs.
-#[derive(Default)]
-struct Inputs<'a> {
-    /// Importance of each input, or none ([`hierarchy::encode`]).
-    importance: &'a [f32],
-    /// The norm whose outputs the inputs are.
-    norm: Option<&'a [f32]>,
-    /// If not empty: receives [`mean_square`] of the outputs of each source.
-    squares: &'a mut [Vec<f32>],
-}
-
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     weights: TargetWeights,
@@ -382,7 +378,8 @@ impl Loader<'_> {
         Ok(out)
     }
 
-    fn layer(&mut self, index: usize, sizes: &Sizes) -> Result<Layer> {
+    /// `importance` of its inputs, if the matrices are quantised to planes.
+    fn layer(&mut self, index: usize, sizes: &Sizes, importance: Option<&LayerImportance>) -> Result<Layer> {
         let config = self.checkpoint.config().clone();
         let part = |part: LayerPart| Part::Layer(index, part);
         let source = |weight: LayerPart, bias: Option<LayerPart>, first: usize, step: usize| Source {
@@ -405,20 +402,16 @@ impl Loader<'_> {
         ];
         let down = [source(LayerPart::Down, when(config.mlp_bias, LayerPart::DownBias), 0, 1)];
         let [of_qkv, of_output, of_gate_up, of_down] = sizes.layer;
-        let qkv = self.linear(of_qkv, &qkv, Inputs::default())?;
-        let output = self.linear(of_output, &output, Inputs::default())?;
-        let mlp_norm = LayerPart::MlpNorm.exists(&config).then(|| self.vector(part(LayerPart::MlpNorm))).transpose()?;
-        let mut squares = [Vec::new(), Vec::new()];
-        let wanted = if self.weights == TargetWeights::Int4 { &mut squares[..] } else { &mut [] };
-        let inputs = Inputs { norm: mlp_norm.as_deref(), squares: wanted, ..Inputs::default() };
-        let gate_up = self.linear(of_gate_up, &gate_up, inputs)?;
-        let importance = importance_of_down(&squares[0], &squares[1]);
-        let down = self.linear(of_down, &down, Inputs { importance: &importance, ..Inputs::default() })?;
+        let importance = |part: LayerPart| importance.map_or(&[][..], |importance| importance.of(part));
+        let qkv = self.linear(of_qkv, &qkv, importance(LayerPart::Q))?;
+        let output = self.linear(of_output, &output, importance(LayerPart::Output))?;
+        let gate_up = self.linear(of_gate_up, &gate_up, importance(LayerPart::Gate))?;
+        let down = self.linear(of_down, &down, importance(LayerPart::Down))?;
         let norm = |kind: LayerPart| kind.exists(&config).then(|| self.vector(part(kind))).transpose();
         Ok(Layer {
             attention_norm: norm(LayerPart::AttentionNorm)?,
             attention_output_norm: norm(LayerPart::AttentionOutputNorm)?,
-            mlp_norm,
+            mlp_norm: norm(LayerPart::MlpNorm)?,
             mlp_output_norm: norm(LayerPart::MlpOutputNorm)?,
             qk_norm: norm(LayerPart::QNorm)?.zip(norm(LayerPart::KNorm)?),
             qkv,
@@ -428,12 +421,12 @@ impl Loader<'_> {
         })
     }
 
-    /// A linear layer of this size (panels, inputs, draft bits).
+    /// A linear layer of this size (panels, inputs, draft bits). `importance` of its inputs, or none ([`hierarchy::encode`]).
     fn linear(
         &mut self,
         (count, k, bits): (usize, usize, Option<Bits>),
         sources: &[Source],
-        inputs: Inputs,
+        importance: &[f32],
     ) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
         let planes = both_from(self.checkpoint.config(), self.weights, sources[0].part, count);
@@ -443,10 +436,8 @@ impl Loader<'_> {
         };
         let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
         let mut bias = Vec::new();
-        let mut squares = inputs.squares.iter_mut();
         for source in sources {
-            let inputs = Inputs { squares: squares.next().map_or(&mut [], std::slice::from_mut), ..inputs };
-            self.fill(&mut full, dtype, draft.as_mut(), source, inputs)?;
+            self.fill(&mut full, dtype, draft.as_mut(), source, importance)?;
             if let Some(part) = source.bias {
                 bias.resize(count * PANEL, 0.0);
                 for (i, values) in self.vector(part)?.chunks(PANEL).enumerate() {
@@ -455,7 +446,9 @@ impl Loader<'_> {
             }
         }
         self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
-        let read = |bits| if bits == Bits::Eight { Read::Both } else { Read::Upper };
+        // Drafts of int4 read every plane that there is.
+        let all = self.weights == TargetWeights::Int4 && planes == Some(0);
+        let read = |bits| if all || bits == Bits::Eight { Read::Both } else { Read::Upper };
         let draft = match planes {
             Some(_) => bits.map(|bits| DraftMatrix::Planes(read(bits))),
             None => draft.map(DraftMatrix::Tiles),
@@ -470,7 +463,7 @@ impl Loader<'_> {
         dtype: Dtype,
         draft: Option<&mut Tiles>,
         source: &Source,
-        Inputs { importance, norm, squares }: Inputs,
+        importance: &[f32],
     ) -> Result<()> {
         let k = full.k;
         let (checkpoint, simd, drafts, first_block) = (self.checkpoint, self.simd, self.drafts, self.blocks);
@@ -491,10 +484,6 @@ impl Loader<'_> {
         };
         let tiles =
             draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), DisjointSlice::new(&mut tiles.data)));
-        let squares = squares.first_mut().map(|squares| {
-            squares.resize(rows, 0.0);
-            DisjointSlice::new(squares)
-        });
         let named = |error: Error| Error {
             message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
             ..error
@@ -522,13 +511,7 @@ impl Loader<'_> {
                 }
                 Out::Planes(upper, lower, both_from) => {
                     values.resize(n * k, 0.0);
-                    checkpoint.read_stored(source.part, range.clone(), values)?;
-                    if let Some(squares) = &squares {
-                        // SAFETY: every panel is one unit of one thread.
-                        let squares = unsafe { squares.slice(range.start, n) };
-                        let rows = values.chunks_exact(k);
-                        squares.iter_mut().zip(rows).for_each(|(square, row)| *square = mean_square(row, norm));
-                    }
+                    checkpoint.read_stored(source.part, range, values)?;
                     let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
                     let upper = unsafe { upper.slice(index * u, u) };
@@ -597,25 +580,12 @@ impl Loader<'_> {
         per_thread: usize,
         unit_bytes: usize,
         bytes: usize,
-        work: &(dyn Fn(std::ops::Range<usize>) -> Result<()> + Sync),
+        work: &(dyn Fn(Range<usize>) -> Result<()> + Sync),
     ) -> Result<()> {
-        let threads = self.pool.threads();
-        let failure: Mutex<Option<Error>> = Mutex::new(None);
         let before = self.done;
-        for first in (0..count).step_by(per_thread * threads) {
-            let units = (count - first).min(per_thread * threads);
-            self.pool.run(&|thread| {
-                let mine = share(units, thread, threads);
-                if let Err(error) = work(first + mine.start..first + mine.end) {
-                    // Threads do not panic while they hold the lock.
-                    if let Ok(mut failure) = failure.lock() {
-                        failure.get_or_insert(error);
-                    }
-                }
-            })?;
-            if let Some(error) = failure.lock().ok().and_then(|mut failure| failure.take()) {
-                return Err(error);
-            }
+        for first in (0..count).step_by(per_thread * self.pool.threads()) {
+            let units = (count - first).min(per_thread * self.pool.threads());
+            on_threads(self.pool, units, &|mine| work(first + mine.start..first + mine.end))?;
             self.done = before + bytes.min((first + units) * unit_bytes);
             (self.hooks.loading)(self.done, self.total);
             (self.hooks.poll)()?;
@@ -623,6 +593,20 @@ impl Loader<'_> {
         self.done = before + bytes;
         Ok(())
     }
+}
+
+/// Runs `work` on a share of 0..count on each thread.
+fn on_threads(pool: &Pool, count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)) -> Result<()> {
+    let failure: Mutex<Option<Error>> = Mutex::new(None);
+    pool.run(&|thread| {
+        if let Err(error) = work(share(count, thread, pool.threads())) {
+            // Threads do not panic while they hold the lock.
+            if let Ok(mut failure) = failure.lock() {
+                failure.get_or_insert(error);
+            }
+        }
+    })?;
+    failure.lock().ok().and_then(|mut failure| failure.take()).map_or(Ok(()), Err)
 }
 
 fn not_finite(checkpoint: &Checkpoint, part: Part) -> Error {

@@ -78,7 +78,7 @@ fn weights(
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
     let values = w.chunks(k).flat_map(|row| match kind {
         Kind::Own => quantize_weights_row(row).unwrap().dequantize(),
-        Kind::Upper => quantize_row(row, GROUP).unwrap().upper(),
+        Kind::Upper => quantize_row(row, &[], GROUP).unwrap().upper(),
     });
     (made, values.collect())
 }

@@ -47,7 +47,7 @@ fn source_row(stored: usize, paired: usize) -> usize {
 
 fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
     w.chunks(k)
-        .map(|row| if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap())
+        .map(|row| if both { quantize_row(row, &[], GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap())
         .collect()
 }
 

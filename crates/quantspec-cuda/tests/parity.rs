@@ -130,7 +130,9 @@ impl Model {
             let few = (name.contains("k_proj") || name.contains("v_proj")) && index >= queries;
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight") && !few;
             row.copy_from_slice(
-                &if upper { quantize_row_upper(row, &[], GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
+                &if upper { quantize_row_upper(row, &[], GROUP) } else { quantize_row(row, &[], GROUP) }
+                    .unwrap()
+                    .both(),
             );
         }
     }

@@ -172,6 +172,14 @@ impl Part {
         }
     }
 
+    /// [`Part::has_both_planes`] on a CPU. There int4 also has both planes of the down projections of the first and the last
+    /// eighth of `layers`, which matter most of the others for their bytes.
+    pub fn has_both_planes_on_cpu(self, weights: TargetWeights, layers: usize) -> bool {
+        let outer = |layer: usize| layer < layers / 8 || layer >= 7 * layers / 8;
+        self.has_both_planes(weights)
+            || weights == TargetWeights::Int4 && matches!(self, Part::Layer(layer, Down) if outer(layer))
+    }
+
     /// (rows, columns) in a model of this configuration; a vector is one row.
     pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
         match self {

@@ -9,6 +9,7 @@ use crate::backend::{
     Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
+use crate::importance::{LayerImportance, MadeUpRows};
 use crate::prompt_rows::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -30,7 +31,7 @@ use quantspec_core::quantize::{
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{SMALL_GROUP, importance_of_down, mean_square, quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -112,6 +113,12 @@ impl ReferenceBackend {
         if config.tied_embeddings {
             parts.push(Part::Head); // separate even if tied: the draft's head is quantised, the embedding is not
         }
+        let mut importance = Vec::new();
+        if options.weights != TargetWeights::Checkpoint {
+            let here = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| work(0..count);
+            let mut rows = MadeUpRows::new(checkpoint, &here)?;
+            importance = (0..config.layers).map(|_| rows.next_layer()).collect::<Result<_>>()?;
+        }
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
@@ -124,7 +131,7 @@ impl ReferenceBackend {
                 TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(checkpoint, part, options, &mut values, columns)?
+                    hierarchy_values(part, options, &importance, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -366,9 +373,9 @@ fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -
 
 /// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
 fn hierarchy_values(
-    checkpoint: &Checkpoint,
     part: Part,
     options: &Options,
+    importance: &[LayerImportance],
     values: &mut [f32],
     columns: usize,
 ) -> Result<Option<Vec<f32>>> {
@@ -376,40 +383,23 @@ fn hierarchy_values(
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let both = part.has_both_planes(options.weights);
+    let both = part.has_both_planes_on_cpu(options.weights, importance.len());
     // Matrices of int4 that have both planes, and the head: the draft reads both.
     let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
     let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
     let importance = match part {
-        Part::Layer(layer, Down) if !both => importance(checkpoint, layer)?,
-        _ => Vec::new(),
+        Part::Layer(layer, part) => importance[layer].of(part),
+        _ => &[],
     };
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let codes =
-            if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, &importance, SMALL_GROUP)? };
+        let quantise = if both { quantize_row } else { quantize_row_upper };
+        let codes = quantise(row, importance, SMALL_GROUP)?;
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
     Ok(kept.then_some(draft))
-}
-
-/// Importance of the inputs of a layer's down projection.
-fn importance(checkpoint: &Checkpoint, layer: usize) -> Result<Vec<f32>> {
-    let mut norm = Vec::new();
-    if LayerPart::MlpNorm.exists(checkpoint.config()) {
-        norm.resize(checkpoint.config().hidden, 0.0);
-        checkpoint.read_f32(Part::Layer(layer, LayerPart::MlpNorm), 0..1, &mut norm)?;
-    }
-    let norm = (!norm.is_empty()).then_some(&norm[..]);
-    let squares = |part: LayerPart| -> Result<Vec<f32>> {
-        let (rows, columns) = checkpoint.shape(Part::Layer(layer, part));
-        let mut values = vec![0.0; rows * columns];
-        checkpoint.read_stored(Part::Layer(layer, part), 0..rows, &mut values)?;
-        Ok(values.chunks_exact(columns).map(|row| mean_square(row, norm)).collect())
-    };
-    Ok(importance_of_down(&squares(LayerPart::Gate)?, &squares(LayerPart::Up)?))
 }
 
 /// Activations rounded to codes of at most `most`, row by row, in groups of `group`.

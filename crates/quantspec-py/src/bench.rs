@@ -65,13 +65,16 @@ pub(crate) fn traffic<'py>(
     let out = PyDict::new(py);
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
+    let both = |part: Part| {
+        if cpu { part.has_both_planes_on_cpu(weights, config.layers) } else { part.has_both_planes(weights) }
+    };
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        weights if part.has_both_planes(weights) => nibbles(part).0,
+        _ if both(part) => nibbles(part).0,
         _ => nibbles(part).1,
     };
-    // On a CPU drafts also read both planes of int4's keys and values.
-    let few = |part: Part| cpu && weights == TargetWeights::Int4 && part.has_both_planes(weights);
+    // On a CPU drafts of int4 read every plane that there is.
+    let few = |part: Part| cpu && weights == TargetWeights::Int4 && both(part);
     let draft =
         |part: Part| if few(part) || part.is_drafted_in_8_bits(chosen) { nibbles(part).0 } else { nibbles(part).1 };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
