@@ -1,10 +1,12 @@
 //! Records the commit of the sources, for reports.
 
-use std::path::Path;
+use std::env;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let Some(manifest) = env::var_os("CARGO_MANIFEST_DIR") else { return };
+    let root = PathBuf::from(manifest).join("../..");
     let git = |arguments: &[&str]| {
         let output = Command::new("git").current_dir(&root).args(arguments).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;
