@@ -499,7 +499,8 @@ mod tests {
             let squares = row.both().into_iter().zip(&w).map(|(value, w)| f64::from(value - w).powi(2));
             squares.zip(&importance).map(|(square, &importance)| square * f64::from(importance)).sum()
         };
-        let quantisers: [fn(&[f32], &[f32], usize) -> Result<Row>; 2] = [quantize_row_upper, quantize_row];
+        type Quantiser = fn(&[f32], &[f32], usize) -> Result<Row>;
+        let quantisers: [Quantiser; 2] = [quantize_row_upper, quantize_row];
         for quantise in quantisers {
             let plain = quantise(&w, &[], SMALL_GROUP).unwrap();
             assert_eq!(plain, quantise(&w, &ones, SMALL_GROUP).unwrap());

@@ -598,8 +598,9 @@ impl Loader<'_> {
 /// Runs `work` on a share of 0..count on each thread.
 fn on_threads(pool: &Pool, count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)) -> Result<()> {
     let failure: Mutex<Option<Error>> = Mutex::new(None);
+    let threads = pool.threads();
     pool.run(&|thread| {
-        if let Err(error) = work(share(count, thread, pool.threads())) {
+        if let Err(error) = work(share(count, thread, threads)) {
             // Threads do not panic while they hold the lock.
             if let Ok(mut failure) = failure.lock() {
                 failure.get_or_insert(error);
