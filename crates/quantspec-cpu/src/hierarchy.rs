@@ -990,13 +990,18 @@ mod tests {
         let k = 2 * GROUP;
         let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 0.3 }).collect();
         let mut planes = planes(Simd::Scalar, &w, k, true);
+        let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, true)).collect();
+        assert!(rows.iter().all(|row| row.codes.iter().any(|code| code >> 4 == 15)));
         for sign in [1.0, -1.0] {
             let x = vec![sign * 3.0; k];
             for simd in paths() {
                 for read in [Read::Target, Read::Both, Read::Upper] {
                     let y = gemms(simd, &planes, read, &x, 1);
-                    let want = sign * 3.0 * 0.3 * (k - 2) as f32;
-                    assert!(y.iter().all(|y| (y - want).abs() < 0.1), "{read:?} {simd:?}: {y:?}");
+                    for (y, row) in y.iter().zip(&rows) {
+                        let w = if read == Read::Upper { row.upper() } else { row.both() };
+                        let want = sign * 3.0 * w.iter().sum::<f32>();
+                        assert!((y - want).abs() < 0.1, "{read:?} {simd:?}: {y}, not {want}");
+                    }
                 }
             }
         }
