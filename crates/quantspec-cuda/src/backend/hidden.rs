@@ -3,8 +3,10 @@
 //! Short prompts keep them on the device. Those of long prompts are in host memory, and the device has places for two blocks. While
 //! one block is computed, the block before it is copied out of the other place, and the block after it into that place:
 //!
-//!     work     block 1         block 2         block 3
-//!     copies   0 out, 2 in     1 out, 3 in     2 out, 4 in
+//! ```text
+//! work     block 1         block 2         block 3
+//! copies   0 out, 2 in     1 out, 3 in     2 out, 4 in
+//! ```
 //!
 //! Blocks are copied in pieces, so that both directions of the bus are used at once.
 
