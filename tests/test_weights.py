@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import Outcome, copy_demo
 from gguf import GGMLQuantizationType as Kind
-from test_gguf import demo_weights, save_tensors, write_demo
+from test_gguf import demo_weights, save_safetensors, save_tensors, write_demo
 
 from quantspec_cli import Engine, fingerprint, hub
 from quantspec_cli import eval as evaluation
@@ -127,12 +127,20 @@ def upper(w: llama_numpy.Array, importance: llama_numpy.Array) -> llama_numpy.Ar
 
 
 @pytest.mark.slow
-def test_scores_of_four_bits_agree_with_numpy() -> None:
+def test_scores_of_four_bits_agree_with_numpy(tmp_path: Path) -> None:
     from quantspec_cli import _native
 
+    # The demo's function, with an eighth of the inputs of down larger and their weights smaller: importance decides.
+    model, weights = copy_demo(tmp_path / "outliers"), demo_weights()
+    for name in weights:
+        if "up_proj" in name:
+            weights[name][::8] *= 16
+        elif "down_proj" in name:
+            weights[name][:, ::8] /= 16
+    save_safetensors(model, weights, "BF16")
     ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
-    scores = _native.evaluate(str(hub.demo()), ids, weights="int4")
-    config, tensors = llama_numpy.load(hub.demo())
+    scores = _native.evaluate(str(model), ids, weights="int4")
+    config, tensors = llama_numpy.load(model)
     weigh, equal = importance(config, tensors), np.ones(config["intermediate_size"])
     target, plain = dict(tensors), dict(tensors)
     # The head (which is the embedding), keys, values, and down in the last eighth of six layers have both planes.
@@ -152,7 +160,7 @@ def test_scores_of_four_bits_agree_with_numpy() -> None:
     found = scores["weights"]["int4"]["kld"]
     # The engine rounds activations, which moves a score less than leaving out the importance does.
     assert found == pytest.approx(kld, rel=0.02)
-    assert abs(without / kld - 1) > 0.04, (kld, without)
+    assert without > 1.1 * kld, (kld, without)
     nll = -int4[np.arange(TOKENS - 1), numbers[1:]].mean()
     assert scores["targets"]["fp16"]["nll"] == pytest.approx(nll, abs=0.003)
 
@@ -206,8 +214,9 @@ def test_a_draft_with_sensitive_matrices_agrees_with_numpy() -> None:
     assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
 
 
-# 9 bits of 6.9 million weights; 5 bits of 4.0 million, and 9 of 0.8 million for keys and values and of the head's 2.1.
-@pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.78), ("int4", 5.76)])
+# 9 bits of 6.9 million weights; 5 bits of 3.8 million, and 9 of 1.0 million of keys, values and one down projection and of
+# the head's 2.1.
+@pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.78), ("int4", 5.87)])
 def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: str, megabytes: float) -> None:
     texts = set()
     for name, method in METHODS.items():
