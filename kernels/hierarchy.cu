@@ -18,7 +18,7 @@
                                                                         tiles, n, rows, (size_t)pitch * 2);                                  \
   }
 PLANE_PIPELINE(both, 2, 1, 2, 1, 4, 9, 5, 1, false, 96, 206728)
-PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 104, 196816)
+PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 112, 196816)
 PLANE_PIPELINE(both, 2, 4, 2, 1, 4, 6, 3, 2, true, PIPELINE_ENTRY, 212648)
 PLANE_PIPELINE(both, 2, 8, 1, 1, 2, 8, 2, 2, true, PIPELINE_ENTRY, 211120)
 PLANE_PIPELINE(upper, 1, 1, 1, 4, 4, 8, 2, 1, false, 104, 221616)
