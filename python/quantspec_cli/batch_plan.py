@@ -474,9 +474,10 @@ def dry_run(
     measured = rates.get(held["device"])
     if possible and (found := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
         document["predicted_from"] = "run" if measured else "plan"
-        document["predicted_s"] = (document["prompt_tokens"] - document["shared_tokens"]) / found[
-            "prefill_tokens_per_s"
-        ] + document["new_tokens"] / found["decode_tokens_per_s"]
+        processed = document["prompt_tokens"] - document["shared_tokens"]
+        document["predicted_s"] = (
+            processed / found["prefill_tokens_per_s"] + document["new_tokens"] / found["decode_tokens_per_s"]
+        )
     if request.as_json:
         return output.Done(EXIT_DONE, document)
     stdout = output.Stdout()

@@ -14,7 +14,7 @@ from . import render, settings
 from .bench.measure import Answers
 from .errors import DoesNotFitError, InputError, UsageError, native_errors
 from .lists import numbers
-from .options import COMBINED, METHODS
+from .options import COMBINED, METHODS, no_draft_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,11 +66,7 @@ class Request:
         if decode < 1:
             raise UsageError(f"decode is {decode}", "use 1 or more tokens", option="decode")
         if draft_model is None and draft_model_kv is not None:
-            raise UsageError(
-                f"--draft-model-kv is {draft_model_kv}, but there is no draft model",
-                "name one with --draft-model, or leave it out",
-                option="draft_model_kv",
-            )
+            raise no_draft_model(draft_model_kv)
         found = [max(context, 1)] if depths is None else numbers("--depths", depths)
         if 0 in found:
             raise UsageError(f"depths is {depths}", "use 1 or more tokens: decoding follows a text", option="depths")

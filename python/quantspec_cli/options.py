@@ -323,6 +323,15 @@ def schema_text(schema: object) -> str:
     return text
 
 
+def no_draft_model(view: str) -> UsageError:
+    """The error of a view of a draft model's cache without a draft model."""
+    return UsageError(
+        f"--draft-model-kv is {view}, but there is no draft model",
+        "name one with --draft-model, or leave it out",
+        option="draft_model_kv",
+    )
+
+
 def no_scores(pages: object) -> str:
     """What is wrong with this choice of pages of a draft model that keeps its cache in FP16."""
     return (

@@ -100,12 +100,11 @@ pub fn quantize_row(w: &[f32], importance: &[f32], group: usize) -> Result<Row> 
         quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8
     };
     let (small, steps) = if group == SMALL_GROUP { (true, &STEPS[..]) } else { (false, &STEPS[..1]) };
-    let search = |index: usize, w: &[f32], low: f32, high: f32| {
-        let grid = if small { grid_of(w, low, high, true) } else { None };
-        let importance = importance.chunks(group).nth(index).unwrap_or_default();
-        grid.map_or_else(|| search(Group { w, importance }, low, high, steps), Ok)
+    let search = |group: Group, low: f32, high: f32| {
+        let grid = if small { grid_of(group.w, low, high, true) } else { None };
+        grid.map_or_else(|| search(group, low, high, steps), Ok)
     };
-    quantize_groups(w, group, search, code)
+    quantize_groups(w, importance, group, search, code)
 }
 
 /// Quantises a row of f32 weights to the upper plane alone, in groups of `group`: every L is 0. `importance` as in
@@ -117,13 +116,13 @@ pub fn quantize_row_upper(w: &[f32], importance: &[f32], group: usize) -> Result
     let code = |value: f32, scale: f32, zero: f32| {
         16 * quantize::nearest(((value - zero) / scale).clamp(0.0, 15.0)) as i32 + i32::from(ZERO)
     };
-    let search = |index: usize, w: &[f32], low: f32, high: f32| {
+    let small = group == SMALL_GROUP;
+    let search = |group: Group, low: f32, high: f32| {
         let whole = Params::rounded((high - low) / 15.0, low).finite()?;
-        let grid = if group == SMALL_GROUP { grid_of(w, low, high, false) } else { None };
-        let importance = importance.chunks(group).nth(index).unwrap_or_default();
-        Ok(grid.unwrap_or_else(|| quantize::search(Group { w, importance }, low, high, whole, &TARGET_SHRINK)))
+        let grid = if small { grid_of(group.w, low, high, false) } else { None };
+        Ok(grid.unwrap_or_else(|| quantize::search(group, low, high, whole, &TARGET_SHRINK)))
     };
-    quantize_groups(w, group, search, code)
+    quantize_groups(w, importance, group, search, code)
 }
 
 /// Importance of a matrix's inputs from estimates of their mean squares: these, divided by their mean. An input that the
@@ -138,39 +137,41 @@ pub fn importance(squares: &[f32]) -> Vec<f32> {
     squares.iter().map(|&square| (f64::from(square).max(least) / mean.max(least)) as f32).collect()
 }
 
-/// Quantises the groups of a row: `search` finds parameters from the group's index, weights, minimum and maximum; `code`
-/// rounds against the stored ones.
+/// Quantises the groups of a row: `search` finds parameters from the group, its minimum and its maximum; `code` rounds against
+/// the stored ones.
 fn quantize_groups(
     w: &[f32],
+    importance: &[f32],
     group: usize,
-    search: impl Fn(usize, &[f32], f32, f32) -> Result<Params>,
+    search: impl Fn(Group, f32, f32) -> Result<Params>,
     code: impl Fn(f32, f32, f32) -> i32,
 ) -> Result<Row> {
     let params = Vec::with_capacity(w.len().div_ceil(group));
     let mut row = Row { codes: Vec::with_capacity(w.len()), params, group };
-    for (index, group) in w.chunks(group).enumerate() {
+    let mut importance = importance.chunks(group);
+    for (index, w) in w.chunks(group).enumerate() {
+        let group = Group { w, importance: importance.next().unwrap_or_default() };
         let named = |error: Error| Error { message: format!("weights of group {index}: {}", error.message), ..error };
-        row.params.push(
-            quantize_group(group, |w, low, high| search(index, w, low, high), &code, &mut row.codes).map_err(named)?,
-        );
+        row.params.push(quantize_group(group, &search, &code, &mut row.codes).map_err(named)?);
     }
     Ok(row)
 }
 
 /// Appends the codes of one non-empty group.
 fn quantize_group(
-    w: &[f32],
-    search: impl Fn(&[f32], f32, f32) -> Result<Params>,
+    group: Group,
+    search: impl Fn(Group, f32, f32) -> Result<Params>,
     code: impl Fn(f32, f32, f32) -> i32,
     codes: &mut Vec<u8>,
 ) -> Result<Params> {
+    let w = group.w;
     let (low, high) = quantize::range(w)?;
     if low == high {
         // Both nibbles 0, so that both views equal the zero point.
         codes.resize(codes.len() + w.len(), ZERO);
         return Params::constant(low);
     }
-    let params = search(w, low, high)?;
+    let params = search(group, low, high)?;
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     codes.extend(w.iter().map(|&value| code(value, scale, zero) as u8));
     Ok(params)

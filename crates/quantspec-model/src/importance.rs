@@ -35,13 +35,13 @@ pub type Parallel<'a> = &'a dyn Fn(usize, &(dyn Fn(Range<usize>) -> Result<()> +
 /// Importance of the inputs of a layer's matrices.
 pub struct LayerImportance {
     /// Of the query, key and value projections.
-    pub qkv: Vec<f32>,
+    qkv: Vec<f32>,
     /// Of the output projection.
-    pub output: Vec<f32>,
+    output: Vec<f32>,
     /// Of the gate and up projections.
-    pub gate_up: Vec<f32>,
+    gate_up: Vec<f32>,
     /// Of the down projection.
-    pub down: Vec<f32>,
+    down: Vec<f32>,
 }
 
 impl LayerImportance {

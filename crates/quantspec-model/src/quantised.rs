@@ -454,12 +454,9 @@ impl Matrix {
                 cells().map(|(row, group)| self.zero(&raw, row, group)).collect()
             }
         };
-        let stored: Option<Vec<u32>> = match &self.order {
-            None => None,
-            Some(order) => {
-                Some(order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect())
-            }
-        };
+        let bytes = self.order.as_ref().map(|order| order.bytes(shards)).transpose()?;
+        let words = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect();
+        let stored: Option<Vec<u32>> = bytes.as_deref().map(words);
         // compressed-tensors stores −1 for columns in order.
         let stored = stored.filter(|order| transposed || !order.contains(&u32::MAX));
         let in_order = || (0..self.columns).map(|column| (column / self.block_columns) as u32).collect();

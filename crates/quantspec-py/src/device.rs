@@ -316,8 +316,6 @@ impl ChosenDevice {
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
     /// that the device does not support, and anything beyond the model's context or the device's memory.
     pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
-        models.check_vocabulary()?;
-        models.check_context(options)?;
         let config = models.target.config();
         let MemoryPlan {
             parts,
@@ -328,6 +326,7 @@ impl ChosenDevice {
             longest_context: longest,
             ..
         } = self.memory_plan(models, options, other_bytes)?;
+        models.check_context(options)?;
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),

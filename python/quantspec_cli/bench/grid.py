@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from .. import files, prompts, render
 from ..errors import DoesNotFitError, InputError, ModelError, UsageError, native_errors
 from ..lists import items, numbers, numbers_or
-from ..options import BATCH_MAX, GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, no_scores, whole
+from ..options import (
+    BATCH_MAX,
+    GAMMA_MAX,
+    KV_TARGETS,
+    METHODS,
+    PAGES_MAX,
+    PAGES_MIN,
+    SEED_MAX,
+    no_draft_model,
+    no_scores,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,11 +165,7 @@ def _check_draft_model_kv(request: Request, grid: Grid, options: EngineOptions) 
     if request.draft_model_kv is None:
         return
     if request.draft_model is None:
-        raise UsageError(
-            f"--draft-model-kv is {request.draft_model_kv}, but there is no draft model",
-            "name one with --draft-model, or leave it out",
-            option="draft_model_kv",
-        )
+        raise no_draft_model(request.draft_model_kv)
     chosen = [method.draft_pages for method in grid.methods if METHODS[method.name].draft_model]
     for pages in chosen:
         if request.draft_model_kv == "fp16" and pages != "all" and options.page_choice != "window":

@@ -293,8 +293,7 @@ pub(crate) fn selection(full: bool) -> Vec<[usize; 5]> {
 }
 
 /// The cases of every suite: the selection (or all combinations); plain decoding; every method that drafts, with pages and γ
-/// in turn; γ auto; sensitive matrices; the views of a draft
-/// model's own cache.
+/// in turn; γ auto; sensitive matrices; the views of a draft model's own cache.
 pub(crate) fn cases(full: bool) -> Vec<Case> {
     let of = |[m, p, g, b, t]: [usize; 5]| Case {
         threads: THREADS[t],
