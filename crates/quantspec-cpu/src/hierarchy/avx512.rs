@@ -1,0 +1,101 @@
+//! Sums of a column of tiles by `vpdpbusd`.
+
+use super::{GROUP, LOWER, Operands, PARAMS, UPPER, VECTORS};
+use crate::dispatch::Prefetch;
+use crate::panel::PANEL;
+use std::arch::x86_64::*;
+
+/// M rows of a column, of both planes or of the upper one, with LIMBS limbs of activations.
+///
+/// # Safety
+/// The lengths that `Operands::rows` checks for m rows; `out`: m rows of 16, 32 apart.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operands, m: usize, out: *mut f32) {
+    // SAFETY: passed on.
+    unsafe {
+        match m {
+            1 => tiles::<BOTH, LIMBS, 1>(part, out),
+            2 => tiles::<BOTH, LIMBS, 2>(part, out),
+            3 => tiles::<BOTH, LIMBS, 3>(part, out),
+            4 => tiles::<BOTH, LIMBS, 4>(part, out),
+            5 => tiles::<BOTH, LIMBS, 5>(part, out),
+            _ => tiles::<BOTH, LIMBS, 6>(part, out),
+        }
+    }
+}
+
+/// `vpdpbusd` on codes. High nibbles are summed separately if registers allow it, which hides the latency of one row;
+/// sums are exact integers, so no bit changes. High nibbles of the upper plane alone are used in place, 16 times too
+/// large.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
+    // SAFETY: offsets are within the lengths that the caller guarantees.
+    unsafe {
+        let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::choose(M > 1));
+        let second = if !BOTH || M <= 2 { 1 } else { 0 };
+        let mut acc = [_mm512_setzero_ps(); M];
+        for g in 0..part.groups {
+            let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().add(g * LOWER));
+            let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
+            if let Some(prefetch) = prefetch {
+                prefetch.line(tile);
+            }
+            for v in 0..VECTORS {
+                let c = tile.add(PARAMS + v * 64);
+                if let Some(prefetch) = prefetch {
+                    prefetch.line(c);
+                    if BOTH {
+                        prefetch.line(lower.add(v * 64));
+                    }
+                }
+                let c = _mm512_loadu_si512(c.cast());
+                let (c0, c1) = if BOTH {
+                    let d = _mm512_loadu_si512(lower.add(v * 64).cast());
+                    // 0xe2: selects bits of the third operand where the mask (the second) is 0, and of the first where it
+                    // is 1.
+                    let pick =
+                        |high: __m512i, low_nibbles: __m512i| _mm512_ternarylogic_epi32::<0xe2>(low_nibbles, low, high);
+                    (pick(_mm512_slli_epi16::<4>(c), d), pick(c, _mm512_srli_epi16::<4>(d)))
+                } else {
+                    (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
+                };
+                for j in 0..M {
+                    let at = (j * part.groups + g) * GROUP + v * 8;
+                    for (limb, dots) in dots.iter_mut().enumerate() {
+                        let q = if limb == 0 { part.high.as_ptr() } else { part.low.as_ptr() };
+                        let q = q.add(at).cast::<i32>();
+                        dots[0][j] = _mm512_dpbusd_epi32(dots[0][j], c0, _mm512_set1_epi32(q.read_unaligned()));
+                        let q = _mm512_set1_epi32(q.add(1).read_unaligned());
+                        dots[second][j] = _mm512_dpbusd_epi32(dots[second][j], c1, q);
+                    }
+                }
+            }
+            let s = _mm512_cvtph_ps(_mm256_loadu_si256(tile.cast()));
+            let s = if BOTH { _mm512_mul_ps(s, _mm512_set1_ps(1.0 / 16.0)) } else { s };
+            let z = _mm512_cvtph_ps(_mm256_loadu_si256(tile.add(32).cast()));
+            for j in 0..M {
+                let sum = |dots: &[[__m512i; M]; 2]| {
+                    let b = if BOTH { dots[1][j] } else { _mm512_srai_epi32::<4>(dots[1][j]) };
+                    _mm512_add_epi32(dots[0][j], b)
+                };
+                let mut dot = sum(&dots[0]);
+                if LIMBS == 2 {
+                    dot = _mm512_add_epi32(_mm512_slli_epi32::<7>(dot), sum(&dots[LIMBS - 1]));
+                }
+                let at = j * part.groups + g;
+                if BOTH {
+                    let total = _mm512_set1_epi32(*part.total.get_unchecked(at));
+                    dot = _mm512_sub_epi32(dot, _mm512_slli_epi32::<3>(total));
+                }
+                let scale = _mm512_set1_ps(*part.scale.get_unchecked(at));
+                let sum = _mm512_set1_ps(*part.sum.get_unchecked(at));
+                acc[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, scale), acc[j]);
+                acc[j] = _mm512_fmadd_ps(z, sum, acc[j]);
+            }
+        }
+        for (j, acc) in acc.iter().enumerate() {
+            _mm512_storeu_ps(out.add(j * PANEL), *acc);
+        }
+    }
+}
