@@ -20,9 +20,9 @@ const PACKAGE: &str = "cuda-toolkit[nvrtc,cudart]==12.8.1";
 /// The newest PTX version that driver 525 accepts; the PTX image uses no newer instruction.
 const PTX_VERSION: &str = "8.0";
 
-/// Machine code images. 86 also serves 87, 100 also 103, 120 also 121 (newer minor of the same major); 90a enables the
-/// Hopper-only instructions.
-const ARCHITECTURES: [&str; 8] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80"];
+/// Machine code images. 86 also serves 87 and 89, 100 also 103, 120 also 121 (newer minor of the same major); for 89 ptxas
+/// emits the instructions of 86. 90a enables the Hopper-only instructions.
+const ARCHITECTURES: [&str; 7] = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_80"];
 
 /// Deflate level: 6 compresses within 2 % of 10, five times faster.
 const LEVEL: u8 = 6;

@@ -2,7 +2,7 @@
 //! settings and the seed alone. Comparisons are exact, without tolerances.
 //!
 //! Every case is compared with autoregressive decoding of the same prompt alone on one thread. By default, a covering
-//! selection of combinations runs at 320 tokens, enough to cross two page borders from every prompt length, each combination
+//! selection of combinations runs at 264 tokens, enough to cross two page borders from every prompt length, each combination
 //! greedy or sampled. `QUANTSPEC_LAWS=long` runs the selection in both ways at the law's length (2,000 tokens, prompts of up
 //! to 5,000, one sequence of 10,000 tokens), `QUANTSPEC_LAWS=full` every combination at that length. Models in the directory
 //! `QUANTSPEC_TEST_MODELS`, if set, run in addition to the embedded one.
@@ -25,7 +25,7 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{self, DraftModel, Drafter};
 use quantspec_model::engine::{Engine, Method};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex};
 
 const BLOCK_ROWS: usize = 256;
 
@@ -102,11 +102,37 @@ impl Model {
     }
 }
 
+/// Cores that no engine uses. Tests run in parallel, and threads of a pool that wait for a core delay the others.
+static FREE: (Mutex<Option<usize>>, Condvar) = (Mutex::new(None), Condvar::new());
+
+/// Cores of one engine, free again when dropped.
+struct Cores(usize);
+
+impl Cores {
+    /// Waits for `threads` free cores, or for all if there are fewer.
+    fn taken(threads: usize) -> Cores {
+        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        let (threads, (free, freed)) = (threads.min(all), &FREE);
+        let free = free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let enough = |free: &mut Option<usize>| *free.get_or_insert(all) < threads;
+        let mut free = freed.wait_while(free, enough).unwrap_or_else(|poisoned| poisoned.into_inner());
+        *free = free.map(|free| free - threads);
+        Cores(threads)
+    }
+}
+
+impl Drop for Cores {
+    fn drop(&mut self) {
+        let (free, freed) = &FREE;
+        let mut free = free.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *free = free.map(|free| free + self.0);
+        freed.notify_all();
+    }
+}
+
 impl Decode for Model {
     fn decode(&mut self, case: &Case, requests: &[Request]) -> Vec<Answer> {
-        // Tests run in parallel; pools of all cores would spend most of the time waiting for processors.
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let _cores = Cores::taken(case.threads);
         let checkpoint = Checkpoint::open(&self.0).expect("checkpoint");
         let longest = requests.iter().map(|request| request.prompt.len() + request.new_tokens).max().unwrap_or(0);
         let rejection = requests.iter().any(|request| request.sampler.accept == Accept::Rejection);
@@ -185,7 +211,7 @@ fn prompts() -> Vec<Vec<u32>> {
 }
 
 fn new_tokens() -> usize {
-    if long() { 2000 } else { 320 }
+    if long() { 2000 } else { 2 * G + 8 }
 }
 
 #[test]

@@ -24,8 +24,9 @@ fn load(checkpoint: &Checkpoint, options: &Options, simd: Simd) -> CpuBackend {
     CpuBackend::load_on(checkpoint, options, Hooks::default(), choice).expect("load")
 }
 
+/// One thread: tests run in parallel.
 fn options(capacity: usize) -> Options {
-    Options { page_masses: true, step_rows: 5, block_rows: 128, threads: 2, ..Options::new(1, capacity) }
+    Options { page_masses: true, step_rows: 5, block_rows: 128, threads: 1, ..Options::new(1, capacity) }
 }
 
 /// Logits of the prompt's last row, then of `steps` windows of `width` rows after it, committed and flushed as an engine
@@ -296,8 +297,7 @@ fn bits_do_not_depend_on_rows_threads_or_blocks() {
             for view in [View::Both, if seed % 2 == 0 { View::Upper } else { View::Full }] {
                 let plan = (Weights::Full, view, Pages::All);
                 let mut alone = None;
-                for (width, threads, block_rows) in
-                    [(1, 1, 128), (2, 2, 128), (3, 1, 128), (5, 3, 128), (17, 2, 128), (40, 1, 128)]
+                for (width, threads, block_rows) in [(1, 1, 128), (2, 2, 128), (5, 3, 128), (17, 1, 128), (40, 1, 128)]
                 {
                     let options = Options { step_rows: width, threads, block_rows, ..options(ids.len()) };
                     let mut backend = load(&checkpoint, &options, simd);
