@@ -37,6 +37,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_ragged_documents_and_a_kill_change_no_token(quantspec: Run, tmp_path: Path) -> None:
     docs, calm, killed = tmp_path / "docs", tmp_path / "calm", tmp_path / "killed"
     docs.mkdir()
@@ -68,6 +69,7 @@ def test_ragged_documents_and_a_kill_change_no_token(quantspec: Run, tmp_path: P
     assert len(lines) == len(LENGTHS)
 
 
+@pytest.mark.slow
 def test_answers_that_end_early_waste_few_pages(quantspec: Run, tmp_path: Path) -> None:
     """Documents of 1,200 to 17,000 tokens. The worst case of `-n 300`: every answer ends at once."""
     docs = tmp_path / "docs"

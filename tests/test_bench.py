@@ -819,6 +819,7 @@ def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
     engine.finish(slot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt_tokens", "kept"), [(256, 256), (255, 129), (300, 212), (20, 364)])
 def test_restarting_needs_the_buffer(engine: Any, prompt_tokens: int, kept: int) -> None:
     """The buffer holds 384 positions, and a query right after the prompt reads back to Q(prompt)."""

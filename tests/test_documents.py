@@ -219,6 +219,7 @@ def test_messages_of_pypdf_are_warnings_and_not_printed() -> None:
     assert b"may be incomplete" in done.stdout
 
 
+@pytest.mark.slow
 def test_many_pages_are_read() -> None:
     count = 3000
     text = text_of(pdf(*(lines(f"page {number}") for number in range(count))))
@@ -481,6 +482,7 @@ def test_html_with_nothing_is_refused() -> None:
         assert "no text" in refusal(raw, "x.html").message
 
 
+@pytest.mark.slow
 def test_hostile_html_is_read_in_time() -> None:
     deep = 200_000
     assert page("<div>" * deep + "in" + "</div>" * deep) == "in"
@@ -762,6 +764,7 @@ def test_standard_input_may_be_a_document(start: Start) -> None:
     assert json.loads(out)["results"][0]["tokens"] == json.loads(plain)["results"][0]["tokens"]
 
 
+@pytest.mark.slow
 def test_a_document_longer_than_one_read_is_read_completely(tmp_path: Path) -> None:
     body = "".join(p(f"{number} {number * 7919 % 104729}") for number in range(60_000))
     path = tmp_path / "long.docx"

@@ -248,6 +248,7 @@ def test_a_context_that_does_not_fit_is_refused_with_the_longest_one(driver: Dri
     driver.report()
 
 
+@pytest.mark.slow
 def test_memory_is_freed_after_an_allocation_fails(driver: Driver) -> None:
     """Another program takes memory after the plan was made: failure at every seventh allocation of either kind."""
     driver(*COUNTED)

@@ -47,6 +47,7 @@ def sample() -> list[int]:
     return Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
 
 
+@pytest.mark.slow
 def test_every_drafter_is_decoded_by_gamma(quantspec: Any) -> None:
     flags = ("eval", "--tokens", "330", "--context", "300", "--device", "cpu", "--decode", "60")
     found = quantspec(
@@ -184,6 +185,7 @@ def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     assert 1 > drafts["kv4"]["acceptance"] > drafts["quantspec"]["acceptance"] > 0.85
 
 
+@pytest.mark.slow
 def test_context_is_read_and_not_scored(scores: dict[str, Any]) -> None:
     from quantspec_cli import _native
 
@@ -233,6 +235,7 @@ def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
     assert lines[1:3] == ["cache: keys by token, values by token, groups of 64, rounding balanced", ""]
 
 
+@pytest.mark.slow
 def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
     command = ["eval", "--tokens", "922", "--context", "900", "--draft-pages", "2,3,100"]
     found = quantspec(*command, "--json").json

@@ -141,6 +141,7 @@ def online(start: Start, server: Hub, tmp_path: Path) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.slow
 def test_only_what_is_needed_is_fetched_and_only_once(online: Run, server: Hub) -> None:
     command = ["run", "--model", "owner/model", "--text", "x", "-n", "3", "--json"]
     first = online(*command)
@@ -155,6 +156,7 @@ def test_only_what_is_needed_is_fetched_and_only_once(online: Run, server: Hub) 
         assert cached.json["results"] == first.json["results"]
 
 
+@pytest.mark.slow
 def test_a_revision_by_flag_or_in_the_name(online: Run) -> None:
     for arguments in (["-m", f"owner/model@{SHA}"], ["-m", "owner/model", "--revision", "main"]):
         assert online("run", *arguments, "--text", "x", "-n", "3").code == 0
@@ -162,6 +164,7 @@ def test_a_revision_by_flag_or_in_the_name(online: Run) -> None:
     online("run", "-m", "owner/model@a", "--revision", "b", "--text", "x").assert_error(2, "two revisions")
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_hub_is_one_error(online: Run, server: Hub) -> None:
     online("run", "-m", "owner/nothing", "--text", "x").assert_error(1, "owner/nothing", "HF_TOKEN")
     online("run", "-m", "nothing", "--text", "x").assert_error(1, "neither a directory nor a model")

@@ -89,6 +89,7 @@ def counts(inner: Inner, text: str) -> tuple[int, int]:
     return bound.tokens(text, 1 << 60), len(inner.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 @example(text=MIXED)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from quantspec_cli import hub
 
 SAMPLE = Path(hub.__file__).with_name("sample.txt")
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_plan(tmp_path: Path) -> None:
     # Twelve sequences fill 140 MB of pages, buffers and weights; Python's own growth is small next to that.
     prompts = []

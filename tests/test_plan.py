@@ -151,6 +151,7 @@ def test_models_that_cannot_run_are_an_error(
     quantspec("plan", "-m", path, "--device", "cpu").assert_error(1, words)
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_planned_and_predicted(quantspec: Run, tmp_path: Path) -> None:
     path, small = described(tmp_path / "m"), described(tmp_path / "small", num_hidden_layers=1)
     flags = ("plan", "-m", path, "-c", "1500", "--device", "cpu", "--json")
@@ -435,6 +436,7 @@ def test_more_acceptance_is_no_slower_and_none_is_plain(low: float, high: float,
     assert of.speed(0.0).tokens_per_s == pytest.approx(of.plain)
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 20))
 def test_drafts_pay_from_an_acceptance(later: float) -> None:
     of = rounds(drafts=[((later, 0.0), (later, 0.0))] * len(predict.drafts(LOAD.pages)))

@@ -178,6 +178,7 @@ def test_a_second_signal_ends_a_command_without_a_reader(start: Start) -> None:
     assert err == b"error: interrupted by SIGTERM\nhint: run the command again\n"
 
 
+@pytest.mark.slow
 def test_an_error_reaches_stderr_even_if_the_document_cannot_be_written(toy_command: list[str], tmp_path: Path) -> None:
     for arguments, code in ((["-n", "0"], 2), (["-o", str(tmp_path)], 2), (["-c", "1"], 3)):
         command = [*toy_command, "run", "--text", "x", *arguments, "--json"]
@@ -431,6 +432,7 @@ def without(toy_command: list[str], streams: str, *arguments: str) -> subprocess
     )
 
 
+@pytest.mark.slow
 def test_closed_streams(toy_command: list[str], tmp_path: Path) -> None:
     run = ["run", "--text", "x", "-n", "5"]
     answer = without(toy_command, "", *run).stdout
@@ -465,6 +467,7 @@ def shell(toy_command: list[str], line: str, *arguments: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_an_open_descriptor_is_written_at_its_position(toy_command: list[str], tmp_path: Path) -> None:
     run = ["run", "--text", "x", "-n", "5", "-q", "-o"]
     answer = without(toy_command, "", *run, "-").stdout

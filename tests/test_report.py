@@ -235,6 +235,7 @@ def test_a_model_name_is_escaped() -> None:
     assert "<script>alert('x')</script>&" in page.text
 
 
+@pytest.mark.slow
 def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     place = tmp_path / "a.html"
     flags = ("-p", "16", "-n", "8", "-d", "0,200", "-r", "2", "-g", "1,2", "--methods", "ar-fp16,quantspec")

@@ -77,6 +77,7 @@ def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> N
     assert (theirs.piece_to_id("<|turn|>") in ours.encode(text)) == ("<|turn|>" in text)
 
 
+@pytest.mark.slow
 @given(text=st.text(st.sampled_from("ab ctheinr.,1\n▁é世")))
 @settings(max_examples=300, deadline=None)
 def test_ids_of_any_text_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:

@@ -38,6 +38,7 @@ def answers(native: Any, slots: int, prompts: list[list[int]], new_tokens: int) 
     return [request.text.tokens for request in requests], scheduler.most_sequences
 
 
+@pytest.mark.slow
 def test_sequences_that_fit_only_when_shared_decode_together() -> None:
     document = [1, *(3 + i * i % 300 for i in range(600))]
     prompts = [[*document, 7 + index, 9] for index in range(4)]

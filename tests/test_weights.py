@@ -193,6 +193,7 @@ def test_scores_agree_with_numpy() -> None:
     assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
 
 
+@pytest.mark.slow
 def test_a_draft_with_sensitive_matrices_agrees_with_numpy() -> None:
     from quantspec_cli import _native
 
@@ -216,6 +217,7 @@ def test_a_draft_with_sensitive_matrices_agrees_with_numpy() -> None:
 
 # 9 bits of 6.9 million weights; 5 bits of 3.8 million, and 9 of 1.0 million of keys, values and one down projection and of
 # the head's 2.1.
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.78), ("int4", 5.87)])
 def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: str, megabytes: float) -> None:
     texts = set()

@@ -40,6 +40,7 @@ def test_a_third_party_s_story_word_by_word() -> None:
         assert answer.text.strip() == reference["text"].strip()
 
 
+@pytest.mark.slow
 def test_every_way_of_drafting_prints_the_same_document(quantspec: Run) -> None:
     command = ["run", "--prompt", str(SAMPLE), "-n", "60", "--json"]
     plain = quantspec(*command, "--method", "ar").json

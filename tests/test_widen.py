@@ -83,6 +83,7 @@ def logits(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return llama_numpy.Llama(*llama_numpy.load(folder)).forward(ids)
 
 
+@pytest.mark.slow
 def test_logits_are_the_sources(widen: ModuleType, tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(3, 8192, 24)
     out = tmp_path / "wide"
