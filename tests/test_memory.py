@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from quantspec_cli import hub
 
 SAMPLE = Path(hub.__file__).with_name("sample.txt")
