@@ -1,5 +1,9 @@
 //! The forward pass and the steps of a round. Every backend runs this code.
 //!
+//!     round    draft ─┐
+//!              verify ─┴> Round (steps) ─> Executor::run ─> steps ─> step ─> layer ─> operations of Network
+//!     prompt   prefill_chunk ────────────────────────────────────────────> layer
+//!
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
@@ -338,8 +342,8 @@ pub trait Guess {
 
 /// As [`draft`], but never deferred: all tokens are in the windows on return.
 ///
-/// A step has one row per turn. With `guesses` it has a further row for each guessed token. Row i of a turn yields the network's choice
-/// after the guesses before it, so the choices count as drafted up to the first that differs from its guess.
+/// A step has one row per turn, and with `guesses` a further row for each guessed token. Row i of a turn yields the network's
+/// choice after i guesses. So the choices count as drafted up to the first that differs from its guess.
 ///
 /// # Errors
 /// As [`draft`], and with guesses those of [`crate::kv_cache::KvCache`]'s windows.
