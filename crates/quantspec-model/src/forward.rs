@@ -1,8 +1,10 @@
 //! The forward pass and the steps of a round. Every backend runs this code.
 //!
-//!     round    draft ─┐
-//!              verify ─┴> Round (steps) ─> Executor::run ─> steps ─> step ─> layer ─> operations of Network
-//!     prompt   prefill_chunk ────────────────────────────────────────────> layer
+//! ```text
+//! round    draft ──┬─> Round ─> Executor::run ─> steps ─> step ─┬─> layer ─> operations of Network
+//!          verify ─┘                                            │
+//! prompt   prefill_chunk ───────────────────────────────────────┘
+//! ```
 //!
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
