@@ -300,13 +300,13 @@ fn scenarios() -> Vec<Scenario> {
             best: 1.08,
             ..SCENARIO
         },
-        // The second plain step is the first that counts. If it seems slow, drafts that lose seem to pay until it is timed again.
+        // The second plain step is the first that counts. If it seems slow, drafts that lose seem to pay until a probe.
         Scenario {
             name: "an interruption of the first plain step that counts",
-            machines: &[steep],
-            drafts: &[4.0, 5.0],
-            alphas: &[0.3, 0.35, 0.4, 0.45],
-            variants: [1.15, 1.2, 1.25].map(|second| World { second, noise: 0.0, ..WORLD }).to_vec(),
+            machines: &[linear, cliff],
+            drafts: &[0.5, 2.0, 8.0],
+            alphas: &[0.2, 0.5, 0.9],
+            variants: [1.6, 2.0, 5.0].map(|second| World { second, noise: 0.0, ..WORLD }).to_vec(),
             seeds: 4,
             tokens: 1_500,
             plain: 1.02,
