@@ -1,4 +1,4 @@
-# Lists the tasks.
+# List the tasks
 default:
     @just --list
 
@@ -51,13 +51,15 @@ sanitize *filter:
             {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts $([ $tool != racecheck ] || echo --skip of_many_tiles) || exit; \
     done
 
-# After a change of NEON code: core, cpu and model on aarch64, in qemu-user (also needs rustup's target aarch64-unknown-linux-gnu and gcc-aarch64-linux-gnu)
+# Needs qemu-user, gcc-aarch64-linux-gnu and rustup's target aarch64-unknown-linux-gnu.
+
+# After a change of NEON code: tests of core, model and cpu on aarch64, emulated
 test-arm *args:
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
     cargo test --release --target aarch64-unknown-linux-gnu -p quantspec-core -p quantspec-cpu -p quantspec-model {{args}}
 
-# Times every CPU kernel, as a share of the memory bandwidth; `--max-time 0.05` for a quick look
+# Time every CPU kernel, as a share of the memory bandwidth; `--max-time 0.05` for a quick look
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
 

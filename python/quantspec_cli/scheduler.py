@@ -33,8 +33,8 @@ Result = TypeVar("Result")
 
 # Least time of a chunk of a prompt, in seconds. Decoding sequences wait for it, so shorter chunks make text smoother.
 CHUNK_S = 0.1
-# A chunk takes at least as long as this many rounds. Otherwise short answers would end while the next prompt is processed, and
-# documents would decode one after another, each round reading the weights for one.
+# A chunk takes at least as long as this many rounds. Otherwise short answers would end while the next prompt is processed,
+# and documents would decode one after another, each round reading the weights for one.
 CHUNK_ROUNDS = 4
 # Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
