@@ -1,12 +1,12 @@
-# Lists the tasks.
+# List the tasks
 default:
     @just --list
 
-# Everything CI runs
+# Before a push: everything CI runs, which is test-all, format, lints and types
 ci:
     bash .ci/run
 
-# Tests after a change to Python or one crate, without kernels: the installed package, core, model, and exactness on two CPU paths
+# While you work: quick tests of core, model, exactness on two CPU paths, and the installed package; no CUDA kernels
 test *args:
     QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model
     for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
@@ -14,11 +14,11 @@ test *args:
     done
     python -m pytest -n 2 --dist worksteal -q -m "not slow and not gpu" {{args}} tests
 
-# All tests that need no GPU, against the wheel, as in README and CI
+# All tests that need no GPU, against the wheel (tools/test.sh)
 test-all *args:
     bash tools/test.sh {{args}}
 
-# Before a release, for hours: exactness at full length on every SIMD path of this machine, 100 kills of a batch, fuzzing with more inputs
+# Before a release (hours): exactness at full length on every SIMD path of this machine, 100 kills of a batch, more fuzzing
 laws:
     for path in $({{just_executable()}} _paths); do \
         echo "$path" && QUANTSPEC_LAWS=long QUANTSPEC_SIMD=$path cargo test --release -p quantspec-cpu --test exactness || exit; \
@@ -34,13 +34,15 @@ _paths:
     @if grep -qw avx2 /proc/cpuinfo; then echo avx2; fi
     @echo scalar
 
-# Tests on a machine with an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty; they fail without a GPU
+# After a change of kernels: tests on an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty
 test-gpu models:
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
-# Every kernel under compute-sanitizer 2026.4, on a machine with an NVIDIA GPU. racecheck omits GEMMs of many tiles, which take too long under it, and proxy fences, which kernels/hopper.cuh does not need
+# racecheck omits GEMMs of many tiles, which take too long under it, and proxy fences, which kernels/hopper.cuh does not need.
+
+# After a change of kernels: each one under compute-sanitizer 2026.4, on an NVIDIA GPU
 sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \
@@ -49,29 +51,31 @@ sanitize *filter:
             {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts $([ $tool != racecheck ] || echo --skip of_many_tiles) || exit; \
     done
 
-# The crates that run on aarch64 (NEON), emulated: needs rustup's target aarch64-unknown-linux-gnu, gcc-aarch64-linux-gnu and qemu-user
+# Needs qemu-user, gcc-aarch64-linux-gnu and rustup's target aarch64-unknown-linux-gnu.
+
+# After a change of NEON code: tests of core, model and cpu on aarch64, emulated
 test-arm *args:
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
     cargo test --release --target aarch64-unknown-linux-gnu -p quantspec-core -p quantspec-cpu -p quantspec-model {{args}}
 
-# Every CPU kernel compared with a plain read of memory, and choosing pages and tokens; `--max-time 0.05` for a quick look
+# Time every CPU kernel, as a share of the memory bandwidth; `--max-time 0.05` for a quick look
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
 
-# Kernels, then bench of a small trained checkpoint, widened to the 1-billion-parameter shape
+# bench-kernels, then `quantspec bench` of the checkpoint `source`, widened 4 times with 18 layers
 bench-cpu source depths="0,4096" repetitions="3" seconds="1": (bench-kernels "--max-time" seconds)
     test -f target/wide-1b/model.safetensors || python tools/widen.py {{source}} target/wide-1b --times 4 --layers 18
     quantspec bench -m target/wide-1b -p 512 -d {{depths}} -r {{repetitions}}
 
-# The same at depth 0, once, in a few minutes
+# bench-cpu at depth 0, once, in a few minutes
 bench-cpu-quick source: (bench-cpu source "0" "1" "0.05")
 
-# Format everything
+# Format Rust and Python
 fmt:
     cargo fmt --all
     ruff format .
 
-# Build and install into the active environment, for working on it
+# Build the package and install it into the active environment
 develop:
     maturin develop --release

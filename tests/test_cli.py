@@ -79,11 +79,7 @@ def test_unused_draft_weights_are_reported_as_none(fake: Any, quantspec: Run) ->
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
-        expected = (
-            "int4"
-            if method.removesuffix("+ngram") in {"auto", "quantspec", "w4", "qspec", "window", "snapkv"}
-            else "none"
-        )
+        expected = "int4" if METHODS[method].draft_weights else "none"
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # Reported values can be passed as flags.
     for method in ("kv4", "ngram", "ar"):

@@ -32,6 +32,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), path + anchor
 
 
+def test_pages_are_short() -> None:
+    """README.md is read in three minutes, a page of docs/ in five. The page of benchmarks is tables to look things up in."""
+    pages = {page: 800 if page.parent.name == "design" else 1200 for page in ROOT.glob("docs/**/*.md")}
+    pages |= {ROOT / "README.md": 900}
+    del pages[ROOT / "docs/benchmarks.md"]
+    words = {page.relative_to(ROOT): (len(page.read_text().split()), most) for page, most in pages.items()}
+    assert not {page: count for page, count in words.items() if count[0] > count[1]}
+
+
 def test_the_page_of_benchmarks_is_its_rendering() -> None:
     outcome = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/run.py"), "--check"], capture_output=True, text=True, check=False

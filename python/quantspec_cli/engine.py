@@ -435,12 +435,9 @@ class Engine:
             batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: what drafts: "quantspec" (4-bit weights over the 4-bit view of the cache), "kv4" or "w4" (only one of
-                them in 4 bits), "qspec" (as w4, with 4-bit activations), "window" (as w4, over the first page and the
-                newest), "snapkv" (as quantspec, over pages that the prompt's end attends to), "draft-model" (another
-                checkpoint), "ngram" (what followed the last tokens earlier in the text), "auto" (the fastest of several,
-                as measured), or "ar" (no drafts). "+ngram" after a name, as in "quantspec+ngram", also copies earlier
-                text. Settings that a method does not support are refused.
+            method: what drafts: "quantspec" (4-bit weights over the 4-bit view of the cache), "auto" (the fastest of several,
+                as measured), "ar" (no drafts), or another name of `quantspec run --help` and docs/decoding.md. Settings that
+                a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
                 memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do

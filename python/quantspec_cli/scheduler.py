@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Time that decoding sequences wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother.
+# Least time of a chunk of a prompt, in seconds. Decoding sequences wait for it, so shorter chunks make text smoother.
 CHUNK_S = 0.1
-# Where rounds take longer, a chunk takes this many of them. Otherwise short answers would end while the next prompt is
-# processed, and documents would decode one after another, each round reading the weights for one.
+# A chunk takes at least as long as this many rounds. Otherwise short answers would end while the next prompt is processed,
+# and documents would decode one after another, each round reading the weights for one.
 CHUNK_ROUNDS = 4
 # Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
@@ -83,8 +83,10 @@ class Scheduler:
 
     Attributes:
         kept_tokens: tokens of answers without the first of each. A round may emit more than an answer takes.
-        sequence_rounds: sequences per round, summed over all rounds; also rounds, and the most sequences in one.
-        engine_s: seconds of calls of the engine; the engine idles for the others.
+        rounds: number of rounds.
+        sequence_rounds: sequences per round, summed over all rounds.
+        most_sequences: the most sequences in a round.
+        engine_s: seconds of calls of the engine, which idles in the rest of the time.
         longest_chunk_s: longest time that decoding sequences waited for a chunk of another prompt, in seconds.
     """
 
@@ -102,7 +104,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         # The slot in prefill; one at a time.
-        self._reading: int | None = None
+        self._prefilling: int | None = None
         # The request for which too few pages are free until a sequence ends.
         self._too_large: Request | None = None
         self._chunk_rows = _FIRST_ROWS
@@ -185,7 +187,7 @@ class Scheduler:
         while self._take_commands():
             try:
                 self._admit()
-                self._read()
+                self._prefill_chunk()
                 if self._decoding():
                     self._round()
             except Exception as error:  # a defect must not leave callers waiting
@@ -238,7 +240,7 @@ class Scheduler:
 
         No other prompt is in prefill, so all pages that it can share are complete.
         """
-        if self._reading is not None or not self._free or not self._waiting:
+        if self._prefilling is not None or not self._free or not self._waiting:
             return
         request = self._waiting[0]
         if request is self._too_large:
@@ -256,15 +258,15 @@ class Scheduler:
         self._waiting.popleft()
         self._free -= 1
         self._running[slot] = request
-        self._reading = slot
+        self._prefilling = slot
 
-    def _read(self) -> None:
+    def _prefill_chunk(self) -> None:
         """Prefills a chunk of the current prompt, or all of it if no other sequence decodes."""
-        slot = self._reading
+        slot = self._prefilling
         if slot is None:
             return
-        request, waiting = self._running[slot], self._decoding()
-        rows = self._chunk_rows if waiting else _ALL_ROWS
+        request, decoding = self._running[slot], self._decoding()
+        rows = self._chunk_rows if decoding else _ALL_ROWS
         started = time.perf_counter()
         try:
             with self._engine():
@@ -275,19 +277,19 @@ class Scheduler:
             self._remove(slot).deliver(error, True)
         else:
             seconds = time.perf_counter() - started
-            if waiting:
+            if decoding:
                 self.longest_chunk_s = max(self.longest_chunk_s, seconds)
             if first is None:
                 # At most doubled: a prompt's first rows are cheaper than its last.
                 factor = max(CHUNK_S, CHUNK_ROUNDS * self._round_s) / seconds
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
-                self._reading = None
+                self._prefilling = None
                 self._deliver(slot, [first])
 
     def _decoding(self) -> list[int]:
         """The slots whose prompts are complete."""
-        return [slot for slot in self._running if slot != self._reading]
+        return [slot for slot in self._running if slot != self._prefilling]
 
     def _progress(self, request: Request) -> OnProgress:
         def on_prefill(done: int, total: int) -> None:
@@ -350,8 +352,8 @@ class Scheduler:
     def _remove(self, slot: int) -> Request:
         """Frees a slot."""
         request = self._running.pop(slot)
-        if slot == self._reading:
-            self._reading = None
+        if slot == self._prefilling:
+            self._prefilling = None
         self._free += 1
         self._too_large = None
         self.native.finish(slot)

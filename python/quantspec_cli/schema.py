@@ -125,7 +125,7 @@ def _unusable(why: str) -> UsageError:
         why = "no text satisfies it"
     return UsageError(
         f"the JSON schema cannot be used: {why:.300}",
-        "docs/decoding.md lists the supported keywords; omit the others",
+        "docs/schema.md lists the supported keywords; omit the others",
         option=_OPTION,
     )
 

@@ -45,8 +45,9 @@ impl Costs {
         }
     }
 
-    /// The line through the nearest row counts that were timed this often (two on one side if the other has none); at least
-    /// half the lower timing. If only one was, fewer rows cost as much: they may be a plain step, which must not seem fast.
+    /// The line through the nearest row counts below and above that were timed at least `times` times, or through two on one
+    /// side if the other has none; at least half the lower timing. If there is only one, each further row costs [`SLOPE`], and
+    /// fewer rows cost as much: they may be a plain step, which must not seem fast.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);

@@ -5,9 +5,9 @@
 
 use crate::cache::GAMMA_MAX;
 
-/// Where a candidate with the same weights was measured, the least share of its rejection rate that is expected, and the share
-/// of its time beyond that of the bytes.
+/// After a candidate with the same weights was measured, at least this share of its rejection rate is expected.
 const REJECTIONS: f64 = 0.33;
+/// Likewise, at least this share of the time by which its step exceeds the time of its bytes.
 const EXCESS: f64 = 0.8;
 /// Cost of one more row of verification, in plain steps.
 const ROW: f64 = 0.02;

@@ -63,8 +63,9 @@ pub struct Policy {
     steps: usize,
     drafted: usize,
     accepted: usize,
-    /// The plain step before this round: rows and seconds. `cold` if it was too slow to compare with.
+    /// The plain step before this round: rows and seconds; `None` if that round verified drafts.
     plain: Option<(usize, f64)>,
+    /// That step came first after a draft or a prompt, or was clearly faster than the one before it. So it was not recorded.
     cold: bool,
 }
 
@@ -268,7 +269,7 @@ impl Policy {
         let slowest = if candidate.step.recent.len() < RELIABLE { plain } else { f64::INFINITY };
         let cost = (candidate.step.seconds.min(slowest) * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
-        // First timings may be slow by chance, so a candidate's first rounds do not overdraw the ledger.
+        // First timings may be slow by chance, so the first rounds of the first candidate do not overdraw the ledger.
         let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
@@ -280,16 +281,17 @@ impl Policy {
     }
 
     fn choose(&mut self) -> Choice {
+        // The choice if nothing pays or no plain step was timed: γ = 0, or the fixed one.
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
         let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].forecast > 0.0);
         let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
-        let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
-        let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
+        let pays = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
+        let (fastest, rate) = pays.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
         // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and longer if they proposed
         // nothing and nothing else pays.
-        let (drafts, last) = (work.is_some(), |&index: &usize| self.candidates[index].last);
+        let (drafts, last) = (pays.is_some(), |&index: &usize| self.candidates[index].last);
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
         let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
@@ -297,6 +299,7 @@ impl Policy {
         let new = usable().filter(|&index| is_new(&self.candidates[index]) && forecast(index) > rate);
         let new = new.min_by(|a, b| forecast(*b).total_cmp(&forecast(*a)).then(last(a).cmp(&last(b))));
         if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
+            // If rounds are plain, a candidate's first draft has more than one token.
             let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
             let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
             let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
@@ -348,7 +351,8 @@ impl Policy {
     /// tokens are drafted in any case.
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
-        // Steps of a batch are shared. A row count timed only once is timed again unchanged.
+        // In a batch the steps are shared, so no draft ends early. Neither does one whose row count was timed only once, so that
+        // it is timed again.
         let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < RELIABLE);
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;

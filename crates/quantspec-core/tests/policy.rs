@@ -37,6 +37,8 @@ struct World {
     noise: f64,
     /// First rounds whose measured time is five times the true one.
     slow: usize,
+    /// The second round's measured time relative to the true one.
+    second: f64,
     batch: usize,
     /// A plain step after a draft or the prompt takes this many times as long; each further one keeps the share `warming` of
     /// the excess.
@@ -59,6 +61,7 @@ const WORLD: World = World {
     text: Text::Even(0.9),
     noise: 0.03,
     slow: 0,
+    second: 1.0,
     batch: 1,
     cold: 1.0,
     warming: 0.0,
@@ -116,7 +119,7 @@ impl World {
         let u = |i: u64| self.uniform(round, 1_000 + 10 * index + i);
         let jitter = (u(0) + u(1) + u(2) + u(3) - 2.0) * 1.7 * self.noise;
         let interrupted = self.noise > 0.0 && u(4) < 0.02;
-        let slow = if round < self.slow { 5.0 } else { 1.0 };
+        let slow = if round < self.slow { 5.0 } else { 1.0 } * if round == 1 { self.second } else { 1.0 };
         seconds * slow * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
     }
 
@@ -295,6 +298,18 @@ fn scenarios() -> Vec<Scenario> {
             tokens: 1_500,
             plain: 1.055,
             best: 1.08,
+            ..SCENARIO
+        },
+        // The second plain step is the first that counts. If it seems slow, drafts that lose seem to pay until a probe.
+        Scenario {
+            name: "an interruption of the first plain step that counts",
+            machines: &[linear, cliff],
+            drafts: &[0.5, 2.0, 8.0],
+            alphas: &[0.2, 0.5, 0.9],
+            variants: [1.6, 2.0, 5.0].map(|second| World { second, noise: 0.0, ..WORLD }).to_vec(),
+            seeds: 4,
+            tokens: 1_500,
+            plain: 1.02,
             ..SCENARIO
         },
         Scenario {

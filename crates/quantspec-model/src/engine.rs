@@ -407,7 +407,7 @@ impl<B: Backend> Engine<B> {
         };
         let first = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
         let first = first.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
-        // Of the time that the statistics have, so never more than that.
+        // `prefill_s` is the time that the statistics count, so the two agree.
         Ok((first, found(&mut self.sequences, slot)?.prefill_s - early_s))
     }
 
@@ -472,8 +472,9 @@ impl<B: Backend> Engine<B> {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let most = GAMMA_MAX.min(remaining.saturating_sub(1));
         let policy = &self.method.policy;
-        let copied = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
-        let wanted = match (self.copies(slot, copied.min(most)), &self.method.drafter) {
+        // In a batch a copy is at most as long as the other sequences' drafts.
+        let longest_copy = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
+        let wanted = match (self.copies(slot, longest_copy.min(most)), &self.method.drafter) {
             (_, None) => 0,
             (0, Some(_)) if self.watches(slot) => policy.gamma_limit(),
             (0, Some(_)) => policy.gamma(),

@@ -1,5 +1,11 @@
 //! The forward pass and the steps of a round. Every backend runs this code.
 //!
+//! ```text
+//! round    draft ──┬─> Round ─> Executor::run ─> steps ─> step ─┬─> layer ─> operations of Network
+//!          verify ─┘                                            │
+//! prompt   prefill_chunk ───────────────────────────────────────┘
+//! ```
+//!
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
@@ -13,9 +19,9 @@ use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use std::ops::Range;
 
-/// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
-/// all-reduce belongs there. `matrices`: the pass of each kind of matrices ([`Sensitive::KINDS`]), which differs from `pass` in
-/// weights only.
+/// One decoder layer. `matrices` has a pass for each kind of matrices, in the order of [`Sensitive::KINDS`]; it differs from `pass`
+/// at most in the weights. With tensor parallelism each device would hold a partial sum before [`Network::reduce_residual`], and
+/// the all-reduce would belong there.
 fn layer<B: Network>(
     backend: &mut B,
     layer: usize,
@@ -45,8 +51,8 @@ pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     step_but_one(backend, step, None)
 }
 
-/// As [`step`], but one matrix is read with the target's weights: (layer, index in [`Sensitive::KINDS`]). Not on a GPU, where the
-/// operations of a draft step exchange rows in formats of their weights.
+/// As [`step`], but one matrix, `exact` = (layer, index in [`Sensitive::KINDS`]), is read with the target's weights. Not on a GPU,
+/// where the format in which operations of a draft step hand over rows depends on the weights.
 ///
 /// # Errors
 /// As [`step`].
@@ -61,7 +67,7 @@ pub fn step_but_one<B: Network>(backend: &mut B, step: &Step, exact: Option<(usi
     backend.head(&pass)
 }
 
-/// Restored rows that count as one computed row in the limit of a chunk. They cost at most as much.
+/// So many rows restored from the prompt cache count as one computed row in the limit of a chunk. They take at most its time.
 const RESTORED_PER_ROW: usize = 32;
 
 /// Progress of a prompt: finished layers, and rows of the current one.
@@ -179,7 +185,8 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     Ok(Chunk::End)
 }
 
-/// The steps of a round: draft steps, then the verification. Each step of a watched draft is a separate round.
+/// Steps to run together: draft steps, then the verification. A draft whose tokens the host reads after each step is one `Round`
+/// per step, before that of the verification.
 #[derive(Clone, Debug)]
 pub struct Round<'a> {
     /// What each sequence does.
@@ -191,9 +198,9 @@ pub struct Round<'a> {
 }
 
 impl<'a> Round<'a> {
-    /// One draft step: the offsets `spans[i]` of turn i. `None` if all are empty.
-    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], spans: &[Range<usize>]) -> Option<Round<'a>> {
-        let rows = turns.iter().zip(spans).flat_map(|(turn, span)| span.clone().map(|offset| row(turn, offset)));
+    /// One draft step, which has the rows at `offsets[i]` of turn i's window. `None` if all are empty.
+    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offsets: &[Range<usize>]) -> Option<Round<'a>> {
+        let rows = turns.iter().zip(offsets).flat_map(|(turn, own)| own.clone().map(|offset| row(turn, offset)));
         let rows: Vec<Row> = rows.collect();
         (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*config, rows)], verification: None })
     }
@@ -304,8 +311,9 @@ pub fn steps<B: Network + TokenSampler>(
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
 ///
-/// The draft of a single turn with a [`Turn::stop`] is watched: it ends once acceptance of all its tokens is unlikely enough.
-/// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says, unless a grammar needs each token to mask the next.
+/// A draft is *watched* if the host reads the logit margin of every token: that of a single turn with a [`Turn::stop`], which ends
+/// once acceptance of all its tokens is unlikely enough. If the backend runs rounds whole, other drafts are deferred to [`verify`]
+/// ([`Turn::to_draft`]), unless a grammar needs each token to mask the next.
 ///
 /// # Errors
 /// Those of [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors
@@ -319,7 +327,7 @@ pub fn draft<B: Executor + KvCache>(backend: &mut B, config: &DraftConfig, turns
     draft_now(backend, config, turns, None)
 }
 
-/// Returns true if the draft's logit margins are read after every token.
+/// Returns true if the draft is watched ([`draft`]).
 fn is_watched(turns: &[Turn]) -> bool {
     matches!(turns, [turn] if turn.stop.is_some())
 }
@@ -334,8 +342,10 @@ pub trait Guess {
     fn chosen(&mut self, slot: usize, guessed: usize, tokens: &[u32]);
 }
 
-/// As [`draft`], but never deferred: all tokens are in the windows on return. A step has one row per turn, or with `guesses`
-/// one more for each guessed token; the network's own choices count as drafted up to the first that differs from its guess.
+/// As [`draft`], but never deferred: all tokens are in the windows on return.
+///
+/// A step has one row per turn, and with `guesses` a further row for each guessed token. Row i of a turn yields the network's
+/// choice after i guesses. So the choices count as drafted up to the first that differs from its guess.
 ///
 /// # Errors
 /// As [`draft`], and with guesses those of [`crate::kv_cache::KvCache`]'s windows.
@@ -347,9 +357,10 @@ pub fn draft_now<B: Executor + KvCache>(
 ) -> Result<()> {
     backend.poll()?;
     let watched = is_watched(turns);
+    // Tokens that each turn has drafted.
     let mut drafted = vec![0; turns.len()];
     loop {
-        let (mut spans, mut guessed) = (Vec::with_capacity(turns.len()), Vec::with_capacity(turns.len()));
+        let (mut offsets, mut guessed) = (Vec::with_capacity(turns.len()), Vec::with_capacity(turns.len()));
         for (turn, &at) in turns.iter().zip(&drafted) {
             let left = if turn.drafts(at) { turn.gamma - at } else { 0 };
             let guess = match &mut guesses {
@@ -360,10 +371,10 @@ pub fn draft_now<B: Executor + KvCache>(
                 let window = backend.window(turn.slot, at + 1)?;
                 backend.set_window(turn.slot, &[&window[..], &guess].concat())?;
             }
-            spans.push(at..at + left.min(guess.len() + 1));
+            offsets.push(at..at + left.min(guess.len() + 1));
             guessed.push(guess);
         }
-        let Some(round) = Round::of_draft(config, turns, &spans) else { break };
+        let Some(round) = Round::of_draft(config, turns, &offsets) else { break };
         match backend.run(&round) {
             // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
             // overwrite the draft's.
@@ -374,10 +385,10 @@ pub fn draft_now<B: Executor + KvCache>(
             }
             result => result?,
         };
-        for (((turn, at), span), guess) in turns.iter_mut().zip(&mut drafted).zip(spans).zip(guessed) {
-            let mut new = span.len().min(1);
-            if let (Some(guesses), false) = (&mut guesses, span.is_empty()) {
-                let chosen = backend.window(turn.slot, span.end + 1)?.split_off(span.start + 1);
+        for (((turn, at), own), guess) in turns.iter_mut().zip(&mut drafted).zip(offsets).zip(guessed) {
+            let mut new = own.len().min(1);
+            if let (Some(guesses), false) = (&mut guesses, own.is_empty()) {
+                let chosen = backend.window(turn.slot, own.end + 1)?.split_off(own.start + 1);
                 new += guess.iter().zip(&chosen).take_while(|(guess, chosen)| guess == chosen).count();
                 guesses.chosen(turn.slot, guess.len(), &chosen[..new]);
             }
@@ -432,8 +443,8 @@ mod tests {
         let drafted = [vec![(4, 0, 100), (2, 0, 300)], vec![(4, 1, 101)]];
 
         for (offset, rows_of) in drafted.iter().enumerate() {
-            let spans = turns.each_ref().map(|turn| offset..turn.gamma.min(offset + 1));
-            let round = Round::of_draft(&CONFIG, &turns, &spans).unwrap();
+            let offsets = turns.each_ref().map(|turn| offset..turn.gamma.min(offset + 1));
+            let round = Round::of_draft(&CONFIG, &turns, &offsets).unwrap();
             let steps: Vec<Step> = round.drafts().collect();
             assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
             assert!(round.verification().is_none());

@@ -29,7 +29,7 @@ use std::fmt::Debug;
 /// slots to its sequences.
 ///
 /// The engine calls `prefill` once per answer, then `propose` and `commit` for each round that drafts (`commit` alone for
-/// others), and `close` at the end. `prefill` may also come in the middle of an answer.
+/// others), and `close` at the end. If the method changes during an answer, `prefill` has the text so far as its prompt.
 pub trait Drafter: Debug + Send {
     /// Data that the target's backend must keep.
     fn needs(&self) -> Needs;
@@ -69,9 +69,11 @@ pub trait Drafter: Debug + Send {
     /// Those of the drafter's own network.
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()>;
 
-    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` tokens are in the slot's window after the
-    /// last emitted token, or the target's backend will write them when it verifies. `turn.q` is their distribution.
-    /// `candidate` is one of the ways to draft.
+    /// Proposes up to `turn.gamma` tokens for every turn, except those with [`Turn::copied`], which have their tokens. Sets
+    /// `turn.gamma` to their number and `turn.q` to their distribution.
+    ///
+    /// The tokens belong into the slot's window. A drafter that knows them calls [`Target::set_window`];
+    /// [`Target::draft`] writes them itself, at the latest when the target verifies. `candidate` is one of the ways to draft.
     ///
     /// # Errors
     /// Those of the target's backend, and of the drafter's own network. Non-finite values of a draft end the draft instead.
@@ -171,8 +173,8 @@ fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
 /// Work of a proposal.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Proposed {
-    /// Sequential steps that the draft takes without guesses; the policy divides the draft's time by them. 0 if nothing was
-    /// proposed or computed.
+    /// Sequential steps that the draft takes without guesses; tokens of the longest proposal if no network runs. The policy
+    /// divides the draft's time by them. 0 if nothing was proposed or computed.
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
     pub without_token: usize,
@@ -199,13 +201,14 @@ pub trait Target {
         self.draft(config, turns)
     }
 
-    /// [`KvCache::set_window`].
+    /// [`KvCache::set_window`]: `tokens` are the last emitted one and the proposed ones.
     ///
     /// # Errors
     /// Those of [`KvCache::set_window`].
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
-    /// [`TokenSampler::set_distribution`].
+    /// [`TokenSampler::set_distribution`]: q of the token after `offset`, needed under rejection unless `turn.q` is
+    /// [`quantspec_core::verify::DraftDistribution::OneHot`].
     ///
     /// # Errors
     /// Those of [`TokenSampler::set_distribution`].
@@ -252,7 +255,7 @@ pub enum Source {
     Checkpoint,
     /// Several of these, one per round ([`Auto`]).
     Several,
-    /// Something else, that takes no settings.
+    /// A drafter that reads neither weights nor cache of the target, and takes no settings.
     Other(fn() -> Box<dyn Drafter>),
 }
 

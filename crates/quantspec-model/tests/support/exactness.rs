@@ -254,15 +254,14 @@ pub(crate) fn chosen(cases: &[Case], requests: usize) -> Vec<Vec<usize>> {
     (0..cases.len()).map(|at| (0..cases[at].batch).map(|i| (begins(at) + i) % requests).collect()).collect()
 }
 
-/// Methods whose drafts read any pages, with 8-bit activations, and copy nothing; [`selection`] combines them with all other
-/// settings.
+/// The first three methods whose drafts read any pages, with 8-bit activations, and copy nothing; [`selection`] is made for three
+/// and combines them with all other settings.
 pub(crate) fn methods() -> [&'static str; 3] {
     let any_pages = |entry: &&draft::Entry| {
         matches!(entry.source, draft::Source::Model { weights: Weights::Full | Weights::Draft, pages: None, .. })
     };
-    let found: Vec<&str> =
-        draft::METHODS.iter().filter(any_pages).filter(|entry| !entry.copies).map(|entry| entry.name).collect();
-    found.try_into().expect("the selection of combinations is made for three")
+    let mut found = draft::METHODS.iter().filter(any_pages).filter(|entry| !entry.copies).map(|entry| entry.name);
+    std::array::from_fn(|_| found.next().expect("three such methods"))
 }
 
 pub(crate) const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
