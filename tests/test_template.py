@@ -244,3 +244,16 @@ def test_a_template_error_on_the_command_line(fake: Any, quantspec: Run, tmp_pat
     outcome = quantspec("run", "-m", model, "--text", "D", "--system-prompt", "S")
     outcome.assert_error(1, "System role not supported", "--system-prompt")
     assert quantspec("run", "-m", model, "--text", "D", "--instruction", "I", "-n", "3", "-q").code == 0
+
+
+@pytest.mark.parametrize("instruction", ["", " \n"])
+def test_an_empty_instruction_is_refused(fake: Any, quantspec: Run, tmp_path: Path, instruction: str) -> None:
+    document = tmp_path / "a.txt"
+    document.write_text("D")
+    run = ("run", str(document), "-n", "3", "--instruction", instruction)
+    quantspec(*run).assert_error(2, "the instruction is empty", "leave it out")
+    batch = ("batch", str(document), "--out", str(tmp_path / "out"), "-n", "3", "--instruction", instruction)
+    quantspec(*batch).assert_error(2, "the instruction is empty")
+    assert not (tmp_path / "out").exists()
+    # An empty system prompt is one.
+    assert quantspec("run", str(document), "-n", "3", "-q", "--system-prompt", "").code == 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import threading
-from array import array
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 # Fewest characters of a piece but the last. Of a long text with another end, this many are encoded.
 LEAST_CHARACTERS = 1024
-# Characters whose ids are kept: about a million tokens, in at most 20 MB.
-KEPT_CHARACTERS = 1 << 22
+# Characters whose ids are kept: about half a million tokens, in about 25 MB.
+KEPT_CHARACTERS = 1 << 21
 
 # What is encoded before each piece but the first, and after each but the last. Some tokenizers put a space before a text,
 # and the tokens of several line breaks depend on what follows.
@@ -112,16 +111,16 @@ class Kept:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ids: OrderedDict[str, array[int]] = OrderedDict()
+        self._ids: OrderedDict[str, list[int]] = OrderedDict()
         self._characters = 0
 
-    def ids(self, pieces: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> dict[str, array[int]]:
+    def ids(self, pieces: Sequence[str], encode: Callable[[list[str]], list[list[int]]]) -> dict[str, list[int]]:
         """The ids of each piece; `encode` is called with those that are not kept, if there are any."""
         with self._lock:
             found = {piece: self._ids[piece] for piece in pieces if piece in self._ids}
         missing = [piece for piece in dict.fromkeys(pieces) if piece not in found]
         if missing:
-            found |= zip(missing, (array("I", ids) for ids in encode(missing)), strict=True)
+            found |= zip(missing, encode(missing), strict=True)
         with self._lock:
             for piece in dict.fromkeys(pieces):
                 if piece not in self._ids:

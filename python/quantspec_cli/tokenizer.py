@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from . import background, files, gguf, lower_bound, panics, pieces, sentencepiece
 from .errors import ModelError, QuantspecError
@@ -80,10 +80,8 @@ class Tokenizer:
         found = self._kept.ids(
             [part for of in parts if len(of) > 1 for part in of], partial(self._encode, special=False)
         )
-        return [
-            self._checked(self._joined(of, found, special=special) if len(of) > 1 else next(whole), special=special)
-            for of in parts
-        ]
+        ids = [self._joined(of, found, special=special) if len(of) > 1 else next(whole) for of in parts]
+        return [self._with_bos(one) for one in ids] if special and self._bos is not None else ids
 
     def _parts(self, text: str) -> list[str]:
         """What is encoded of a text: the text, or its pieces."""
@@ -120,18 +118,22 @@ class Tokenizer:
         what = f"{self._name} cannot encode the text"
         encode = partial(self._inner.encode_batch_fast, list(texts), add_special_tokens=special)
         encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what, self._hint)))
-        return [list(encoding.ids) for encoding in encodings]
+        found = [list(encoding.ids) for encoding in encodings]
+        self._check_ids(max((max(ids) for ids in found if ids), default=0))
+        return found
 
-    def _checked(self, ids: list[int], *, special: bool) -> list[int]:
-        """The ids with the configured BOS. Refuses ids that the model does not have."""
-        if special and self._bos is not None and ids[:1] != [self._bos]:
-            ids.insert(0, self._bos)
-        if ids and max(ids) >= self._vocab:
-            raise ModelError(
-                f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
-                self._hint,
-            )
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """The ids with the BOS of tokenizer_config.json, once."""
+        if ids[:1] != [self._bos]:
+            ids.insert(0, cast("int", self._bos))
         return ids
+
+    def _check_ids(self, largest: int) -> None:
+        """Refuses an id that the model does not have."""
+        if largest >= self._vocab:
+            raise ModelError(
+                f"{self._name} produces token id {largest}, the model has {self._vocab} tokens", self._hint
+            )
 
     def least_tokens(self, text: str, enough: int) -> int:
         """A lower bound of a text's token count, without encoding it. Counting stops at `enough`."""
@@ -156,6 +158,7 @@ class Tokenizer:
                 f"{self._name} has no token {token!r}, the BOS of tokenizer_config.json",
                 "use both files as they were published with these weights",
             )
+        self._check_ids(bos)
         return bos
 
     def encode_start(self, text: str, count: int) -> list[int]:
