@@ -147,6 +147,24 @@ def test_the_process_is_kept_and_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     assert "assistant" in render(CHATML), "someone ended the process"
 
 
+def test_a_fork_has_a_process_of_its_own() -> None:
+    program = (
+        "import os\n"
+        "from quantspec_cli import template\n"
+        "turns = template.messages('D', None, None)\n"
+        "def rendered(): return template.render('{{ messages[0].content }}', turns, {}).text == 'D'\n"
+        "assert rendered()\n"
+        "first = template._Child.running().pid\n"
+        "fork = os.fork()\n"
+        "if fork == 0:\n"
+        "    os._exit(0 if rendered() and template._Child.running().pid != first else 1)\n"
+        "_, status = os.waitpid(fork, 0)\n"
+        "assert status == 0\n"
+        "assert rendered() and template._Child.running().pid == first"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_seconds_of_earlier_conversations_do_not_count() -> None:
     program = (
         "import resource\n"
