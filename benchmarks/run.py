@@ -16,6 +16,7 @@ left out. GPU results come from run_gpu.sh, those of llama.cpp from llama_cpp.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -91,7 +92,7 @@ WIDEN_1B = ("--times", "8", "--layers", "18")
 BATCHES = ("-p", "0", "-n", "48", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
 # Short documents (number, fewest tokens, most tokens), the tokens of an answer, and how many decode together.
 DOCUMENTS = (8, 300, 600)
-ANSWER = "64"
+ANSWERS = ("64", "300")
 PARALLEL = ("1", "4")
 # Tokens of the document with a second question.
 QUESTIONED = "30000"
@@ -173,13 +174,13 @@ def measure_documents() -> None:
         write_documents(docs, *DOCUMENTS)
         common = ("-m", str(wide), "--device", "cpu")
         rows = quantspec("bench", *common, *BATCHES)
-        whole = {}
-        for parallel in PARALLEL:
-            out = str(Path(folder) / f"out-{parallel}")
-            flags = ("--out", out, "-n", ANSWER, "--ignore-eos", "-q", "--parallel", parallel)
+        whole: dict[str, dict[str, float]] = {}
+        for answer, parallel in itertools.product(ANSWERS, PARALLEL):
+            out = str(Path(folder) / f"out-{answer}-{parallel}")
+            flags = ("--out", out, "-n", answer, "--ignore-eos", "-q", "--parallel", parallel)
             report = quantspec("batch", str(docs), *common, *flags)
             # After loading, which takes as long for one document.
-            whole[parallel] = report["stats"]["engine_s"]
+            whole.setdefault(answer, {})[parallel] = report["stats"]["engine_s"]
         prompt_tokens = sum(result["prompt_tokens"] for result in report["results"])
         second = run(
             sys.executable,
@@ -362,17 +363,23 @@ def cpu_documents() -> str:
         for row in rows
     ]
     head = ["sequences", "method", "tokens/s", "one after the other", "one, plain", "accepted", "mean γ"]
-    times = measured["engine_s"]
-    together = ", ".join(
-        f"{parallel} at once in {seconds:.1f} s ({times['1'] / seconds:.2f}×)" for parallel, seconds in times.items()
+    together = "\n".join(
+        f"* {DOCUMENTS[0]} documents of {measured['prompt_tokens']:,} tokens in all, answers of {answer}, by `quantspec "
+        f"batch`: {_at_once(times)}."
+        for answer, times in measured["engine_s"].items()
     )
     return "\n\n".join(
         (
             f"{rows[0]['device_name']}, {rows[0]['threads']} threads, commit `{measured['commit'][:12]}`.",
             table(head, lines),
-            f"* {DOCUMENTS[0]} documents of {measured['prompt_tokens']:,} tokens in all, answers of {ANSWER}, by "
-            f"`quantspec batch`: {together}.\n{second_question(measured['second'])}",
+            f"{together}\n{second_question(measured['second'])}",
         )
+    )
+
+
+def _at_once(times: dict[str, float]) -> str:
+    return ", ".join(
+        f"{parallel} at once in {seconds:.1f} s ({times['1'] / seconds:.2f}×)" for parallel, seconds in times.items()
     )
 
 

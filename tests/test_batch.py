@@ -274,6 +274,15 @@ def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, doc
     assert found(str(listed)) == sorted(["docs/a.txt.md", absolute, "x/y.md", "z.md"])
 
 
+def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "list.jsonl"
+    listed.write_text(json.dumps({"path": "docs"}))
+    outcome = quantspec("batch", str(listed), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    (result,) = outcome.json["results"]
+    assert (outcome.code, result["error"]["message"]) == (4, "docs is a directory")
+    assert "as files" in result["error"]["hint"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -12,6 +12,7 @@ from conftest import copy_demo
 
 import quantspec_cli
 from quantspec_cli import Engine
+from quantspec_cli.errors import UsageError
 from quantspec_cli.model import Model, planned
 from quantspec_cli.options import COMBINED, METHODS, EngineOptions, Method
 
@@ -174,8 +175,73 @@ def test_views_of_a_draft_models_cache_that_would_be_ignored_are_refused(quantsp
     quantspec(*run).assert_error(2, "--draft-model-kv is 'fp16'", "method quantspec has no draft model")
     quantspec(*run, "--method", "auto").assert_error(2, "method auto has no draft model")
     drafting = (*run, "--method", "draft-model", "--draft-model", str(DEMO))
-    quantspec(*drafting, "--draft-pages", "4").assert_error(2, "draft_pages is 4", "no scores", "--page-choice window")
+    quantspec(*drafting, "--draft-pages", "4").assert_error(
+        2, "--draft-pages is 4", "no scores", "--page-choice window"
+    )
     quantspec(*drafting[:-5], "int2", *drafting[-4:]).assert_error(2, "int2")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *(
+            ({"method": method, "kv_target": "fp16", "draft_pages": pages}, "the cache in FP16 has no scores")
+            for method in ("w4", "qspec", "w4+ngram", "qspec+ngram")
+            for pages in (4, "auto")
+        ),
+        ({"method": "draft-model", "draft_model": str(DEMO), "kv_target": "fp16", "draft_pages": 4}, "model's cache"),
+        ({"method": "auto", "draft_model": str(DEMO), "draft_model_kv": "fp16"}, "draft model's cache in FP16"),
+        ({"method": "quantspec", "page_choice": "window"}, "the draft reads all pages"),
+        ({"method": "auto", "draft_pages": "all", "page_choice": "window"}, "the draft reads all pages"),
+        ({"method": "ar", "accept": "rejection"}, "drafts nothing"),
+        ({"method": "qspec", "draft_weights": "none"}, "4-bit activations"),
+        *(
+            ({"method": method, "kv_target": "fp16", "kv_rounding": "paper"}, "quantises no cache")
+            for method in ("ar", "w4", "qspec", "window", "ngram")
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(quantspec: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        EngineOptions(**options)
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    quantspec("run", "--text", "x", *flags).assert_error(2, words)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"method": method, "kv_target": "fp16", "draft_pages": 4}
+            for method in ("quantspec", "kv4", "auto", "window")
+        ),
+        *({"method": method, "kv_target": "fp16", "draft_pages": "all"} for method in ("w4", "qspec")),
+        {"method": "w4", "kv_target": "fp16", "draft_pages": 4, "page_choice": "window"},
+        {"method": "auto", "draft_model": str(DEMO), "draft_model_kv": "fp16", "draft_pages": "all"},
+        {"method": "auto", "draft_model": str(DEMO), "kv_target": "fp16"},
+        {"method": "quantspec", "kv_target": "fp16", "kv_rounding": "paper"},
+        {"method": "draft-model", "draft_model": str(DEMO), "draft_model_kv": "int8", "kv_target": "fp16"}
+        | {"kv_rounding": "paper", "draft_pages": 4},
+    ],
+)
+def test_settings_with_an_effect_are_taken(options: dict[str, Any]) -> None:
+    EngineOptions(**options)
+
+
+def test_measured_settings_without_effect_are_refused(quantspec: Any) -> None:
+    bench = ("bench", "-p", "0", "-n", "12", "-d", "8", "-r", "1", "--device", "cpu", "--draft-pages", "4")
+    no_scores = "the cache in FP16 has no scores"
+    quantspec(*bench, "--methods", "ar,w4-fp16").assert_error(
+        2, "--draft-pages is 4", no_scores, "--page-choice window"
+    )
+    model = ("--methods", "ar,auto", "--draft-model", str(DEMO), "--draft-model-kv", "fp16")
+    quantspec(*bench, *model).assert_error(2, "draft model's cache in FP16 has no scores")
+    window = ("--page-choice", "window", "--methods")
+    for methods in ("ar", "ar,window,snapkv"):
+        quantspec(*bench, *window, methods).assert_error(2, "no method of --methods chooses pages", "--draft-pages N")
+    quantspec(*bench[:-2], *window, "quantspec").assert_error(2, "no method of --methods chooses pages")
+    score = ("eval", "--device", "cpu", "--tokens", "40", "--decode", "4", "--draft-pages", "4")
+    quantspec(*score, *model[2:]).assert_error(2, "--draft-model-kv is fp16", "no scores", "leave out --draft-pages")
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Path) -> None:
@@ -211,7 +277,7 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     assert rows["draft-model"]["draft_model_kv"] == "fp16"
     assert rows["snapkv"]["draft_refresh"] == 1
     assert "draft_refresh" not in rows["draft-model"]
-    quantspec(*bench, *measured, *kept[:2]).assert_error(2, "draft_pages is 2", "--page-choice window")
+    quantspec(*bench, *measured, *kept[:2]).assert_error(2, "--draft-pages is 2", "--page-choice window")
     quantspec(*bench, *kept[:2]).assert_error(2, "--draft-model-kv is fp16, but there is no draft model")
     quantspec(*bench, *kept[-2:]).assert_error(2, "--draft-refresh is 1", "snapkv")
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
@@ -249,7 +315,10 @@ def test_auto_plans_what_it_may_read_and_refuses_nothing_else() -> None:
     )
     # Other programs use memory meanwhile, and the plan counts what this process has taken, which the first call increases.
     assert auto.pop("planned_bytes") == pytest.approx(fixed.pop("planned_bytes"), abs=4 << 20)
-    assert auto | {"available_bytes": 0} == fixed | {"available_bytes": 0}
+    free = ("available_bytes", "largest_batch", "longest_context")
+    assert {name: auto[name] for name in auto if name not in free} == {
+        name: fixed[name] for name in auto if name not in free
+    }
     with_draft = planned(model, EngineOptions(method="auto", draft_model=str(DEMO), device="cpu"), context=700)
     assert with_draft["draft_weights_bytes"] == auto["draft_weights_bytes"] + auto["weights_bytes"]
 

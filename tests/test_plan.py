@@ -190,7 +190,7 @@ def test_a_draft_model_that_cannot_draft_is_an_error(quantspec: Run, tmp_path: P
     outcome = quantspec(*flags, "--draft-model", short, "-c", "1000")
     assert outcome.code == 3
     assert "the draft model's context of 512" in outcome.stderr
-    quantspec(*flags, "--draft-model-kv", "int4").assert_error(2, "method draft-model has no draft model")
+    quantspec(*flags, "--draft-model-kv", "int4").assert_error(2, "--draft-model-kv is int4", "--draft-model, or leave")
 
 
 def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> None:
@@ -265,21 +265,34 @@ def test_sizes_are_those_of_their_models() -> None:
 # Predictions ---------------------------------------------------------------------------------------------------------
 
 
-def wide7(context: int) -> Load:
-    """The 7B shape of benchmarks/results/h200-wide7.json, as `_native` describes it."""
-    info = {
-        "layers": 32,
-        "hidden": 4096,
-        "intermediate": 11_264,
-        "heads": 32,
-        "kv_heads": 32,
-        "head_dim": 128,
-        "vocab": 8192,
-    }
-    heads, linear = 32 * 32, 32 * (4 * 4096**2 + 3 * 4096 * 11_264)
+# The 7B shape of benchmarks/results/h200-wide7.json, and that of Llama 3.1 8B.
+WIDE7 = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "head_dim": 128,
+    "kv_heads": 32,
+    "intermediate": 11_264,
+    "vocab": 8192,
+}
+EIGHT = WIDE7 | {"kv_heads": 8, "intermediate": 14_336, "vocab": 128_256}
+
+
+def on_gpu(info: Mapping[str, int], context: int, kept: str) -> Load:
+    """A shape with these weights, as `_native` describes it on a GPU."""
+    width, kv_width = (info[name] * info["head_dim"] for name in ("heads", "kv_heads"))
+    linear = info["layers"] * info["hidden"] * (2 * width + 2 * kv_width + 3 * info["intermediate"])
+    head = info["hidden"] * info["vocab"]
+    # Bytes of a weight of the target, of the draft, and of the head in drafts.
+    target, draft, drafted_head = {
+        "checkpoint": (2, 17 / 32, 1),
+        "int8": (17 / 16, 9 / 16, 17 / 16),
+        "int4": (9 / 16, 9 / 16, 17 / 16),
+    }[kept]
+    heads = info["layers"] * info["kv_heads"]
     pages = max(0, context // 128 - 1)
     seen = {
-        "weights_bytes": 2 * (linear + 8192 * 4096),
+        "weights_bytes": target * (linear + head),
         "pages": pages,
         "buffer_tokens": context - 128 * pages,
         "upper_page_bytes": heads * 17_408,
@@ -287,7 +300,7 @@ def wide7(context: int) -> Load:
         "full_page_bytes": heads * 65_536,
         "token_bytes": heads * 512,
     }
-    return Load.of(info, seen, linear * 17 // 32 + 8192 * 4096, context)
+    return Load.of(info, seen, round(draft * linear + drafted_head * head), context, kept)
 
 
 def at(times: Sequence[float], gamma: float) -> float:
@@ -295,13 +308,15 @@ def at(times: Sequence[float], gamma: float) -> float:
     return float(np.interp(gamma, range(len(times)), times))
 
 
-def test_predictions_of_a_gpu_are_near_what_was_measured() -> None:
-    rows = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
+@pytest.mark.parametrize(("name", "kept", "count"), [("h200-wide7", "checkpoint", 11), ("h200-wide7-int8", "int8", 4)])
+def test_predictions_of_a_gpu_are_near_what_was_measured(name: str, kept: str, count: int) -> None:
+    rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     compared = 0
     for row in rows:
         if row["accept"] != "replay":
             continue
-        load = wide7(row["n_depth"] + row["n_gen"] // 2)
+        assert row["weights"] == kept
+        load = on_gpu(WIDE7, row["n_depth"] + row["n_gen"] // 2, kept)
         rates = {"read_gb_per_s": row["bandwidth_gb_per_s"], "compute_capability": "9.0"}
         machine = Machine.of(rates, load, row["kv_target"])
         drafts = row["method"] != "ar"
@@ -313,12 +328,25 @@ def test_predictions_of_a_gpu_are_near_what_was_measured() -> None:
         speed = rounds.speed(draft.acceptance).tokens_per_s if draft else rounds.plain
         assert speed == pytest.approx(row["tokens_per_s"], rel=0.15), row
         compared += 1
-    assert compared == 11
+    assert compared == count
+
+
+@pytest.mark.parametrize(
+    ("kept", "method", "milliseconds"),
+    [("checkpoint", "w4", 1.52), ("checkpoint", "qspec", 1.60), ("int4", "w4", 1.70), ("int4", "qspec", 2.40)],
+)
+def test_predicted_draft_steps_of_a_gpu_are_near_what_was_measured(kept: str, method: str, milliseconds: float) -> None:
+    """The measured ones are in docs/design/qspec.md."""
+    load = on_gpu(EIGHT, 4096 + 32, kept)
+    machine = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load, "int8")
+    step = predict.seconds(machine, load, Draft(method), "int8", rows=1, batch=1)
+    assert 1e3 * step == pytest.approx(milliseconds, rel=0.05)
 
 
 DRAFT = Draft("quantspec")
 LOAD = Load(
     layers=2,
+    kept="checkpoint",
     weights=8e9,
     draft_weights=1e9,
     pages=100,

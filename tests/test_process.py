@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from conftest import DEMO, Child, rest_of
 
+from quantspec_cli.errors import interrupted
+
 Start = Callable[..., Child]
 
 SLOW = {"round_s": 0.05}
@@ -36,6 +38,25 @@ def end(child: subprocess.Popen[bytes], number: int) -> tuple[float, bytes, byte
     sent = time.monotonic()
     out, err = child.communicate(timeout=30)
     return time.monotonic() - sent, out, err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_ctrl_c_while_modules_are_imported(flags: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'quantspec_cli.entry': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from quantspec_cli.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", program, "doctor", *flags]
+    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\nhint: run the command again\n")
+    if flags:
+        assert json.loads(done.stdout) == {"error": interrupted(signal.SIGINT).to_json()["error"]}
+    else:
+        assert done.stdout == ""
 
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:

@@ -51,7 +51,7 @@ def test_a_file_that_is_not_text_is_one_error(
 
 def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp_path: Path) -> None:
     quantspec("run", "--prompt", str(tmp_path / "nothing.txt")).assert_error(1, "does not exist", "--text")
-    quantspec("run", "--prompt", str(tmp_path)).assert_error(1, "is a directory")
+    quantspec("run", "--prompt", str(tmp_path)).assert_error(1, "is a directory", "quantspec batch")
     quantspec("run", "--prompt", "a\0b").assert_error(1, "cannot be read")
     for command in ("run", "eval", "bench"):
         quantspec(command, "--prompt", "").assert_error(2, "the name of a prompt is empty", "name a file")

@@ -125,9 +125,59 @@ def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_template_that_sleeps_in_one_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "WALL_LIMIT_S", 0.01)
+    monkeypatch.setattr(template, "WALL_LIMIT_S", 0.5)
     with pytest.raises(ModelError, match="did not end"):
-        render(CHATML)
+        render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    assert "assistant" in render(CHATML)
+
+
+def test_the_process_is_kept_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    render(CHATML)
+    first = template._Child.running()
+    assert render(CHATML, document="x" * 300_000).count("x") == 300_000
+    assert template._Child.running() is first, "one process renders all"
+    monkeypatch.setattr(template, "CPU_LIMIT_S", 1)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="more than 1 s"):
+            render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        assert "assistant" in render(CHATML)
+    first = template._Child.running()
+    first.kill()
+    first.wait()
+    assert "assistant" in render(CHATML), "someone ended the process"
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    program = (
+        "import os\n"
+        "from quantspec_cli import template\n"
+        "turns = template.messages('D', None, None)\n"
+        "def rendered(): return template.render('{{ messages[0].content }}', turns, {}).text == 'D'\n"
+        "assert rendered()\n"
+        "first = template._Child.running().pid\n"
+        "fork = os.fork()\n"
+        "if fork == 0:\n"
+        "    os._exit(0 if rendered() and template._Child.running().pid != first else 1)\n"
+        "_, status = os.waitpid(fork, 0)\n"
+        "assert status == 0\n"
+        "assert rendered() and template._Child.running().pid == first"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_seconds_of_earlier_conversations_do_not_count() -> None:
+    program = (
+        "import resource\n"
+        "from quantspec_cli import template\n"
+        "limits = []\n"
+        "for used in (0.1, 99.5):\n"
+        "    template.time.process_time = lambda: used\n"
+        "    template._limit(1000, 5)\n"
+        "    limits.append(resource.getrlimit(resource.RLIMIT_CPU)[0])\n"
+        "print(limits)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[6, 105]\n"
 
 
 def test_ctrl_c_does_not_wait_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +189,7 @@ def test_ctrl_c_does_not_wait_for_a_template(monkeypatch: pytest.MonkeyPatch) ->
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start)
+    template._Child.end()
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     waits = []
     while len(waits) < 3 and min(waits, default=1) >= 0.15:  # a busy machine may delay an attempt
@@ -211,3 +262,16 @@ def test_a_template_error_on_the_command_line(fake: Any, quantspec: Run, tmp_pat
     outcome = quantspec("run", "-m", model, "--text", "D", "--system-prompt", "S")
     outcome.assert_error(1, "System role not supported", "--system-prompt")
     assert quantspec("run", "-m", model, "--text", "D", "--instruction", "I", "-n", "3", "-q").code == 0
+
+
+@pytest.mark.parametrize("instruction", ["", " \n"])
+def test_an_empty_instruction_is_refused(fake: Any, quantspec: Run, tmp_path: Path, instruction: str) -> None:
+    document = tmp_path / "a.txt"
+    document.write_text("D")
+    run = ("run", str(document), "-n", "3", "--instruction", instruction)
+    quantspec(*run).assert_error(2, "the instruction is empty", "leave it out")
+    batch = ("batch", str(document), "--out", str(tmp_path / "out"), "-n", "3", "--instruction", instruction)
+    quantspec(*batch).assert_error(2, "the instruction is empty")
+    assert not (tmp_path / "out").exists()
+    # An empty system prompt is one.
+    assert quantspec("run", str(document), "-n", "3", "-q", "--system-prompt", "").code == 0

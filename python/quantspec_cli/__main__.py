@@ -7,11 +7,13 @@ def main() -> None:
     """The `quantspec` command."""
     try:
         from .entry import main as run
-
-        code = run()
     except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\nhint: run the command again\n")
-        code = 130
+        code = _interrupted(as_json="--json" in sys.argv)
+    else:
+        try:
+            code = run()
+        except KeyboardInterrupt:  # after its output
+            code = _interrupted(as_json=False)
     if code in {129, 130, 143}:  # SIGHUP, Ctrl-C, SIGTERM
         # A normal exit would wait for threads of an interrupted download or tokenizer.
         import os
@@ -19,6 +21,16 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _interrupted(*, as_json: bool) -> int:
+    """Reports Ctrl-C as `errors.interrupted` does, without an import. Returns the exit code."""
+    sys.stderr.write("error: interrupted\nhint: run the command again\n")
+    if as_json:
+        error = '"kind": "interrupted", "message": "interrupted", "hint": "run the command again", "exit_code": 130'
+        sys.stdout.write(f'{{"error": {{{error}}}}}\n')
+        sys.stdout.flush()
+    return 130
 
 
 if __name__ == "__main__":

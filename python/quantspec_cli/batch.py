@@ -205,6 +205,7 @@ def _check(request: Request, options: GenerateOptions) -> None:
     arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
     for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
         prompts.check_utf8(name, text or "")
+    prompts.check_instruction(request.instruction)
     if not request.out:
         raise UsageError("the name of the output folder is empty", "name a folder after --out", option="out")
     if (

@@ -35,6 +35,7 @@ from .options import (
     engine_flags,
     json_flag,
     model_flags,
+    no_draft_model,
     page_choice_flag,
     sampling_flags,
 )
@@ -397,7 +398,9 @@ def plan(
     from .plan import plan as execute
 
     drafted: dict[str, Any] = {}
-    if draft_model is not None or draft_model_kv is not None:
+    if draft_model is None and draft_model_kv is not None:
+        raise no_draft_model(draft_model_kv)
+    if draft_model is not None:
         drafted = {"method": "draft-model", "draft_model": draft_model, "draft_model_kv": draft_model_kv}
     options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target, **drafted)
     return execute(Request(**flags), options)
@@ -518,7 +521,6 @@ def bench(
     device: str,
     threads: int | None,
     draft_precision: str,
-    page_choice: str | None,
     accept: str,
     kv_rounding: str,
     compare: tuple[str, str] | None,
@@ -541,7 +543,6 @@ def bench(
         threads=threads,
         weights=weights,
         draft_precision=draft_precision,
-        page_choice=page_choice,
         accept=accept,
         kv_rounding=kv_rounding,
     )

@@ -68,7 +68,7 @@ def read(name: str) -> list[dict[str, Any]]:
         found = _parsed(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{name} holds no rows: {type(error).__name__}: {error}",
+            f"{name} holds no rows: {error}",
             "give a file that bench -o jsonl or bench --json wrote",
             option="compare",
         ) from error

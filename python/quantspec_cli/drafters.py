@@ -67,6 +67,12 @@ class Request:
             raise UsageError(f"decode is {decode}", "use 1 or more tokens", option="decode")
         if draft_model is None and draft_model_kv is not None:
             raise no_draft_model(draft_model_kv)
+        if draft_model_kv == "fp16" and pages:
+            raise UsageError(
+                "--draft-model-kv is fp16, and that cache has no scores to choose the best pages by",
+                "leave out --draft-pages, or --draft-model-kv",
+                option="draft_model_kv",
+            )
         found = [max(context, 1)] if depths is None else numbers("--depths", depths)
         if 0 in found:
             raise UsageError(f"depths is {depths}", "use 1 or more tokens: decoding follows a text", option="depths")

@@ -78,7 +78,7 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
     model = inner.model
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    normalizers, splits = list(_steps(inner.normalizer)), list(_steps(inner.pre_tokenizer))
+    normalizers, splits = list(steps(inner.normalizer)), list(steps(inner.pre_tokenizer))
     is_byte_level = any(step["type"] == "ByteLevel" for step in splits)
     if not all(_keeps_text(step, is_byte_level) for step in normalizers + splits):
         return None
@@ -98,7 +98,7 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
     )
 
 
-def _steps(component: Any) -> Iterator[dict[str, Any]]:
+def steps(component: Any) -> Iterator[dict[str, Any]]:
     """The steps of a normaliser or pre-tokenizer, as tokenizer.json describes them."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))

@@ -10,7 +10,7 @@ from . import conversation, files, gguf, hub, schema, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import schema_text, shown
-from .prompts import check_utf8
+from .prompts import check_instruction, check_utf8
 from .signals import SIGNALS
 from .text import Thinking
 from .tokenizer import Tokenizer
@@ -251,6 +251,7 @@ class Model:
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
                 check_text(what, text)
+        check_instruction(instruction)
         # A chat template may strip white space around the document.
         self._check_length(name, document, document.strip(), limit)
         converses = turns is not None or instruction is not None or system_prompt is not None

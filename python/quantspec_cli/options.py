@@ -127,13 +127,13 @@ class EngineOptions:
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_unknown()
-        self._check_draft_model_kv()
-
-    def _check_draft_model_kv(self) -> None:
-        """Refuses a choice of pages of a draft model without the scores that it needs."""
-        reads_all = self.draft_pages in (None, "all") or self.page_choice == "window"
-        if METHODS[self.method].draft_model and self.view_of_draft_model == "fp16" and not reads_all:
-            raise UsageError(no_scores(self.draft_pages), "add --page-choice window", option="page_choice")
+        if self.page_choice == "window" and self.pages_of_draft == "all":
+            raise UsageError(
+                "page_choice is 'window', and the draft reads all pages",
+                "add --draft-pages N, or leave it out",
+                option="page_choice",
+            )
+        check_scores(self.method, self.pages_of_draft, self.choice_of_pages, self.kv_target, self.draft_model_kv)
 
     def _check_precision(self) -> None:
         """Refuses unknown names of matrices, and matrices without two precisions."""
@@ -155,24 +155,47 @@ class EngineOptions:
 
     def _refuse_unknown(self) -> None:
         """Refuses settings that the method would ignore."""
-        method = METHODS[self.method]
-        reasons: dict[str, tuple[str | None, str]] = {}
-        if method.draft_model and self.draft_model is None:
+        if METHODS[self.method].draft_model and self.draft_model is None:
             raise UsageError(
                 f"method {self.method} has no draft model",
                 "name a checkpoint of the same tokenizer with --draft-model",
                 option="draft_model",
             )
+        for name, (harmless, reason) in {**self._ignored(), **self._ignored_of_pages()}.items():
+            value = getattr(self, name)
+            if value not in (None, harmless):
+                raise UsageError(
+                    f"{name} is {shown(value)}, and method {self.method} {reason}",
+                    "leave it out, or choose another method",
+                    option=name,
+                )
+
+    def _ignored(self) -> dict[str, tuple[str | None, str]]:
+        """Settings without effect: the value that is harmless, and why another one is refused."""
+        method = METHODS[self.method]
+        reasons: dict[str, tuple[str | None, str]] = {}
         if not method.draft_model and not method.chooses:
             reasons["draft_model"] = (None, "reads no draft model")
         if self.draft_model is None:
             reasons["draft_model_kv"] = (None, "has no draft model")
+        if not method.drafts:
+            reasons["accept"] = (ACCEPTANCE[0], "drafts nothing")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
             reasons["draft_weights"] = (DRAFT_WEIGHTS[0], "reads no draft weights")
         if not method.draft_weights and self.draft_precision != "none":
             reasons["draft_precision"] = ("auto", "reads no draft weights")
+        if self.method.partition("+")[0] == "qspec" and self.draft_weights == "none":
+            reasons["draft_weights"] = (None, "has 4-bit activations for 4-bit weights only")
+        if not self._quantises_a_cache:
+            reasons["kv_rounding"] = (KV_ROUNDINGS[0], "quantises no cache with kv_target fp16")
+        return reasons
+
+    def _ignored_of_pages(self) -> dict[str, tuple[str | None, str]]:
+        """The same of pages."""
+        method = METHODS[self.method]
+        reasons: dict[str, tuple[str | None, str]] = {}
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
@@ -183,14 +206,13 @@ class EngineOptions:
                 reasons["draft_pages"] = (None, reason)
         if method.page_choice != "snap" and self.draft_refresh != 0:
             reasons["draft_refresh"] = (None, "keeps no choice of pages")
-        for name, (harmless, reason) in reasons.items():
-            value = getattr(self, name)
-            if value not in (None, harmless):
-                raise UsageError(
-                    f"{name} is {shown(value)}, and method {self.method} {reason}",
-                    "leave it out, or choose another method",
-                    option=name,
-                )
+        return reasons
+
+    @property
+    def _quantises_a_cache(self) -> bool:
+        """False if neither the target nor a draft reads a quantised cache."""
+        views = {self.kv_target, METHODS[self.method].draft_view, self.draft_model_kv}
+        return not views <= {None, "target", "fp16"}
 
     @property
     def weights_of_draft(self) -> str:
@@ -332,11 +354,22 @@ def no_draft_model(view: str) -> UsageError:
     )
 
 
-def no_scores(pages: object) -> str:
-    """What is wrong with this choice of pages of a draft model that keeps its cache in FP16."""
-    return (
-        f"draft_pages is {shown(pages)}, and the draft model's cache in FP16 has no scores to choose the best pages by"
-    )
+def check_scores(name: str, pages: object, choice: str, target: str, draft_model_kv: str | None) -> None:
+    """Refuses a choice of the best pages of a cache in FP16 alone: pages are scored by their 4-bit view. `draft_model_kv` is
+    the view of a draft model's cache, None for the target's.
+    """
+    method = METHODS[name]
+    of_draft_model = draft_model_kv or (target if method.draft_model else None)
+    if method.draft_model or method.chooses:
+        cache, view = "the draft model's cache", of_draft_model
+    else:
+        cache, view = "the cache", target if method.draft_view == "target" else None
+    if pages != "all" and choice == PAGE_CHOICES[0] and view == "fp16":
+        raise UsageError(
+            f"draft_pages is {shown(pages)}, and {cache} in FP16 has no scores to choose the best pages by",
+            "use --page-choice window, or --draft-pages all",
+            option="draft_pages",
+        )
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -115,7 +115,8 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
             "draft_model_context": drafts_info["max_positions"],
         }
     if held["fits"]:
-        load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or alone["draft_weights_bytes"], context)
+        drafted = seen["draft_weights_bytes"] or alone["draft_weights_bytes"]
+        load = predict.Load.of(info, seen, drafted, context, held["weights"])
         rates = _rates(path, options, options.kv_target, alone, load)
         step_s = None
         if draft_model is not None:
@@ -152,7 +153,7 @@ def _step_of_draft_model(
     view = options.view_of_draft_model
     with native_errors():
         seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
-    load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or 0, context)
+    load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or 0, context, held["weights"])
     machine = predict.Machine.of(_rates(path, options, view, held, load), load, view)
     return predict.seconds(machine, load, predict.TARGET, view, rows=1, batch=batch)
 

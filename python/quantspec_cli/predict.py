@@ -1,7 +1,8 @@
 """Predicts decoding speed from the seconds of passes on a machine.
 
 On a CPU, passes of a model of the same shape are timed (`_native.rates`). On a GPU, a pass takes the bytes it reads over the
-measured bandwidth times the shares of `GPU`. docs/design/plan.md derives the formulas. All functions are pure.
+measured bandwidth times the shares of `GPU_WEIGHTS` and `GPU_VIEWS`. docs/design/plan.md derives the formulas. All functions
+are pure.
 """
 
 from __future__ import annotations
@@ -32,17 +33,27 @@ GAMMA_MOST = 12
 # which that grows because they replace it there, and the most. Fitted to `loop_us` of benchmarks/results.
 LOOP = (6e-6, 0.01, 60e-6)
 
-# Shares of the read bandwidth that GPU kernels reach, by rows of a step, and further seconds per layer. Measured on one H200;
-# see docs/design/plan.md.
-GPU: dict[str, Any] = {
-    "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
-    "draft_weights": ((1, 0.79),),
-    "coarse_weights": ((1, 0.74),),
-    "fp16": ((1, 1.0),),
-    "int8": ((1, 1.0),),
-    "int4": ((1, 0.92),),
-    "layer_s": 8e-6,
+# Shares of the read bandwidth that GPU kernels reach, and further seconds per layer. Measured on one H200; see
+# docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step.
+GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
+    "checkpoint": {
+        "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
+        "draft_weights": ((1, 0.79),),
+        "coarse_weights": ((1, 0.74),),
+    },
+    "int8": {
+        "weights": ((1, 0.82), (8, 0.74), (32, 0.68), (64, 0.55)),
+        "draft_weights": ((1, 0.74),),
+        "coarse_weights": ((1, 0.49),),
+    },
+    "int4": {
+        "weights": ((1, 0.73), (8, 0.66), (32, 0.61), (64, 0.49)),
+        "draft_weights": ((1, 0.73),),
+        "coarse_weights": ((1, 0.49),),
+    },
 }
+GPU_VIEWS = {"fp16": 1.0, "int8": 1.0, "int4": 0.92}
+GPU_LAYER_S = 8e-6
 
 # Floating-point operations per second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
 # an H200. Other GPUs are not measured.
@@ -112,6 +123,7 @@ class Load:
 
     Attributes:
         layers: of the model.
+        kept: the target's weights, as `--weights` names them.
         weights: bytes of the target's matrices.
         draft_weights: bytes of the draft's.
         pages: visible ones.
@@ -124,6 +136,7 @@ class Load:
     """
 
     layers: int
+    kept: str
     weights: float
     draft_weights: float
     pages: float
@@ -135,13 +148,14 @@ class Load:
     context: int
 
     @classmethod
-    def of(cls, info: Mapping[str, Any], seen: Mapping[str, Any], draft_weights: int, context: int) -> Load:
+    def of(cls, info: Mapping[str, Any], seen: Mapping[str, Any], draft_weights: int, context: int, kept: str) -> Load:
         """From `_native.model_info` and `_native.traffic` at the context's last position."""
         page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
         matrix, attention = row_flops(info, max(context, 1))
         return cls(
             layers=info["layers"],
+            kept=kept,
             weights=seen["weights_bytes"],
             draft_weights=draft_weights,
             pages=seen["pages"],
@@ -219,10 +233,11 @@ class Machine:
         passes: list[Draft | str] = [TARGET, *drafts(load.pages)]
         for of in passes:
             weights, weights_bytes, view, view_bytes = load.reads(of, target)
-            for curves, name, size in ((matrices, weights, weights_bytes), (attention, view, view_bytes)):
-                curves[of] = Curve(tuple((rows, size / (read * share)) for rows, share in GPU[name]))
+            shares = GPU_WEIGHTS[load.kept][weights]
+            matrices[of] = Curve(tuple((rows, weights_bytes / (read * share)) for rows, share in shares))
+            attention[of] = Curve(((1, view_bytes / (read * GPU_VIEWS[view])),))
         prompt = GPU_PROMPT.get(capability)
-        return cls(read, matrices, attention, defaultdict(float), GPU["layer_s"] * load.layers, 0.0, prompt, prompt)
+        return cls(read, matrices, attention, defaultdict(float), GPU_LAYER_S * load.layers, 0.0, prompt, prompt)
 
 
 @dataclass(frozen=True)

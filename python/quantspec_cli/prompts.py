@@ -79,7 +79,9 @@ def read(path: str, absent: str = "check the path") -> Document:
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist", absent) from error
     except IsADirectoryError as error:
-        raise InputError(f"prompt file {path} is a directory", "name one file; repeat --prompt for several") from error
+        raise InputError(
+            f"prompt file {path} is a directory", "name a file; quantspec batch answers the documents of a directory"
+        ) from error
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(f"prompt file {path} cannot be read: {why}", "check the path and its permissions") from error
@@ -135,6 +137,12 @@ def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
+
+
+def check_instruction(text: str | None) -> None:
+    """Refuses an empty instruction. (An empty system prompt replaces the one that a template has by default.)"""
+    if text is not None and not text.strip():
+        raise UsageError("the instruction is empty", "give some text, or leave it out", option="instruction")
 
 
 def _checked(name: str, text: str, hint: str) -> Document:

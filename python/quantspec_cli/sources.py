@@ -72,6 +72,8 @@ class Source:
                 return prompts.read_whole(self.shown, file)
         except FileNotFoundError as error:
             raise InputError(f"{self.shown} does not exist", "check the path") from error
+        except IsADirectoryError as error:
+            raise InputError(f"{self.shown} is a directory", "give documents as files") from error
         except OSError as error:
             raise InputError(f"{self.shown} cannot be read: {reason(error)}", "check its permissions") from error
 

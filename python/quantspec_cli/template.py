@@ -6,13 +6,20 @@ and memory, so that one that loops, grows or raises ends in an error.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import math
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import datetime
-from subprocess import PIPE
-from typing import TYPE_CHECKING, Any
+from subprocess import DEVNULL, PIPE
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from . import background, files
 from .errors import ModelError, UsageError, internal
@@ -129,24 +136,75 @@ def render(
     return Rendered(text, frozenset(answer["variables"]))
 
 
+class _Child:
+    """The process that renders. It is kept for the next conversation, because starting one takes a tenth of a second."""
+
+    turn = threading.RLock()
+    _process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def running(cls) -> subprocess.Popen[bytes]:
+        """The process; a new one if there is none, or if it was killed."""
+        if cls._process is None or cls._process.poll() is not None:
+            cls.end()
+            command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
+            try:
+                cls._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            except OSError as error:
+                raise internal(error) from error
+        return cls._process
+
+    @classmethod
+    def end(cls) -> None:
+        """Ends the process."""
+        process, cls._process = cls._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    cast("IO[bytes]", pipe).close()
+
+    @classmethod
+    def forget(cls) -> None:
+        """In a fork: the process is the parent's, and a thread of the parent may hold the lock."""
+        cls.turn, cls._process = threading.RLock(), None
+
+
+atexit.register(_Child.end)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_Child.forget)
+
+
 def _answer_of_child(request: bytes) -> bytes:
-    command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
-    try:
-        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    except OSError as error:
-        raise internal(error) from error
-    try:
-        # After Ctrl-C `communicate` waits a quarter of a second for the child; on a background thread it does not delay the
-        # exit.
-        answer, _ = background.run(lambda: process.communicate(request, timeout=WALL_LIMIT_S))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise _refused(f"the chat template did not end within {WALL_LIMIT_S} s") from None
-    except BaseException:
-        process.kill()
-        raise
-    return answer
+    """The answer to one line; empty if a limit ended the process."""
+    with _Child.turn:
+        process, late = _Child.running(), threading.Event()
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(WALL_LIMIT_S, kill)
+        timer.start()
+        answer = b""
+        try:
+            answer = background.run(lambda: _exchanged(process, request))
+        finally:
+            timer.cancel()
+            if not answer:
+                _Child.end()
+        if late.is_set():
+            raise _refused(f"the chat template did not end within {WALL_LIMIT_S} s")
+        return answer
+
+
+def _exchanged(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+    stdin, stdout = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
+    with contextlib.suppress(BrokenPipeError):
+        stdin.write(request + b"\n")
+        stdin.flush()
+    return stdout.readline()
 
 
 def _refused(message: str) -> ModelError:
@@ -154,21 +212,26 @@ def _refused(message: str) -> ModelError:
 
 
 def child() -> None:
-    """The process that renders: a request on standard input, an answer on standard output."""
-    request = json.loads(sys.stdin.buffer.read())
-    _limit(len(request["template"]) + request["limit"], request["cpu_limit_s"])
-    try:
-        answer = _render_here(
-            **{name: request[name] for name in ("template", "messages", "special", "arguments", "limit")}
-        )
-    except MemoryError:
-        answer = {"error": "out of memory"}
-    except Exception as error:
-        answer = {"error": str(error) or type(error).__name__}
-    sys.stdout.write(json.dumps(answer))
+    """The process that renders: requests on standard input, answers on standard output, one a line."""
+    # Ctrl-C in a terminal is for the parent, which then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        _limit(len(request["template"]) + request["limit"], request["cpu_limit_s"])
+        try:
+            answer = _render_here(
+                **{name: request[name] for name in ("template", "messages", "special", "arguments", "limit")}
+            )
+        except MemoryError:
+            answer = {"error": "out of memory"}
+        except Exception as error:
+            answer = {"error": str(error) or type(error).__name__}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 def _limit(characters: int, cpu_limit_s: int) -> None:
+    """Sets the limits of the next conversation."""
     try:
         import resource
     except ImportError:  # Windows has no such limits; the wall-clock limit remains
@@ -177,12 +240,12 @@ def _limit(characters: int, cpu_limit_s: int) -> None:
     def lower(kind: int, limit: int) -> None:
         # The parent may have set a lower hard limit, which cannot be raised.
         _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
     # jinja, the parts of the text and their join: a few copies of at most 4 bytes per character.
     lower(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES + 32 * characters)
-    lower(resource.RLIMIT_CPU, cpu_limit_s)
-    lower(resource.RLIMIT_CORE, 0)
+    lower(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_limit_s)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _render_here(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from . import background, files, gguf, lower_bound, panics, sentencepiece
+from . import background, files, gguf, lower_bound, panics, pieces, sentencepiece
 from .errors import ModelError, QuantspecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import tokenizers
@@ -39,13 +39,13 @@ class Tokenizer:
         else:
             self._name, self._hint = str(model / "tokenizer.json"), _HINT
             self.config = read_json(model / "tokenizer_config.json")
-            pieces = model / "tokenizer.model"
-            if not files.is_file(model / "tokenizer.json") and files.is_file(pieces):
-                self._name, self._hint = str(pieces), sentencepiece.HINT
+            file = model / "tokenizer.model"
+            if not files.is_file(model / "tokenizer.json") and files.is_file(file):
+                self._name, self._hint = str(file), sentencepiece.HINT
                 added = read_json(model / "added_tokens.json")
                 self._inner, self.config = panics.hidden(
                     lambda: _guarded(
-                        lambda: sentencepiece.load(pieces, self.config, added), f"{pieces} cannot be read", self._hint
+                        lambda: sentencepiece.load(file, self.config, added), f"{file} cannot be read", self._hint
                     )
                 )
             else:
@@ -63,6 +63,7 @@ class Tokenizer:
         self._hidden = {id for id, token in self._inner.get_added_tokens_decoder().items() if token.special}
         self._to_bytes, self._strips_start = _byte_rule(self._inner, self._name)
         self._bytes: dict[int, bytes] = {}
+        self._kept = pieces.Kept()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text. `special` adds the tokenizer's tokens around a text (its BOS), exactly once.
@@ -72,23 +73,67 @@ class Tokenizer:
         return self.encode_all([text], special=special)[0]
 
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """`encode` of each text; several texts are encoded on all processors."""
+        """`encode` of each text. Several texts, and the pieces of a long one, are encoded on all processors."""
+        parts = [self._parts(text) for text in texts]
+        short = [part for part, *rest in parts if not rest]
+        whole = iter(self._encode(short, special=special) if short else ())
+        found = self._kept.ids(
+            [part for of in parts if len(of) > 1 for part in of], partial(self._encode, special=False)
+        )
+        ids = [self._joined(of, found, special=special) if len(of) > 1 else next(whole) for of in parts]
+        return [self._with_bos(one) for one in ids] if special and self._bos is not None else ids
+
+    def _parts(self, text: str) -> list[str]:
+        """What is encoded of a text: the text, or its pieces."""
+        if len(text) <= pieces.LEAST_CHARACTERS or not self._has_independent_pieces:
+            return [text]
+        return pieces.split(text)
+
+    @cached_property
+    def _has_independent_pieces(self) -> bool:
+        return pieces.are_independent(self._inner)
+
+    def _joined(self, parts: Sequence[str], found: Mapping[str, Sequence[int]], *, special: bool) -> list[int]:
+        """The ids of a text from those of its pieces."""
+        before, after, lead, trail = self._around
+        last = len(parts) - 1
+        ids = list(before) if special else []
+        for place, part in enumerate(parts):
+            of_part = found[part]
+            ids += of_part[lead if place > 0 else 0 : len(of_part) - (trail if place < last else 0)]
+        return ids + (after if special else [])
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int], int, int]:
+        """The tokenizer's ids before and after a text, and the numbers of ids before and after each piece."""
+        texts = [pieces.BEFORE, pieces.BEFORE + pieces.AFTER]
+        lead, plain = self._encode(texts, special=False)
+        _, full = self._encode(texts, special=True)
+        at = next(at for at in range(len(full)) if full[at : at + len(plain)] == plain)
+        return full[:at], full[at + len(plain) :], len(lead), len(plain) - len(lead)
+
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        """The library's ids of each text."""
         # The batch call releases the GIL. Its panics become errors on its own thread.
         what = f"{self._name} cannot encode the text"
         encode = partial(self._inner.encode_batch_fast, list(texts), add_special_tokens=special)
         encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what, self._hint)))
-        return [self._checked(list(encoding.ids), special=special) for encoding in encodings]
+        found = [list(encoding.ids) for encoding in encodings]
+        self._check_ids(max((max(ids) for ids in found if ids), default=0))
+        return found
 
-    def _checked(self, ids: list[int], *, special: bool) -> list[int]:
-        """The ids with the configured BOS. Refuses ids that the model does not have."""
-        if special and self._bos is not None and ids[:1] != [self._bos]:
-            ids.insert(0, self._bos)
-        if ids and max(ids) >= self._vocab:
-            raise ModelError(
-                f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
-                self._hint,
-            )
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """The ids with the BOS of tokenizer_config.json, once."""
+        if ids[:1] != [self._bos]:
+            ids.insert(0, cast("int", self._bos))
         return ids
+
+    def _check_ids(self, largest: int) -> None:
+        """Refuses an id that the model does not have."""
+        if largest >= self._vocab:
+            raise ModelError(
+                f"{self._name} produces token id {largest}, the model has {self._vocab} tokens", self._hint
+            )
 
     def least_tokens(self, text: str, enough: int) -> int:
         """A lower bound of a text's token count, without encoding it. Counting stops at `enough`."""
@@ -113,6 +158,7 @@ class Tokenizer:
                 f"{self._name} has no token {token!r}, the BOS of tokenizer_config.json",
                 "use both files as they were published with these weights",
             )
+        self._check_ids(bos)
         return bos
 
     def encode_start(self, text: str, count: int) -> list[int]:

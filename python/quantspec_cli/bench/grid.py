@@ -15,11 +15,12 @@ from ..options import (
     GAMMA_MAX,
     KV_TARGETS,
     METHODS,
+    PAGE_CHOICES,
     PAGES_MAX,
     PAGES_MIN,
     SEED_MAX,
+    check_scores,
     no_draft_model,
-    no_scores,
     whole,
 )
 
@@ -82,6 +83,7 @@ class Request:
     batch: str
     gamma: str
     draft_pages: str
+    page_choice: str | None
     draft_model: str | None
     draft_model_kv: str | None
     draft_refresh: int
@@ -118,7 +120,7 @@ class Grid:
         return max(self.n_depth) + max([*self.n_prompt, 2])
 
 
-def read_grid(request: Request, options: EngineOptions) -> Grid:
+def read_grid(request: Request) -> Grid:
     """The lists of a request, or an error about the wrong item."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     whole("warm_up", request.warm_up, 0, WARM_UP_MAX)
@@ -147,7 +149,9 @@ def read_grid(request: Request, options: EngineOptions) -> Grid:
             "give both --draft-model and --methods ...,draft-model or auto, or neither",
             option="draft_model",
         )
-    _check_draft_model_kv(request, grid, options)
+    if request.draft_model is None and request.draft_model_kv is not None:
+        raise no_draft_model(request.draft_model_kv)
+    _check_pages(request, grid)
     whole("draft_refresh", request.draft_refresh, 0, PAGES_MAX, " (0 is never)")
     if request.draft_refresh and not any(METHODS[method.name].page_choice == "snap" for method in grid.methods):
         raise UsageError(
@@ -160,16 +164,23 @@ def read_grid(request: Request, options: EngineOptions) -> Grid:
     return grid
 
 
-def _check_draft_model_kv(request: Request, grid: Grid, options: EngineOptions) -> None:
-    """Refuses a view of a draft model's cache without a draft model, or without the scores that a choice of pages needs."""
-    if request.draft_model_kv is None:
-        return
-    if request.draft_model is None:
-        raise no_draft_model(request.draft_model_kv)
-    chosen = [method.draft_pages for method in grid.methods if METHODS[method.name].draft_model]
-    for pages in chosen:
-        if request.draft_model_kv == "fp16" and pages != "all" and options.page_choice != "window":
-            raise UsageError(no_scores(pages), "add --page-choice window", option="page_choice")
+def page_choice(request: Request, method: str) -> str:
+    """How this method chooses pages, if it does not read all."""
+    return METHODS[method].page_choice or request.page_choice or PAGE_CHOICES[0]
+
+
+def _check_pages(request: Request, grid: Grid) -> None:
+    """Refuses a choice of pages that no method makes, or without the scores that it needs."""
+    chosen = [method for method in grid.methods if method.draft_pages != "all"]
+    if request.page_choice == "window" and not any(METHODS[method.name].page_choice is None for method in chosen):
+        raise UsageError(
+            "page_choice is 'window', but no method of --methods chooses pages",
+            "add --draft-pages N, or leave it out",
+            option="page_choice",
+        )
+    for method in chosen:
+        choice = page_choice(request, method.name)
+        check_scores(method.name, method.draft_pages, choice, method.kv_target, request.draft_model_kv)
 
 
 def _batches(given: str) -> list[int]:

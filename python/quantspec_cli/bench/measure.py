@@ -13,7 +13,7 @@ from ..errors import InternalError, native_errors
 from ..options import METHODS
 from ..options import Method as Drafting
 from ..text import Text
-from .grid import BASELINE, Grid, Method, Request, engine_options
+from .grid import BASELINE, Grid, Method, Request, engine_options, page_choice
 from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class Bench:
             memory[model.name] = self._engine.stats()
             self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
             self._weights, self._precision = self._engine.info["weights"], self._engine.info["draft_precision"]
-        self._page_choice = options.choice_of_pages
         self._accept = options.accept
         self._info = self._engine.info
         render.note_of_drafts(self._info)
@@ -140,7 +139,7 @@ class Bench:
     def _configure(self, method: Method) -> None:
         drafts = METHODS[method.name]
         self._engine.configure(
-            page_choice=drafts.page_choice or self._page_choice,
+            page_choice=page_choice(self._request, method.name),
             draft_refresh=self._request.draft_refresh if drafts.page_choice == "snap" else 0,
             **method.native(),
         )
@@ -225,7 +224,7 @@ class Bench:
         asked = share["draft_pages_mean"]
         pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
         read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
-        if pages < seen["pages"] and self._page_choice == "best" and drafts.pages is None:
+        if pages < seen["pages"] and self._request.page_choice != "window" and drafts.pages is None:
             read += share["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 
