@@ -268,8 +268,11 @@ BOUNDS(4, 4)
 // The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the kept pages are separated.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
+// Up to this many pages are ranked by comparing each with every other, which takes fewer barriers than the buckets.
+constexpr int SELECT_RANKED = 512;
 KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const PageChoice* choices, int* lists, int list_pitch, int kv_heads, int n) {
-  __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, buckets[3][32], words[2][2][32];
+  __shared__ __align__(16) uint32_t keys[SELECT_KEPT];
+  __shared__ uint32_t lowest, highest, overs_all, buckets[3][32], words[2][2][32];
   grid_trigger();
   const PageChoice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -285,11 +288,6 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
   for (int dry = waits; dry >= 0; dry--) {
     const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
     const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
-    __syncthreads();
-    if (threadIdx.x < 32) buckets[0][lane] = 0;
-    if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
-    __syncthreads();
-    if (!dry) grid_wait();
     // Keys in the order of the scores (zeros differ, as in core's total_cmp), from 1 on; 0 means no page.
     auto make = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
@@ -298,6 +296,48 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       const uint32_t bits = __float_as_uint(__ldcg(s + page));
       return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     };
+    __syncthreads();
+    if (choice.pages <= SELECT_RANKED) {
+      const int all = (pages + 31) / 32;                // words of 32 pages
+      if (!dry) grid_wait();
+#pragma unroll 1
+      for (int page = threadIdx.x; page < all * 32; page += CHOICE_THREADS) keys[page] = make(page);
+      __syncthreads();
+#pragma unroll 1
+      for (int word = warp; word < all; word += CHOICE_THREADS / 32) {
+        const uint32_t mine = keys[word * 32 + lane];
+        int rank = 0;                                   // pages above, and ties with a lower number
+#pragma unroll 4
+        for (int i = 0; i < word * 8; i++) {
+          const uint4 k = reinterpret_cast<const uint4*>(keys)[i];
+          rank += (k.x >= mine) + (k.y >= mine) + (k.z >= mine) + (k.w >= mine);
+        }
+#pragma unroll 8
+        for (int i = 0; i < 32; i++) {
+          const uint32_t k = keys[word * 32 + i];
+          rank += k > mine || (k == mine && i < lane);
+        }
+#pragma unroll 4
+        for (int i = word * 8 + 8; i < all * 8; i++) {
+          const uint4 k = reinterpret_cast<const uint4*>(keys)[i];
+          rank += (k.x > mine) + (k.y > mine) + (k.z > mine) + (k.w > mine);
+        }
+        const uint32_t chosen = __ballot_sync(~0u, word * 32 + lane < pages && (mine == ~0u || rank < kept));
+        if (lane == 0) words[0][0][word] = chosen;
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int word = warp; word < all; word += CHOICE_THREADS / 32) {
+        const uint32_t chosen = words[0][0][word];
+        const int before = warp_sum(lane < word ? __popc(words[0][0][lane]) : 0);
+        if (!dry && chosen >> lane & 1) list[before + __popc(chosen & ((1u << lane) - 1))] = word * 32 + lane;
+      }
+      continue;
+    }
+    if (threadIdx.x < 32) buckets[0][lane] = 0;
+    if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
+    __syncthreads();
+    if (!dry) grid_wait();
     uint32_t low = ~0u, high = 0;
 #pragma unroll 1
     for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {

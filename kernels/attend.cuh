@@ -22,6 +22,7 @@
 #pragma once
 #include "layout.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include "hopper.cuh"
 #endif
@@ -62,6 +63,11 @@ struct AttendArgs {
   const uint8_t* prefetch;               // weights that the next GEMM reads first: prefetched into L2 after the pages
   int prefetch_bytes;                    // a multiple of 16
   int reach;                             // LOCAL: tokens that a row sees, including its own
+  // DIRECT, if every row has one work item per KV head: int8 codes of the output projection's input and their {scale, sum}, of the step's row 0, in
+  // `panels` (panel.cuh). Else codes is null, and `merge_*` follows.
+  int8_t* codes;
+  float2* scales;
+  int panels, unused;
 };
 
 // Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
@@ -76,6 +82,8 @@ struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, WARPGROUPS = WARPGROUPS_, STAGES = STAGES_;
   static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
   static_assert(ROWS == 4 || ROWS == NT * 8);
+  // A block writes the codes of a row's only item itself, as `merge_i8` would: a head is a group of 128.
+  static constexpr bool DIRECT = VIEW == UPPER && D == 128;
   static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, TMA = STAGES > 0, HALF_SM = HALF_SM_, LOCAL = LOCAL_;
   // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = TMA && (NT >= 3 || D == 256 || HALF_SM);

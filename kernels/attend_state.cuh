@@ -164,10 +164,34 @@ struct State {
     }
   }
 
-  // Warpgroup 0 adds the other warpgroups' outputs in order, and writes the work item's partial results.
+  // Codes of the rows' only work item: O is [row][D] in shared memory, where q * s and P were.
+  DEV void store_codes(const Warpgroup<C>& warpgroup, const Work& w) const {
+    static_assert(C::ROWS * C::D * 4 <= C::RED, "O fits before the sums");
+    const AttendArgs& p = warpgroup.p;
+    if (warpgroup.warp == 0 && warpgroup.g == 0)
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int e = 0; e < E; e++) sts32(warpgroup.tail + C::EXTREMES + warpgroup.row_of(t, e) * 4, __float_as_uint(l[t][e]));
+    warpgroup.sync();
+#pragma unroll 1
+    for (int r = warpgroup.warp; r < w.tile.rows; r += 4) {
+      const int query = w.tile.row + r, row = w.span.row + query / p.group, group = w.head * p.group + query % p.group;
+      const float over = __frcp_rn(__uint_as_float(lds32(warpgroup.tail + C::EXTREMES + r * 4)));
+      const uint4 v = lds128(warpgroup.rest + (r * C::D + warpgroup.lane * 4) * 4);
+      const Int8Group of = int8_group(make_float4(__fmul_rn(__uint_as_float(v.x), over), __fmul_rn(__uint_as_float(v.y), over),
+                                                  __fmul_rn(__uint_as_float(v.z), over), __fmul_rn(__uint_as_float(v.w), over)));
+      const size_t at = input_index(row, group, p.kv_heads * p.group, p.panels);
+      *reinterpret_cast<uint32_t*>(p.codes + at * 128 + input_code(row, warpgroup.lane, p.panels)) = of.codes;
+      if (warpgroup.lane == 0) p.scales[at] = make_float2(of.scale, of.sum);
+    }
+  }
+
+  // Warpgroup 0 adds the other warpgroups' outputs in order, and writes the work item's partial results, or its codes.
   DEV void store(const Warpgroup<C>& warpgroup, const Work& w) {
     if (warpgroup.index) return;
     const AttendArgs& p = warpgroup.p;
+    const bool direct = C::DIRECT && p.codes;
     const int total = w.span.queries * p.group;            // query rows of the span
     const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
@@ -183,10 +207,18 @@ struct State {
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const int r = warpgroup.row_of(t, e);
-          float* out = p.partial + (at + r) * C::D + (warpgroup.warp * TILES_W + j) * 16 + warpgroup.g;
-          if (r < w.tile.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+          const int channel = (warpgroup.warp * TILES_W + j) * 16 + warpgroup.g;
+          if (direct) {
+            const uint32_t to = warpgroup.rest + (r * C::D + channel) * 4;
+            sts32(to, __float_as_uint(O[t][j][e])), sts32(to + 32, __float_as_uint(O[t][j][e + 2]));
+          } else if (r < w.tile.rows) {
+            float* out = p.partial + (at + r) * C::D + channel;
+            out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+          }
         }
       }
+    if constexpr (C::DIRECT)
+      if (direct) return store_codes(warpgroup, w);
     if (warpgroup.warp == 0 && warpgroup.g == 0)
 #pragma unroll
       for (int t = 0; t < NT; t++)

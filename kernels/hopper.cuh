@@ -21,11 +21,11 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full when TMA has filled it, and
-// free when `arrivals` threads have arrived. One thread per stage would not be faster: a warp's addresses are processed one by one.
-DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals) {
+// Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full after `filling` arrivals (one if
+// TMA fills it), and free when `arrivals` threads have arrived. One thread per stage would not be faster: a warp's addresses are processed one by one.
+DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals, int filling = 1) {
 #pragma unroll 1
-  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, arrivals);
+  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, filling), mbar_init(empty + i * 8, arrivals);
 }
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");

@@ -240,8 +240,8 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
 // Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
-// compete with the end of the previous kernel, so fewer are allowed.
-constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
+// compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step, whose small kernels wait for latencies.
+constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3, PIPELINE_AHEAD_FIRST_DRAFT = 2;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
 static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_WARPS) * PIPELINE_ENTRY);
@@ -259,12 +259,15 @@ struct Pipeline {
   static constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * PIECE, CHUNK = TILES * HALF;
   // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = PIECES * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
+  // Activations with scales are copied in pieces of 16 bytes (`fill_inputs`).
+  static constexpr bool X_PIECES = CLUSTER == 1 && SCALES > 0;
+  static constexpr int AHEAD_FIRST = X_PIECES ? PIPELINE_AHEAD_FIRST_DRAFT : PIPELINE_AHEAD_FIRST;
   // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
   static_assert(DEEP == 1 || SCALES == 0);
-  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= PIPELINE_AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
+  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
 };
 
 // Weights stored as [tile][piece].
@@ -308,7 +311,8 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block
-// copies every other row to both blocks; barriers `ready`: both blocks have released a stage.
+// copies every other row to both blocks; barriers `ready`: both blocks have released a stage. X_PIECES: all lanes copy pieces of 16 bytes, because a warp
+// issues the bulk copies of its lanes one after another, which takes longer. The loop over rows is short, so that its instructions are loaded soon.
 template <class R>
 DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
                      size_t pitch) {
@@ -324,18 +328,31 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 #pragma unroll 1
     for (int k = 0; k < pieces; k += W) {
       const int here = min(W, pieces - k);
+      const uint32_t to = stages_at + stage * R::X_CHUNK;
       mbar_wait(empty + stage * 8, phase);
-      if (lane == 0) mbar_expect(full + stage * 8, here * (128 + R::SCALES) * rows);
-      __syncwarp();
-      if (R::CLUSTER > 1) {
-        if (lane < R::CLUSTER) mbar_arrive_at(ready + stage * 8, lane);
-        mbar_wait(ready + stage * 8, phase ^ 1);
-      }
+      if constexpr (R::X_PIECES) {
+        static_assert(R::SCALES * W == 64 && R::ROWS == 8, "a piece of the scales per lane");
+        const uint8_t* from = x + k * 128 + lane * 16;
+#pragma unroll 2
+        for (int row = 0; row < rows; row++, from += pitch)
+#pragma unroll
+          for (int i = 0; i < W / 4; i++)
+            if (i * 4 + lane / 8 < here) copy16(to + row * R::PITCH + i * 512 + lane * 16, from + i * 512);
+        const int row = lane / 4, at = lane % 4 * 16;
+        if (row < rows && at < here * R::SCALES) copy16(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH + at, scales + ((size_t)row * pieces + k) * R::SCALES + at);
+        copy_arrive(full + stage * 8);
+      } else {
+        if (lane == 0) mbar_expect(full + stage * 8, here * (128 + R::SCALES) * rows);
+        __syncwarp();
+        if (R::CLUSTER > 1) {
+          if (lane < R::CLUSTER) mbar_arrive_at(ready + stage * 8, lane);
+          mbar_wait(ready + stage * 8, phase ^ 1);
+        }
 #pragma unroll 1
-      for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-        const uint32_t to = stages_at + stage * R::X_CHUNK;
-        copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + stage * 8);
-        if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + stage * 8);
+        for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
+          copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + stage * 8);
+          if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + stage * 8);
+        }
       }
       if (++stage == R::X_STAGES) stage = 0, phase ^= 1;
     }
@@ -360,7 +377,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   grid_trigger();
   if (threadIdx.x == 0) {
     mbar_init_stages(full, empty, R::STAGES, W * 32);
-    mbar_init_stages(x_full, x_empty, R::X_STAGES, W * 32);
+    mbar_init_stages(x_full, x_empty, R::X_STAGES, W * 32, R::X_PIECES ? 32 : 1);
     if (R::CLUSTER > 1)
       for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
     mbar_init_done();
@@ -372,7 +389,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
-    if (threadIdx.x == W * 32) fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
+    if (threadIdx.x == W * 32) fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST, PIPELINE_AHEAD);
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
     if (warp == W + 1) {

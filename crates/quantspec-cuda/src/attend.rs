@@ -283,6 +283,19 @@ pub struct Neighbours {
     pub half_sm: bool,
     /// Address and bytes that the following GEMM reads first; prefetched into L2 while memory is idle.
     pub prefetch: (u64, usize),
+    /// The following GEMM's input, if [`Attend::writes_codes`]; no merge follows then.
+    pub codes: Option<Codes>,
+}
+
+/// The output projection's int8 input.
+#[derive(Clone, Copy, Debug)]
+pub struct Codes {
+    /// Address of the codes of the step's row 0.
+    pub x: u64,
+    /// Address of their scales and sums.
+    pub xs: u64,
+    /// Their order: [`crate::linear::Linear::panels`].
+    pub panels: usize,
 }
 
 /// `AttendArgs` in kernels/attend.cuh.
@@ -309,6 +322,10 @@ struct AttendArgs {
     prefetch: u64,
     prefetch_bytes: i32,
     reach: i32,
+    codes: u64,
+    scales: u64,
+    panels: i32,
+    unused: i32,
 }
 
 /// `MergeArgs` in kernels/attend.cu.
@@ -328,7 +345,7 @@ struct MergeArgs {
     panels: i32,
 }
 
-const _: () = assert!(size_of::<AttendArgs>() == 144 && size_of::<MergeArgs>() == 64);
+const _: () = assert!(size_of::<AttendArgs>() == 168 && size_of::<MergeArgs>() == 64);
 // SAFETY: integers and floats only, and the sizes above leave no padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
@@ -536,11 +553,17 @@ impl Attend {
         Ok(slices)
     }
 
-    /// Attention of a slice's rows in one layer, into the partial results.
+    /// Returns true if [`Attend::run`] can write the output projection's int8 input itself: with one work item per row and KV
+    /// head there is nothing to merge. Its bits are those of [`Attend::merge`].
+    pub fn writes_codes(&self, view: View, slice: &StepSlice) -> bool {
+        view == View::Upper && self.head_dim == GROUP && slice.merged.iter().all(|row| row.items == 1)
+    }
+
+    /// Attention of a slice's rows in one layer, into the partial results, or into `neighbours.codes`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the slice was planned for more rows than kernels of the view take. Device
-    /// errors of the launch, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] if the slice was planned for more rows than kernels of the view take, and for codes
+    /// without [`Attend::writes_codes`]. Device errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `addresses` must stay valid until the stream has completed this
@@ -554,6 +577,9 @@ impl Attend {
         addresses: &SliceAddresses,
         neighbours: Neighbours,
     ) -> Result<()> {
+        if neighbours.codes.is_some() && !self.writes_codes(view, slice) {
+            return Err(Error::internal("codes of rows with several work items"));
+        }
         let (split, local) = (self.split(view), slice.reach.is_some());
         let half_sm =
             self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short() && !local);
@@ -584,6 +610,10 @@ impl Attend {
             prefetch: neighbours.prefetch.0,
             prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
             reach: slice.reach.unwrap_or(0) as i32,
+            codes: neighbours.codes.map_or(0, |codes| codes.x),
+            scales: neighbours.codes.map_or(0, |codes| codes.xs),
+            panels: neighbours.codes.map_or(0, |codes| codes.panels) as i32,
+            unused: 0,
         };
         let blocks = if tma { slice.items.min(self.device.sms) } else { slice.items };
         let grid = [blocks as u32, 1, 1];

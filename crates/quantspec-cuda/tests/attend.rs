@@ -16,7 +16,7 @@ use quantspec_core::config::{Dtype, Local, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
-use quantspec_cuda::attend::{Attend, Chosen, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
+use quantspec_cuda::attend::{Attend, Chosen, Codes, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::masses::PageMasses;
 use quantspec_model::backend::{Block, Options, Row};
@@ -206,7 +206,8 @@ impl World {
             (poisoned(&self.device, rows.len() * groups * 128), poisoned(&self.device, rows.len() * groups * 8));
         // The same as a panel, which has room for eight rows.
         let (panel, panel_scales) = (poisoned(&self.device, 8 * groups * 128), poisoned(&self.device, 8 * groups * 8));
-        let neighbours = Neighbours { half_sm: true, prefetch: (self.pools[0].at(0), self.pools[0].bytes()) };
+        let prefetch = (self.pools[0].at(0), self.pools[0].bytes());
+        let neighbours = Neighbours { half_sm: true, prefetch, codes: None };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
         let slice = self.attend.slices(View::Upper, rows, list, |_| false, false).unwrap().remove(0);
@@ -593,6 +594,57 @@ fn drafts_of_a_batch_equal_core() {
     }
 }
 
+/// With one work item per row and KV head, attention writes the codes that `merge` would.
+#[test]
+fn codes_of_single_items_are_those_of_merge() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(16, 16, 128), (32, 16, 128), (64, 16, 128)] {
+        for (position, reach) in [(200, None), (700, None), (2200, None), (700, Some(320))] {
+            let config = match reach {
+                Some(reach) => local_config(heads, kv_heads, d, reach),
+                None => config(heads, kv_heads, d),
+            };
+            let world = World::new(&device, config, Rounding::Balanced, position + 1, 6);
+            // More sequences than items of a KV head fill the GPU; the slots alternate, so every row counts as one.
+            let rows: Vec<Row> = (0..48)
+                .map(|i| if i % 2 == 0 { (SLOT, position) } else { (1 - SLOT, 7) })
+                .map(|(slot, position)| Row { slot, offset: 0, position })
+                .collect();
+            let (groups, q) = (heads * d / 128, queries(&mut Random(5), rows.len(), &world.config));
+            let q = device.copied(&q).unwrap();
+            let slices = match reach {
+                Some(reach) => world.attend.local_slices(View::Upper, &rows, reach, true),
+                None => world.attend.slices(View::Upper, &rows, |_| None, |_| false, true),
+            };
+            let slice = slices.unwrap().remove(0);
+            assert!(world.attend.writes_codes(View::Upper, &slice) && !world.attend.writes_codes(View::Both, &slice));
+            let layer = world.layer(0);
+            for (panels, half_sm) in [(0, false), (rows.len(), false), (0, true)] {
+                let [merged, direct] = [false, true].map(|direct| {
+                    let (addresses, _keep) = world.addresses(&slice, 0);
+                    let x = poisoned(&device, rows.len() * groups * 128);
+                    let xs = poisoned(&device, rows.len() * groups * 8);
+                    let codes = direct.then(|| Codes { x: x.at(0), xs: xs.at(0), panels });
+                    let neighbours = Neighbours { half_sm, codes, ..Neighbours::default() };
+                    // SAFETY: everything lives until the reads below, which wait.
+                    unsafe {
+                        world.attend.run(View::Upper, &slice, q.at(0), &layer, &addresses, neighbours).unwrap();
+                        if !direct {
+                            let pitch = groups * 128;
+                            world.attend.merge(&slice, None, x.at(0), xs.at(0), pitch, panels, &addresses).unwrap();
+                        }
+                    }
+                    let codes = x.read::<u8>(0, rows.len() * groups * 128).unwrap();
+                    Merged { codes, scales: xs.read::<f32>(0, rows.len() * groups * 2).unwrap() }
+                });
+                assert!(merged.scales.iter().all(|scale| scale.is_finite()), "every row has scales");
+                let what = format!("{heads}/{kv_heads} heads of {d} at {position}, panels {panels}, half {half_sm}");
+                assert!(merged == direct, "{what}");
+            }
+        }
+    }
+}
+
 /// Page lists by synthetic scores, many, all or none of them equal. Covers slabs of 1,024 pages, keys in shared memory and
 /// recomputed ones, and lists longer than the number of pages.
 #[test]
@@ -600,7 +652,7 @@ fn lists_by_any_scores_equal_core() {
     let Some(device) = device() else { return };
     const KV_HEADS: usize = 2;
     let mut random = Random(12);
-    for pages in [1, 2, 3, 255, 256, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 5000] {
+    for pages in [1, 2, 3, 33, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 5000] {
         for n in [2, 3, 64, pages - 1, pages, pages + 1].into_iter().filter(|&n| n >= 2) {
             let (score_pitch, list_pitch) = (pages + 5, n + 3);
             let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];

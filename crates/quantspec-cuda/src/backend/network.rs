@@ -4,7 +4,7 @@ use super::CudaBackend;
 use super::kv_cache::{ScoredPages, page_shared};
 use super::workspace::Input;
 use crate::args;
-use crate::attend::Neighbours;
+use crate::attend::{Codes, Neighbours};
 use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
@@ -337,13 +337,18 @@ impl CudaBackend {
         for (index, (slice, addresses)) in slices.iter().enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
             let none = draft || index + 1 < slices.len();
-            let neighbours = Neighbours { half_sm, prefetch: if none { (0, 0) } else { weights.output.ahead() } };
+            let prefetch = if none { (0, 0) } else { weights.output.ahead() };
+            let (input, panels) = (&space.attended, self.linear.panels(step.rows.len()));
+            let direct = draft && self.attend.writes_codes(step.view, slice);
+            let codes = direct.then(|| Codes { x: input.x8.at(0), xs: input.xs.at(0), panels });
+            let neighbours = Neighbours { half_sm, prefetch, codes };
             // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS rows.
             unsafe {
                 self.attend.run(step.view, slice, space.q.at(0), &cache, addresses, neighbours)?;
-                let input = &space.attended;
+                if direct {
+                    continue;
+                }
                 if draft {
-                    let panels = self.linear.panels(step.rows.len());
                     self.attend.merge(
                         slice,
                         None,
