@@ -128,7 +128,8 @@ struct PlanePieces {
 // `Multiply` of `pipelined_gemm`. A warp keeps its 64 DEEP inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
-  static constexpr bool READS_AGAIN = false;
+  static constexpr bool READS_AGAIN = false, LATE = PLANES == 2 && R::NT == 1;    // LATE: where registers suffice
+  uint4 raw[R::DEEP][R::NT][2];
   GroupInput<E> in[R::DEEP][R::NT];
   GroupCodes<PLANES> codes[R::TILES][R::DEEP];
   DEV uint32_t take(uint32_t x, int warp, int lane) {
@@ -138,11 +139,18 @@ struct MultiplyPlanes {
 #pragma unroll
       for (int t = 0; t < R::NT; t++) {
         const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
-        const uint4 low = lds128(from), high = lds128(from + 16);
-        seen |= low.w | high.w;
-        in[d][t].set(low, high);
+        raw[d][t][0] = lds128(from), raw[d][t][1] = lds128(from + 16);
+        seen |= raw[d][t][0].w | raw[d][t][1].w;
+        if (!LATE) in[d][t].set(raw[d][t][0], raw[d][t][1]);
       }
     return seen;
+  }
+  DEV void begin() {
+    if (!LATE) return;
+#pragma unroll
+    for (int d = 0; d < R::DEEP; d++)
+#pragma unroll
+      for (int t = 0; t < R::NT; t++) in[d][t].set(raw[d][t][0], raw[d][t][1]);
   }
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     uint32_t seen = 0;

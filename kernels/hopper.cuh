@@ -106,6 +106,18 @@ DEV void bulk_copy_multicast(uint32_t dst, const void* src, int bytes, uint32_t 
 }
 // Prefetches bytes that a later kernel will read into L2.
 DEV void bulk_prefetch(const void* src, int bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(src), "r"(bytes) : "memory"); }
+// The weights that a later kernel reads first, which a kernel prefetches after its own last load: memory is nearly idle from then to the next
+// kernel's first load. `bytes` is a multiple of 16.
+struct NextWeights {
+  const uint8_t* from;
+  uint32_t bytes;
+  // Prefetches the pieces of thread `index` of `threads`.
+  DEV void prefetch(uint32_t index, uint32_t threads) const {
+    constexpr uint32_t PIECE = 16384;
+#pragma unroll 1
+    for (uint32_t at = index * PIECE; at < bytes; at += threads * PIECE) bulk_prefetch(from + at, min(PIECE, bytes - at));
+  }
+};
 // Arrives when this thread's earlier copies (copy16) are complete.
 DEV void copy_arrive(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 

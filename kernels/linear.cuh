@@ -289,25 +289,28 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
   constexpr int W = DEEP * LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
+  int first = 0, k = 0, tile = 0;                                          // first tile of the pass; first piece and tile of the chunk
 #pragma unroll 1
-  for (int first = 0; first < mine; first += TOGETHER)
+  while (first < mine) {
+    const int tiles = min(TILES, mine - tile), count = min(W, pieces - k);
+    mbar_wait(empty + stage * 8, phase);
+    if (in_flight < most) {
+      in_flight++;
+    } else {
+      mbar_wait(full + oldest * 8, oldest_phase);
+      if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
+    }
+    mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
 #pragma unroll 1
-    for (int k = 0; k < pieces; k += W)
-#pragma unroll 1
-      for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
-        const int tiles = min(TILES, mine - t), count = min(W, pieces - k);
-        mbar_wait(empty + stage * 8, phase);
-        if (in_flight < most) {
-          in_flight++;
-        } else {
-          mbar_wait(full + oldest * 8, oldest_phase);
-          if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
-        }
-        mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
-#pragma unroll 1
-        for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + stage * 8, once);
-        if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
-      }
+    for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (tile + i) * gridDim.x, k, count, full + stage * 8, once);
+    if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
+    tile += TILES;
+    if (tile >= min(first + TOGETHER, mine)) {
+      k += W;
+      if (k >= pieces) k = 0, first += TOGETHER;
+      tile = first;
+    }
+  }
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block
@@ -360,9 +363,11 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 
 // y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs,
 // `load` its weights, `add` adds the products of those that exist to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
-// x, so that the stage of x is released only after the last tile.
+// x, so that the stage of x is released only after the last tile. LATE: `begin` prepares the inputs after the first chunk of weights is loaded, so that
+// both overlap. `next`: weights to prefetch.
 template <class R, class Multiply, class Weights>
-DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
+DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch,
+                        NextWeights next = {}) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
@@ -389,7 +394,10 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
-    if (threadIdx.x == W * 32) fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST, PIPELINE_AHEAD);
+    if (threadIdx.x == W * 32) {
+      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST, PIPELINE_AHEAD);
+      next.prefetch(blockIdx.x, gridDim.x);
+    }
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
     if (warp == W + 1) {
@@ -417,14 +425,19 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
         const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
         mbar_wait(x_full + x_stage * 8, x_phase);
         uint32_t seen = multiply.take(x_at, warp, lane);
-        if (!Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
+        if (!Multiply::READS_AGAIN && (!Multiply::LATE || count == 0)) release_stage(x_empty + x_stage * 8, seen);
 #pragma unroll
         for (int i = 0; i < T; i += R::TILES)
           if (i < count) {
             mbar_wait(full + stage * 8, phase);
-            release_stage(empty + stage * 8, multiply.load(stages_at + stage * R::CHUNK, warp, lane));
+            const uint32_t loaded = multiply.load(stages_at + stage * R::CHUNK, warp, lane);
+            if (Multiply::LATE && i == 0) release_stage(x_empty + x_stage * 8, seen);
+            release_stage(empty + stage * 8, loaded);
             if (++stage == R::STAGES) stage = 0, phase ^= 1;
-            if (left > 0) seen |= multiply.add(acc, i, x_at, warp, lane, left);
+            if (left > 0) {
+              if (Multiply::LATE && i == 0) multiply.begin();
+              seen |= multiply.add(acc, i, x_at, warp, lane, left);
+            }
           }
         if (Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
         if (++x_stage == R::X_STAGES) x_stage = 0, x_phase ^= 1;
@@ -459,7 +472,7 @@ static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread 
 // `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
 struct MultiplyFull {
-  static constexpr bool READS_AGAIN = false;
+  static constexpr bool READS_AGAIN = false, LATE = false;
   uint4 in[R::NT][2], a[4];
   DEV uint32_t take(uint32_t x, int warp, int lane) {
     uint32_t seen = 0;
@@ -469,6 +482,7 @@ struct MultiplyFull {
       for (int h = 0; h < 2; h++) in[t][h] = lds128(x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + h * 64 + (lane & 3) * 16), seen |= in[t][h].w;
     return seen;
   }
+  DEV void begin() {}
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3;
     const uint32_t atom = chunk + warp * R::PIECE, low = atom + (g * 8 + (c ^ g)) * 16, high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
@@ -493,11 +507,12 @@ struct MultiplyFull {
 // `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
-  static constexpr bool READS_AGAIN = true;
+  static constexpr bool READS_AGAIN = true, LATE = false;
   static constexpr int WORDS = BITS / 2;                                   // 16-byte words per lane and tile
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
+  DEV void begin() {}
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const uint32_t block = chunk + warp * R::PIECE;
     uint32_t seen = 0;

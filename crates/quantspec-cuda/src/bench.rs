@@ -351,9 +351,9 @@ impl Bench {
                 for &rows in rows {
                     let seconds = seconds(device, || {
                         // SAFETY: as above.
-                        nibbles
-                            .iter()
-                            .try_for_each(|matrix| unsafe { hierarchies.run(matrix, reads, x.at(0), y.at(0), rows) })
+                        nibbles.iter().try_for_each(|matrix| unsafe {
+                            hierarchies.run(matrix, reads, x.at(0), y.at(0), rows, (0, 0))
+                        })
                     })? / nibbles.len() as f64;
                     let shape = Some((n, k));
                     measured.push(Measured {

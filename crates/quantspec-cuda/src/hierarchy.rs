@@ -173,15 +173,24 @@ impl Hierarchies {
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in 16 bits, padding zero. Paired rows of `weights` are
-    /// also paired in y.
+    /// also paired in y. `next`: address and bytes, a multiple of 16, that the following GEMM reads first; on Hopper they are
+    /// prefetched into L2.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for weights of another input type. Device errors of the launch, named by the
     /// kernel.
     ///
     /// # Safety
-    /// Both addresses must stay valid for their shapes until the stream has completed this call.
-    pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
+    /// All addresses must stay valid for their shapes until the stream has completed this call.
+    pub unsafe fn run(
+        &self,
+        weights: &Hierarchy,
+        reads: Reads,
+        x: u64,
+        y: u64,
+        rows: usize,
+        next: (u64, usize),
+    ) -> Result<()> {
         self.check(weights)?;
         let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
         let launch = |first: usize, outputs: usize, lower: u64| {
@@ -189,8 +198,10 @@ impl Hierarchies {
             let family = if lower == 0 { &self.upper } else { &self.both };
             let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
             let y = y + (first * size_of::<f32>()) as u64;
-            let arguments =
-                args![weights.upper_at(first), lower, x, y, groups, stride(weights.k), tiles, weights.n, rows, pitch];
+            // The last launch of a matrix in two parts prefetches.
+            let next = if first + outputs == weights.n { next } else { (0, 0) };
+            let (upper, stride, n) = (weights.upper_at(first), stride(weights.k), weights.n);
+            let arguments = args![upper, lower, x, y, groups, stride, tiles, n, rows, pitch, next.0, next.1];
             // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
             unsafe { self.device.launch(kernel, launch, &arguments) }
         };

@@ -208,10 +208,12 @@ fn check_gemms(shapes: &[(usize, usize)]) {
             for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
                 let planes = hierarchies.quantise(&full, if both { 0 } else { n }, 0, &flag).unwrap();
                 let y = poisoned(&device, most * n * 4);
+                // Prefetching changes no bit.
+                let next = if reads == Reads::All { (full.buffer.at(0), full.buffer.bytes()) } else { (0, 0) };
                 let run = |rows: usize| {
                     y.fill(0xff).unwrap();
                     // SAFETY: x has `most` rows and y room for as many.
-                    unsafe { hierarchies.run(&planes, reads, x_device.at(0), y.at(0), rows) }.unwrap();
+                    unsafe { hierarchies.run(&planes, reads, x_device.at(0), y.at(0), rows, next) }.unwrap();
                     y.read::<f32>(0, rows * n).unwrap()
                 };
                 let all = run(most);
@@ -275,7 +277,7 @@ fn planes_of_the_last_rows() {
                     let n = planes.shape().0;
                     let y = poisoned(&device, rows * n * 4);
                     // SAFETY: x has `most` rows and y room for `rows`.
-                    unsafe { hierarchies.run(planes, reads, x.at(0), y.at(0), rows) }.unwrap();
+                    unsafe { hierarchies.run(planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
                     y.read::<u32>(0, rows * n).unwrap()
                 };
                 let (got, first, last) = (outputs(&whole), outputs(&first), outputs(&last));
@@ -310,7 +312,7 @@ fn other_work_changes_no_bit() {
                 let y = device.zeroed(rows * n * 4).unwrap();
                 let run = || {
                     // SAFETY: x has `most` rows and y room for `rows`.
-                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows) }.unwrap();
+                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
                     y.read::<u32>(0, rows * n).unwrap()
                 };
                 let alone = run();

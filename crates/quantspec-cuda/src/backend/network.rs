@@ -22,6 +22,11 @@ use quantspec_model::backend::{Branch, Executor, Network, Pass, Step};
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
+/// Bytes per SM that a GEMM with weights in nibbles prefetches of the next one's, and that the output projection prefetches: its own
+/// weights are loaded while attention ends. Twice as many delay the inputs, and steps are not faster.
+const AHEAD_BYTES: usize = 32 << 10;
+const AHEAD_OF_OUTPUT_BYTES: usize = 64 << 10;
+
 /// Kinds of matrices: indices in `Sensitive::KINDS`.
 const QKV: usize = 0;
 const OUTPUT: usize = 1;
@@ -33,6 +38,18 @@ const DOWN: usize = 3;
 const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
     let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
     [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]
+}
+
+/// The weights of a GEMM.
+#[derive(Clone, Copy)]
+struct Operand<'a> {
+    full: &'a Full,
+    /// The draft's own weights, if it has some.
+    draft: Option<&'a Quantised>,
+    /// Planes of weights in nibbles.
+    reads: Reads,
+    /// Address and bytes that the following GEMM reads first.
+    next: (u64, usize),
 }
 
 impl CudaBackend {
@@ -99,23 +116,16 @@ impl CudaBackend {
         self.launch(self.kernels.add_rows, [elements.div_ceil(1024), 1, 1], 256, 0, &arguments)
     }
 
-    /// y = input · weightsᵀ, with the draft's own weights if it has some; `reads` selects the planes of weights in nibbles.
-    pub(super) fn gemm(
-        &self,
-        full: &Full,
-        draft: Option<&Quantised>,
-        reads: Reads,
-        input: &Input,
-        y: u64,
-        rows: usize,
-    ) -> Result<()> {
+    /// y = input · weightsᵀ.
+    fn gemm(&self, weights: &Operand, input: &Input, y: u64, rows: usize) -> Result<()> {
+        let Operand { full, draft, reads, next } = *weights;
         // SAFETY: inputs and outputs are this backend's, with room for `step_rows` rows.
         unsafe {
             match (draft, full, &self.nibbles) {
                 (Some(draft), ..) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
                 (None, Full::Whole(full), _) => self.linear.run(full, input.x.at(0), y, rows),
                 (None, Full::Nibbles(full), Some((hierarchies, _))) => {
-                    hierarchies.run(full, reads, input.x.at(0), y, rows)
+                    hierarchies.run(full, reads, input.x.at(0), y, rows, next)
                 }
                 (None, Full::Nibbles(_), None) => Err(Error::internal("weights in nibbles without their kernels")),
             }
@@ -135,6 +145,12 @@ impl CudaBackend {
         let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
         let groups = input.width.div_ceil(ATOM);
         self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, input.pitch()])
+    }
+
+    /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
+    fn ahead(&self, next: &Full, per_sm: usize) -> (u64, usize) {
+        let (address, bytes) = next.ahead();
+        (address, bytes.min(per_sm * self.device.sms))
     }
 
     /// The nibbles that a step reads of a kind of matrices.
@@ -226,7 +242,10 @@ impl CudaBackend {
             space.hidden.at(0),
         )?;
         self.coarsen(step, QKV, &space.normed, draft.is_some())?;
-        self.gemm(&weights.qkv, draft, self.reads(step, QKV), &space.normed, space.y.at(0), rows)
+        // Attention prefetches the rest of the output projection.
+        let next = self.ahead(&weights.output, AHEAD_BYTES);
+        let qkv = Operand { full: &weights.qkv, draft, reads: self.reads(step, QKV), next };
+        self.gemm(&qkv, &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -385,7 +404,9 @@ impl CudaBackend {
         let norm = weights.mlp_norm.as_ref();
         self.norm(rows, norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
         self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
-        self.gemm(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
+        let next = self.ahead(&weights.down, AHEAD_BYTES);
+        let gate_up = Operand { full: &weights.gate_up, draft, reads: self.reads(step, GATE_UP), next };
+        self.gemm(&gate_up, &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -483,7 +504,9 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
                 self.coarsen(step, OUTPUT, input, draft.is_some())?;
-                self.gemm(&weights.output, draft, self.reads(step, OUTPUT), input, y, step.rows.len())?;
+                let next = self.ahead(&weights.gate_up, AHEAD_OF_OUTPUT_BYTES);
+                let output = Operand { full: &weights.output, draft, reads: self.reads(step, OUTPUT), next };
+                self.gemm(&output, input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -556,7 +579,10 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
                 self.coarsen(step, DOWN, input, draft.is_some())?;
-                self.gemm(&weights.down, draft, self.reads(step, DOWN), input, y, step.rows.len())?;
+                let next = self.weights.layers.get(layer + 1).map_or(&self.weights.head, |layer| &layer.qkv);
+                let next = self.ahead(next, AHEAD_BYTES);
+                let down = Operand { full: &weights.down, draft, reads: self.reads(step, DOWN), next };
+                self.gemm(&down, input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -634,7 +660,8 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, Some(&self.weights.final_norm), last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.gemm(&self.weights.head, draft, Reads::All, last, self.step.logits.at(0), rows)?;
+        let head = Operand { full: &self.weights.head, draft, reads: Reads::All, next: (0, 0) };
+        self.gemm(&head, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }
