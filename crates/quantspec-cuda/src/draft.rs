@@ -9,7 +9,7 @@ use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
 /// Rows of the largest step. Every block computes every row's input; from three rows on, separate kernels are faster. Neither
-/// RoPE and append in the QKV GEMM nor its prefetching of pages into L2 helps there: attention then waits for the same bytes.
+/// RoPE and append in the QKV GEMM nor its prefetching of pages into L2 pays there: attention then waits for the same bytes.
 pub const ROWS_MAX: usize = DRAFT_ROWS;
 /// Threads of a block: computing warps, and four loading ones.
 const THREADS: u32 = 32 * (WARPS as u32 + 4);
