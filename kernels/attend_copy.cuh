@@ -111,7 +111,11 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
       }
     }
   }
-  if ((threadIdx.x & 31) == 0) NextWeights{p.prefetch, (uint32_t)p.prefetch_bytes}.prefetch(blockIdx.x * WARPGROUPS + warpgroup, gridDim.x * WARPGROUPS);
+  // Memory is nearly idle from here to the GEMM after `merge`, so that GEMM's first weights are prefetched.
+  constexpr int PIECE = 16384;
+  if ((threadIdx.x & 31) == 0)
+#pragma unroll 1
+    for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes; at += gridDim.x * WARPGROUPS * PIECE) bulk_prefetch(p.prefetch + at, min(PIECE, p.prefetch_bytes - at));
 }
 #endif
 

@@ -289,28 +289,25 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
   constexpr int W = DEEP * LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
-  int first = 0, k = 0, tile = 0;                                          // first tile of the pass; first piece and tile of the chunk
 #pragma unroll 1
-  while (first < mine) {
-    const int tiles = min(TILES, mine - tile), count = min(W, pieces - k);
-    mbar_wait(empty + stage * 8, phase);
-    if (in_flight < most) {
-      in_flight++;
-    } else {
-      mbar_wait(full + oldest * 8, oldest_phase);
-      if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
-    }
-    mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
+  for (int first = 0; first < mine; first += TOGETHER)
 #pragma unroll 1
-    for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (tile + i) * gridDim.x, k, count, full + stage * 8, once);
-    if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
-    tile += TILES;
-    if (tile >= min(first + TOGETHER, mine)) {
-      k += W;
-      if (k >= pieces) k = 0, first += TOGETHER;
-      tile = first;
-    }
-  }
+    for (int k = 0; k < pieces; k += W)
+#pragma unroll 1
+      for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
+        const int tiles = min(TILES, mine - t), count = min(W, pieces - k);
+        mbar_wait(empty + stage * 8, phase);
+        if (in_flight < most) {
+          in_flight++;
+        } else {
+          mbar_wait(full + oldest * 8, oldest_phase);
+          if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
+        }
+        mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + stage * 8, once);
+        if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
+      }
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block

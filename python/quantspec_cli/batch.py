@@ -455,7 +455,8 @@ class _Run:
                 raise KeyboardInterrupt
             for _ in stream:
                 job.stage, job.done, job.total = "decoding", stream.new_tokens, options.max_new_tokens
-                if self._stopping.is_set():
+                # An answer that was complete before the end is kept, even if this thread had not read it yet.
+                if self._stopping.is_set() and stream.generation.stop_reason == "interrupted":
                     raise KeyboardInterrupt
             generation = stream.generation
         if generation.stop_reason == "interrupted":

@@ -36,6 +36,7 @@ _LARGEST = 2**64 - 1
 
 # Parameters of a single invocation, which cannot have defaults.
 _NO_SETTING = {
+    "clear",
     "documents",
     "dry_run",
     "paths",
