@@ -20,8 +20,8 @@ const PACKAGE: &str = "cuda-toolkit[nvrtc,cudart]==12.8.1";
 /// The newest PTX version that driver 525 accepts; the PTX image uses no newer instruction.
 const PTX_VERSION: &str = "8.0";
 
-/// Machine code images. 86 also serves 87 and 89, 100 also 103, 120 also 121 (newer minor of the same major); for 89 ptxas
-/// emits the instructions of 86. 90a enables the Hopper-only instructions.
+/// Machine code images. 86 also serves 87 and 89, 100 also 103, 120 also 121 (newer minor of the same major). Compiled for 89,
+/// 170 of 178 kernels have the instructions of 86, also all GEMMs and attention. 90a enables the Hopper-only instructions.
 const ARCHITECTURES: [&str; 7] = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_80"];
 
 /// Deflate level: 6 compresses within 2 % of 10, five times faster.
