@@ -193,7 +193,6 @@ def test_views_of_a_draft_models_cache_that_would_be_ignored_are_refused(quantsp
         ({"method": "auto", "draft_model": str(DEMO), "draft_model_kv": "fp16"}, "draft model's cache in FP16"),
         ({"method": "quantspec", "page_choice": "window"}, "the draft reads all pages"),
         ({"method": "auto", "draft_pages": "all", "page_choice": "window"}, "the draft reads all pages"),
-        ({"method": "ar", "accept": "rejection"}, "drafts nothing"),
         ({"method": "qspec", "draft_weights": "none"}, "4-bit activations"),
         *(
             ({"method": method, "kv_target": "fp16", "kv_rounding": "paper"}, "quantises no cache")

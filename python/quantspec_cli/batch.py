@@ -202,10 +202,7 @@ def _with_defaults(request: Request, options: GenerateOptions, model: Model, con
 
 
 def _check(request: Request, options: GenerateOptions) -> None:
-    arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
-    for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
-        prompts.check_utf8(name, text or "")
-    prompts.check_instruction(request.instruction)
+    prompts.check_arguments(request.instruction, request.system_prompt, options.stop)
     if not request.out:
         raise UsageError("the name of the output folder is empty", "name a folder after --out", option="out")
     if (

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     import tokenizers
+    from tokenizers.models import BPE
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Characters looked at together.
@@ -73,10 +74,8 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
     """The bound for a tokenizer; None if its tokens may skip some of a text. `byte_level` decodes the tokens of a byte-level
     vocabulary.
     """
-    from tokenizers.models import BPE
-
-    model = inner.model
-    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+    model = plain_bpe(inner)
+    if model is None:
         return None
     normalizers, splits = list(steps(inner.normalizer)), list(steps(inner.pre_tokenizer))
     is_byte_level = any(step["type"] == "ByteLevel" for step in splits)
@@ -96,6 +95,16 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
         utf8,
         composes=any(step["type"] == "NFC" for step in normalizers),
     )
+
+
+def plain_bpe(inner: tokenizers.Tokenizer) -> BPE | None:
+    """The model of a tokenizer, if it is BPE that adds no marks to parts of a word."""
+    from tokenizers.models import BPE
+
+    model = inner.model
+    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    return model
 
 
 def steps(component: Any) -> Iterator[dict[str, Any]]:

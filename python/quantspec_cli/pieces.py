@@ -54,10 +54,7 @@ def split(text: str) -> list[str]:
 
 def are_independent(inner: tokenizers.Tokenizer) -> bool:
     """Whether this tokenizer's ids of a text are those of its pieces."""
-    from tokenizers.models import BPE
-
-    model = inner.model
-    if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+    if lower_bound.plain_bpe(inner) is None:
         return False
     added = inner.get_added_tokens_decoder().values()
     for token in added:

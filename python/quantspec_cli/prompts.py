@@ -12,7 +12,7 @@ from . import documents
 from .errors import DoesNotFitError, InputError, UsageError, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from typing import BinaryIO
 
 STDIN = "-"
@@ -137,6 +137,14 @@ def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
+
+
+def check_arguments(instruction: str | None, system_prompt: str | None, stop: Iterable[str]) -> None:
+    """Refuses texts of a command line that are not UTF-8, and an empty instruction."""
+    texts = [("the instruction", instruction), ("the system prompt", system_prompt)]
+    for name, text in [*texts, *(("a stop string", text) for text in stop)]:
+        check_utf8(name, text or "")
+    check_instruction(instruction)
 
 
 def check_instruction(text: str | None) -> None:

@@ -57,10 +57,7 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
 def _run(
     request: Request, engine_options: EngineOptions, options: GenerateOptions, engines: contextlib.ExitStack
 ) -> output.Done:
-    arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
-    for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
-        prompts.check_utf8(name, text or "")
-    prompts.check_instruction(request.instruction)
+    prompts.check_arguments(request.instruction, request.system_prompt, options.stop)
     if request.prompt_cache is not None:
         check_folder(request.prompt_cache)
     stdout = output.Stdout() if request.output is None or request.as_json else None

@@ -111,6 +111,31 @@ pub(crate) fn fold16(mut v: [f32; 16], fold: impl Fn(f32, f32) -> f32) -> f32 {
     v[0]
 }
 
+/// Group g of N activations, with zeros after x, and its largest magnitude. N is a multiple of 16.
+///
+/// Bits of magnitudes are ordered like the numbers, and NaN is above all, so the result reveals NaN.
+#[inline(always)]
+pub(crate) fn group<const N: usize>(x: &[f32], g: usize) -> ([f32; N], f32) {
+    let mut v = [0f32; N];
+    let x = &x[g * N..x.len().min((g + 1) * N)];
+    v[..x.len()].copy_from_slice(x);
+    let mut most = [0u32; 16];
+    for v in v.chunks_exact(16) {
+        for l in 0..16 {
+            most[l] = most[l].max(v[l].to_bits() & 0x7fff_ffff);
+        }
+    }
+    (v, f32::from_bits(most.iter().fold(0, |a, b| a.max(*b))))
+}
+
+/// Factor from activations of at most `most` to integers of at most `top`. 0 for zeros and for a group of subnormals, whose
+/// factor would overflow and give codes beyond their range.
+#[inline(always)]
+pub(crate) fn inverse_step(top: f32, most: f32) -> f32 {
+    let inverse = if most > 0.0 { top / most } else { 0.0 };
+    if inverse.is_finite() { inverse } else { 0.0 }
+}
+
 /// N elements from `at` on.
 #[inline(always)]
 pub(crate) fn take<T: Copy, const N: usize>(x: &[T], at: usize) -> [T; N] {

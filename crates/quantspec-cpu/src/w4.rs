@@ -9,7 +9,7 @@
 //! b is k = 4v + b. Tiles are `[n/16][group]`; a short last group is padded with zero codes, and its activations with zeros.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, madd, rint, rint_i32, sum16};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, group, inverse_step, madd, rint, rint_i32, sum16};
 use crate::memory::Array;
 use crate::panel::{PANEL, groups};
 use quantspec_core::quantize::{FITS, SCALE_MIN, SHRINK, WEIGHT_GROUP};
@@ -371,20 +371,8 @@ impl Acts {
 #[inline(always)]
 fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
     for (g, q) in q.chunks_exact_mut(GROUP).enumerate() {
-        let mut v = [0f32; GROUP];
-        let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
-        v[..x.len()].copy_from_slice(x);
-        // Bits of magnitudes are ordered like the numbers, and NaN is above all, so the scale reveals NaN.
-        let mut most = [0u32; 16];
-        for v in v.chunks_exact(16) {
-            for l in 0..16 {
-                most[l] = most[l].max(v[l].to_bits() & 0x7fff_ffff);
-            }
-        }
-        let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
-        let inverse = if most > 0.0 { largest / most } else { 0.0 };
-        // The inverse of a group of subnormals overflows, which would give codes beyond an i8.
-        let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+        let (v, most) = group::<GROUP>(x, g);
+        let inverse = inverse_step(largest, most);
         let mut total = 0i32;
         for (q, v) in q.iter_mut().zip(&v) {
             let code = rint_i32(v * inverse);

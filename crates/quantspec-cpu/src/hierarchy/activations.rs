@@ -2,7 +2,7 @@
 
 use super::{GROUP, Planes, Read};
 use crate::dispatch::{Simd, portable};
-use crate::lanes::rint_i32;
+use crate::lanes::{group, inverse_step, rint_i32};
 use crate::memory::Array;
 use quantspec_core::Result;
 use quantspec_core::quantize::{ACTIVATION_4, ACTIVATION_8};
@@ -80,21 +80,9 @@ fn quantize_body<const FMA: bool>(
     (scale, sum, total): (&mut [f32], &mut [f32], &mut [i32]),
 ) {
     for (g, (high, low)) in high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).enumerate() {
-        let mut v = [0f32; GROUP];
-        let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
-        v[..x.len()].copy_from_slice(x);
-        // Bits of magnitudes are ordered like the numbers, and NaN is above all, so the scale reveals NaN.
-        let mut most = [0u32; 16];
-        for v in v.chunks_exact(16) {
-            for l in 0..16 {
-                most[l] = most[l].max(v[l].to_bits() & 0x7fff_ffff);
-            }
-        }
-        let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
+        let (v, most) = group::<GROUP>(x, g);
         let top = if read == Read::Upper4 { TOP_4 } else { TOP };
-        let inverse = if most > 0.0 { top / most } else { 0.0 };
-        // The inverse of a group of subnormals overflows, which would give codes beyond their limbs.
-        let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+        let inverse = inverse_step(top, most);
         let (mut codes, mut highs) = (0i32, 0i32);
         for i in 0..GROUP {
             // Wraps only for codes of NaN, which the scale reveals.
