@@ -158,7 +158,7 @@ def with_token(**options: Any) -> Inner:
 
 DEPENDENT: dict[str, Any] = {
     "no rule for words": byte_level,
-    **{name: (lambda name=name: by_rules(name)) for name in WITHOUT_WORDS},
+    **{name: (lambda name=name: by_rules(name)) for name in sorted(WITHOUT_WORDS)},
     "a rule across lines": lambda: byte_level(pre_tokenizers.Split(Regex(r"\w+\s*|[^\w]\s+|\s+"), "isolated")),
     "merges across lines": lambda: sentencepiece("characters"),
     "a token across lines": lambda: with_token(content="o.\nT"),
