@@ -27,9 +27,11 @@ DEV float hidden_score() {
 
 namespace wgmma_attention {
 
-// A CTA takes 128 query rows of a head: two consumer warpgroups of 64 rows, and a producer that loads K and V tiles of 128 keys. While one warpgroup
-// computes exponentials, the tensor cores serve the other. S of tile j is issued before P V of tile j - 1 is awaited.
-enum { ROWS = 128, KEYS = 128, THREADS = 384, STAGES = 2 };
+// A CTA takes 64 or 128 query rows of a head: a consumer warpgroup per 64 rows, and a producer that loads K and V tiles of 128 keys. While one
+// warpgroup computes exponentials, the tensor cores serve the other. S of tile j is issued before P V of tile j - 1 is awaited. Blocks of few rows
+// take 64, so that twice as many SMs work.
+enum { KEYS = 128, STAGES = 2 };
+constexpr int threads(int consumers) { return 128 * (consumers + 1); }
 
 // A tile: D / 64 slices of 64 channels, each 128 rows x 128 bytes, swizzled.
 template <int D>
@@ -38,10 +40,10 @@ struct Tile {
 };
 
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}. Q and O
-// have n rows, K and V q0 + n; rows beyond read as zero and are masked.
-template <int D, bool LOCAL, class T>
+// have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer, the second half of Q's box is loaded in vain.
+template <int D, bool LOCAL, int CONSUMERS, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2, int reach) {
-  constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE, SLICES = Tile<D>::SLICES;
+  constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE, SLICES = Tile<D>::SLICES, ROWS = 64 * CONSUMERS, WARPS = 4 * CONSUMERS;
   static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D && 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);  // barriers; room to align
   extern __shared__ char raw[];
   const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
@@ -53,13 +55,13 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
   const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0, tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   if (threadIdx.x == 0) {
     mbar_init(q_full, 1);
-    for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(v_full + 8 * s, 1), mbar_init(k_empty + 8 * s, 8), mbar_init(v_empty + 8 * s, 8);
+    for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(v_full + 8 * s, 1), mbar_init(k_empty + 8 * s, WARPS), mbar_init(v_empty + 8 * s, WARPS);
     mbar_init_done();
   }
   __syncthreads();
-  if (warpgroup == 2) {
-    registers_give<24>();
-    if (threadIdx.x == 256) {
+  if (warpgroup == CONSUMERS) {
+    if constexpr (CONSUMERS > 1) registers_give<24>();
+    if (threadIdx.x == 128 * CONSUMERS) {
       auto load = [&](uint32_t dst, const TensorMap* from, int row, int of_head, uint32_t bar) {
         mbar_expect(bar, BYTES);
 #pragma unroll
@@ -80,7 +82,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       }
     }
   } else {
-    registers_take<240>();
+    if constexpr (CONSUMERS > 1) registers_take<240>();
     const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);  // position of this thread's first row; the second is 8 later
     // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
@@ -191,14 +193,17 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 }  // namespace wgmma_attention
 
 // prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e), reach), prefill_attend_{64,128}_local_*: the suffix is O's
-// type; `reach` is read by local kernels. Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above.
-#define KERNEL_OF(NAME, D, T, LOCAL)                                                                                                                \
-  extern "C" __global__ void __launch_bounds__(wgmma_attention::THREADS, 1)                                                                         \
+// type; `reach` is read by local kernels. Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above. prefill_attend_few_*: the same with
+// grid ceil(n / 64) * heads, block 256.
+#define KERNEL_OF(NAME, D, T, LOCAL, CONSUMERS)                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(wgmma_attention::threads(CONSUMERS), 1)                                                              \
       prefill_attend_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,          \
                             const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2, int reach) {                           \
-    wgmma_attention::attend<D, LOCAL, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                                                          \
+    wgmma_attention::attend<D, LOCAL, CONSUMERS, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                                               \
   }
-#define ENTRY(D, NAME, T) KERNEL_OF(D##_##NAME, D, T, false) KERNEL_OF(D##_local_##NAME, D, T, true)
+#define ENTRY(D, NAME, T)                                                                       \
+  KERNEL_OF(D##_##NAME, D, T, false, 2) KERNEL_OF(D##_local_##NAME, D, T, true, 2)              \
+  KERNEL_OF(few_##D##_##NAME, D, T, false, 1) KERNEL_OF(few_##D##_local_##NAME, D, T, true, 1)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)

@@ -198,9 +198,10 @@ pub struct Prefill {
     device: Arc<Device>,
     shape: Shape,
     kernels: Kernels,
-    attend: Kernel,
-    /// Of local layers.
-    attend_local: Kernel,
+    /// Of layers that see the whole text, and of local layers.
+    attend: [Kernel; 2],
+    /// The same for blocks of few rows, on Hopper.
+    attend_few: Option<[Kernel; 2]>,
     rope_store: Kernel,
     widen: Kernel,
     norm_rows: Kernel,
@@ -250,14 +251,17 @@ impl Prefill {
             },
         };
         let bytes = Prefill::scratch_bytes(&shape, rows, path);
-        let attend = |local: &str| {
+        let attend = |few: &str| -> Result<[Kernel; 2]> {
             let out = if shape.dtype == Dtype::F32 { "f16" } else { dtype };
-            device.kernel(&format!("prefill_attend_{d}{local}_{out}"), attend_shared_bytes(device, d))
+            let kernel = |local: &str| {
+                device.kernel(&format!("prefill_attend_{few}{d}{local}_{out}"), attend_shared_bytes(device, d))
+            };
+            Ok([kernel("")?, kernel("_local")?])
         };
         Ok(Prefill {
             kernels,
             attend: attend("")?,
-            attend_local: attend("_local")?,
+            attend_few: if wgmma_attention(device, d) { Some(attend("few_")?) } else { None },
             rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
             widen: device.kernel("widen", 0)?,
             norm_rows: device.kernel("norm_rows", 0)?,
@@ -388,8 +392,11 @@ impl Prefill {
         let values = kv + (s.kv_width() * 2) as u64;
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let group = s.heads / s.kv_heads;
-        let (kernel, reach) = reach.map_or((self.attend, 0), |reach| (self.attend_local, reach));
-        let tile = if d > 128 { 64 } else { 128 };
+        let local = usize::from(reach.is_some());
+        let reach = reach.unwrap_or(0);
+        // If every block of 64 rows has an SM of its own, the longest takes little more than half the time of 128 rows.
+        let few = self.attend_few.filter(|_| rows.div_ceil(64) * s.heads <= self.device.info.sms);
+        let tile = if d > 128 || few.is_some() { 64 } else { 128 };
         let grid = [(rows.div_ceil(tile) * s.heads) as u32, 1, 1];
         let shared = attend_shared_bytes(&self.device, d) as u32;
         // f32 models: the output passes through f16, like the values.
@@ -413,12 +420,15 @@ impl Prefill {
                     scale.into(),
                     reach.into(),
                 ];
-                self.device.launch(kernel, Launch { grid, block: 384, shared, overlap: false }, &arguments)?;
+                let (kernels, block) = few.map_or((self.attend, 384), |few| (few, 256));
+                let launch = Launch { grid, block, shared, overlap: false };
+                self.device.launch(kernels[local], launch, &arguments)?;
             } else {
                 let strides = [s.q_width() as u64, kv_width as u64, out_pitch as u64];
                 let arguments =
                     args![q, kv, values, out, rows, start, group, strides[0], strides[1], strides[2], scale, reach];
-                self.device.launch(kernel, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
+                let launch = Launch { grid, block: 128, shared, overlap: false };
+                self.device.launch(self.attend[local], launch, &arguments)?;
             }
             if s.dtype == Dtype::F32 {
                 // Heads have a multiple of 64 channels, so rows have no padding.

@@ -9,10 +9,12 @@ use crate::masses::PageMasses;
 use crate::prefill::padded;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Interval between checks of a busy device, short compared with a prompt's layer.
+/// Interval between checks of a busy device, short compared with a layer of a long prompt.
 const POLL_EVERY: Duration = Duration::from_micros(200);
+/// Time for which the device is checked without a pause: a layer of a short prompt takes less, and a pause would leave the device idle.
+const CHECK_FOR: Duration = Duration::from_millis(2);
 
 impl CudaBackend {
     /// Memory of the current prompt's keys and values.
@@ -54,9 +56,12 @@ impl CudaBackend {
 
     /// Waits for the device; the caller may interrupt.
     pub(super) fn wait(&mut self) -> Result<()> {
+        let started = Instant::now();
         while !self.device.idle()? {
-            (self.hooks.poll)()?;
-            std::thread::sleep(POLL_EVERY);
+            if started.elapsed() > CHECK_FOR {
+                (self.hooks.poll)()?;
+                std::thread::sleep(POLL_EVERY);
+            }
         }
         self.staged = 0;
         Ok(())
