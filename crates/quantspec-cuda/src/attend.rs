@@ -22,8 +22,8 @@ const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
 /// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
-/// Most blocks of a view per SM without TMA, limited by registers.
-const BLOCKS_MAX: usize = 4;
+/// Most shared memory of a block on any GPU.
+const SHARED_MAX: usize = 227 << 10;
 /// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
 /// item, and slower with 64.
 const HALF_SM_PAGES: usize = 16;
@@ -215,9 +215,22 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
     (blocks / kv_heads).max(1)
 }
 
+/// Concurrent blocks of a view per SM. With TMA one block has all warps. Without it, registers and shared memory for four pages
+/// in flight are the limits.
+fn blocks_per_sm(view: View, d: usize, tma: bool, shared_bytes: usize) -> usize {
+    if tma {
+        return 1;
+    }
+    let registers = if view == View::Upper { 4 } else { 2 };
+    let smallest = instances(shapes::ATTEND, view, d, tma, false).find(|of| of.rows == 8);
+    let shared = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
+    (shared_bytes / shared).clamp(1, registers)
+}
+
 /// What [`Attend::partial_rows`] returns at most for this model and device, before the device is open.
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
-    let blocks = if images::has_tma(architecture) { 1 } else { BLOCKS_MAX };
+    let blocks = |view| blocks_per_sm(view, config.head_dim, images::has_tma(architecture), SHARED_MAX);
+    let blocks = [View::Upper, View::Both, View::Full].map(blocks).into_iter().max().unwrap_or(1);
     most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
 }
 
@@ -392,7 +405,7 @@ impl Attend {
                 threads: of.block,
             })
         };
-        let split = |view: View, registers: usize| -> Result<Split> {
+        let split = |view: View| -> Result<Split> {
             let variants = |table, stem: &str| -> Result<Vec<Variant>> {
                 let fitting = instances(table, view, d, tma, false).filter_map(|of| {
                     // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
@@ -404,9 +417,7 @@ impl Attend {
             };
             let local =
                 if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
-            let smallest = instances(shapes::ATTEND, view, d, false, false).find(|of| of.rows == 8);
-            let per_block = smallest.map_or(0, |of| of.shared + 4 * of.stage_bytes) + 1024;
-            let blocks = if tma { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
+            let blocks = blocks_per_sm(view, d, tma, device.shared_bytes);
             let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
@@ -420,9 +431,9 @@ impl Attend {
         };
         let bounds = |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS / d));
         Ok(Attend {
-            upper: split(View::Upper, BLOCKS_MAX)?,
-            both: split(View::Both, 2)?,
-            full: split(View::Full, 2)?,
+            upper: split(View::Upper)?,
+            both: split(View::Both)?,
+            full: split(View::Full)?,
             half_sm: half_sm.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: match config.group() {
