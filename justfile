@@ -18,6 +18,11 @@ test *args:
 test-all *args:
     bash tools/test.sh {{args}}
 
+# Before a release: a wheel with kernels for all architectures, whose machine code is checked
+kernels:
+    QUANTSPEC_KERNELS=on maturin build --release --locked
+    python tools/check_sass.py target/kernel-images
+
 # Before a release (hours): exactness at full length on every SIMD path of this machine, 100 kills of a batch, more fuzzing
 laws:
     for path in $({{just_executable()}} _paths); do \

@@ -1,4 +1,4 @@
-// Decode attention, merging, and the choice of pages. All kernels exist on every architecture.
+// Decode attention, merging, and the choice of pages. All kernels exist on every architecture, those for heads of 256 channels from 8.0 on.
 #include "attend.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
@@ -66,6 +66,7 @@ ATTEND(attend_both_128_32, 128, BOTH, 32, 1, 0, 2, false, 128, 16896, 28160)
 ATTEND(attend_full_128_8, 128, FULL, 8, 1, 0, 3, false, 128, 16384, 3456)
 ATTEND(attend_full_128_16, 128, FULL, 16, 1, 0, 3, false, 128, 16384, 7936)
 ATTEND(attend_full_128_32, 128, FULL, 32, 1, 0, 2, false, 128, 16384, 14848)
+#ifdef QS_SM80  // elsewhere heads of 256 channels are refused
 ATTEND(attend_upper_256_4, 256, UPPER, 4, 1, 0, 2, false, 128, 17408, 10432)
 ATTEND(attend_upper_256_8, 256, UPPER, 8, 1, 0, 2, false, 128, 17408, 10624)
 ATTEND(attend_upper_256_16, 256, UPPER, 16, 1, 0, 2, false, 128, 17408, 23296)
@@ -76,6 +77,7 @@ ATTEND(attend_both_256_32, 256, BOTH, 32, 1, 0, 1, false, 128, 33792, 44544)
 ATTEND(attend_full_256_8, 256, FULL, 8, 1, 0, 2, false, 128, 32768, 5504)
 ATTEND(attend_full_256_16, 256, FULL, 16, 1, 0, 2, false, 128, 32768, 12032)
 ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
+#endif
 #endif
 
 // ---- merging the items of a row ----

@@ -31,9 +31,11 @@ ATTEND_LOCAL(attend_local_both_128_8, 128, BOTH, 8, 1, 0, 3, false, 128, 16896, 
 ATTEND_LOCAL(attend_local_both_128_16, 128, BOTH, 16, 1, 0, 3, false, 128, 16896, 15104)
 ATTEND_LOCAL(attend_local_full_128_8, 128, FULL, 8, 1, 0, 3, false, 128, 16384, 3456)
 ATTEND_LOCAL(attend_local_full_128_16, 128, FULL, 16, 1, 0, 3, false, 128, 16384, 7936)
+#ifdef QS_SM80  // elsewhere heads of 256 channels are refused
 ATTEND_LOCAL(attend_local_upper_256_8, 256, UPPER, 8, 1, 0, 2, false, 128, 17408, 10624)
 ATTEND_LOCAL(attend_local_both_256_8, 256, BOTH, 8, 1, 0, 2, false, 128, 33792, 10624)
 ATTEND_LOCAL(attend_local_both_256_16, 256, BOTH, 16, 1, 0, 2, false, 128, 33792, 23296)
 ATTEND_LOCAL(attend_local_full_256_8, 256, FULL, 8, 1, 0, 2, false, 128, 32768, 5504)
 ATTEND_LOCAL(attend_local_full_256_16, 256, FULL, 16, 1, 0, 2, false, 128, 32768, 12032)
+#endif
 #endif

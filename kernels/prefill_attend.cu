@@ -354,5 +354,7 @@ ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
 ENTRY(128, f16, Half)
 #endif
+#ifdef QS_SM80  // elsewhere heads of 256 channels are refused
 ENTRY(256, bf16, Bf16)
 ENTRY(256, f16, Half)
+#endif

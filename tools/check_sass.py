@@ -48,9 +48,6 @@ SPILLS = {
     # rows, and 4 reload loop invariants; kernels of local layers have one invariant more.
     **{(f"prefill_attend_128_{out}", "sm_75"): 12 for out in ("bf16", "f16")},
     **{(f"prefill_attend_128_local_{out}", "sm_75"): 13 for out in ("bf16", "f16")},
-    # Likewise, but never launched: heads of 256 channels need compute capability 8.0 (check_head of quantspec-cuda).
-    **{(f"prefill_attend_256_{out}", "sm_75"): 8 for out in ("bf16", "f16")},
-    **{(f"prefill_attend_256_local_{out}", "sm_75"): 9 for out in ("bf16", "f16")},
 }
 
 # Loops of kernels without matrix instructions. `judge` has 1,024 threads, so 64 registers, and runs once a round: with
