@@ -704,9 +704,7 @@ def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing(
-    start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
-) -> None:
+def test_kills_lose_nothing(start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]) -> None:
     """SIGKILL at random moments (30, in long runs 100): finished documents stay finished, exactly once, and the result equals
     that of an undisturbed run."""
     docs, out, calm = tmp_path / "docs", tmp_path / "out", tmp_path / "calm"
