@@ -23,6 +23,9 @@ const LEDGER: (f64, f64) = (-6.0, 12.0);
 /// memory-bound.
 const EXPLORED: usize = 3;
 const FIRST_ROWS: usize = 8;
+/// Judged tokens, with those of the prior, from which on α may end all drafting: fewer may be bad luck, and a probe comes
+/// late.
+const JUDGED: f64 = 20.0;
 /// Budget, in plain steps, at which a probe begins, and most drafted tokens of its rounds.
 const PROBE: f64 = 1.0;
 const PROBE_GAMMA: usize = 4;
@@ -289,12 +292,14 @@ impl Policy {
         let pays = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = pays.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
-        // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and longer if they proposed
-        // nothing and nothing else pays.
+        // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and if nothing pays, until some of
+        // their tokens were judged.
         let (drafts, last) = (pays.is_some(), |&index: &usize| self.candidates[index].last);
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
-        let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
+        let is_new = |own: &Candidate| {
+            own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.1 < JUDGED)
+        };
         let forecast = |index: usize| self.candidates[index].forecast;
         let new = usable().filter(|&index| is_new(&self.candidates[index]) && forecast(index) > rate);
         let new = new.min_by(|a, b| forecast(*b).total_cmp(&forecast(*a)).then(last(a).cmp(&last(b))));

@@ -478,6 +478,24 @@ fn gammas(max: usize, rounds: usize, alpha: f64, mut costs: impl FnMut(usize, us
 }
 
 #[test]
+fn early_rejections_do_not_end_drafting() {
+    // Int8 weights on a GPU: a draft step takes .64 of a plain step. The first three drafts are rejected.
+    let (mut policy, mut drafts, mut late) = (Policy::auto(8), 0, 0);
+    for round in 0..200 {
+        let gamma = policy.gamma();
+        if gamma > 0 {
+            policy.observe_draft(6.4 * gamma as f64, gamma);
+            let accepts = |i: &usize| drafts >= 3 && WORLD.uniform(round, *i as u64) < 0.88;
+            policy.observe_round(gamma, (0..gamma).take_while(accepts).count());
+            drafts += 1;
+            late += usize::from(round >= 50);
+        }
+        policy.observe_verify(gamma + 1, 10.0 + 0.25 * gamma as f64);
+    }
+    assert!(late > 60, "drafts in {late} of the last 150 rounds");
+}
+
+#[test]
 fn costs_that_fall_are_noticed() {
     // Long windows are expensive at first, and their last timings show that until they expire.
     let gammas = gammas(8, 1_200, 1.1, |round, gamma| {
