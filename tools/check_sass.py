@@ -61,7 +61,7 @@ SHARE = 0.8
 # On Hopper, prefill attention has Q K^T of the first tile before its loop and P V of the last after it, together one
 # iteration, so half of the instructions. Prefill GEMMs do four blocks of K per iteration and up to three remaining blocks
 # after the loop, so four sevenths are inside.
-PEELED = re.compile(r"prefill_(attend_(64|128)|qkv_(64|128|256)|residual|gated)_")
+PEELED = re.compile(r"prefill_(attend_(few_)?(64|128)|qkv_(64|128|256)|residual|gated)_")
 PEELED_SHARE = 0.5
 
 # An entry of a page list and one of the page table, at the two places where a loop fetches the next page number.
