@@ -132,7 +132,8 @@ def test_ablations_agree_with_numpy() -> None:
     caches = [
         own,
         llama_numpy.Groups(keys="token", size=32),
-        llama_numpy.Groups(values="channel", size=64, truncated=True),
+        llama_numpy.Groups(values="channel", size=64),
+        llama_numpy.Groups(truncated=True),
     ]
     ids = sample()
     found = subprocess.run(
