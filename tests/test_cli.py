@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -414,6 +416,20 @@ def test_an_unexpected_exception_is_two_lines(fake: Any, quantspec: Run, monkeyp
 
     monkeypatch.setattr(quantspec_cli.run, "run", lambda *_: 1 / 0)
     quantspec("run", "--text", "x").assert_error(1, "ZeroDivisionError", "defect")
+
+
+def test_a_full_disk_is_not_blamed_on_standard_output(
+    fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import quantspec_cli.run
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/part")
+
+    monkeypatch.setattr(quantspec_cli.run, "run", refuse)
+    quantspec("run", "--text", "x").assert_error(1, "error: /scratch/part: no space left on device", "free space")
+    outcome = quantspec("run", "--text", "x", "--json")
+    assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io")
 
 
 def test_no_memory_is_exit_3(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,3 +563,29 @@ def test_progress_appears_on_a_terminal_and_ctrl_c_still_works(toy_command: list
     # The bar is gone, and the cursor is visible.
     assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize("command", [["run", "-o"], ["batch", "--out"]])
+def test_a_terminal_that_goes_away_costs_no_answer(toy_command: list[str], tmp_path: Path, command: list[str]) -> None:
+    import pty
+
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night.")
+    terminal, end = pty.openpty()
+    script = {"load_s": 0.3, "prefill_s": 0.3, "round_s": 0.05}
+    child = subprocess.Popen(
+        [*toy_command, command[0], str(tmp_path / "a.txt"), command[1], str(tmp_path / "out"), "-n", "9", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=end,
+        env={**os.environ, "FAKE_NATIVE": json.dumps(script), "TERM": "xterm"},
+    )
+    os.close(end)
+    seen = b""
+    while b"loading weights" not in seen:
+        seen += os.read(terminal, 1 << 16)
+    os.close(terminal)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 0, out
+    (result,) = json.loads(out)["results"]
+    assert result["new_tokens"] == 9
+    answer = tmp_path / "out" if command[0] == "run" else tmp_path / "out" / "a.txt.md"
+    assert answer.read_text(encoding="utf-8").strip()

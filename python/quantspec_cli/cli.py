@@ -108,7 +108,22 @@ _prompt_cache_flag = click.option(
 _OF_TEMPLATES = {"thinking", "template_arg"}
 
 
-class _Command(click.Command):
+class _Parser(click.Command):
+    """Reports a standard output that refuses help or the version, which click writes while it parses."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses, or writes help."""
+        try:
+            return super().parse_args(ctx, args)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            from .output import unwritable
+
+            raise unwritable(error) from error
+
+
+class _Command(_Parser):
     """A command that reports errors of the settings file only when it runs, so that `--help` always works. Its errors about
     an option name the flag and the source of the value.
     """
@@ -124,7 +139,7 @@ class _Command(click.Command):
             raise
 
 
-class _Group(click.Group):
+class _Group(_Parser, click.Group):
     command_class = _Command
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -24,15 +23,13 @@ from .errors import (
     UsageError,
     internal,
     interrupted,
+    refused,
 )
 from .output import Done, redirect_to_null, unwritable
 from .signals import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
-
-# Errors of a device that accepts no more data.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main() -> int:
@@ -98,9 +95,7 @@ def execute(arguments: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("QUANTSPEC_DEBUG"):
             raise
-        # click writes help and versions itself.
-        full = isinstance(error, OSError) and error.errno in _FULL
-        failure = unwritable(error) if full else internal(error)  # type: ignore[arg-type]
+        failure = refused(error) if isinstance(error, OSError) else internal(error)
     else:
         code = 128 + SIGNALS.number if done.code == EXIT_INTERRUPTED else done.code
         return code if document is None else _print(document, code)
@@ -142,7 +137,8 @@ def _invoke(arguments: list[str]) -> Done:
     except click.exceptions.Exit as left:
         return Done(left.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        with suppress(OSError):  # a standard error without a reader
+            click.echo(error.format_message(), err=True)
         return Done(EXIT_USAGE)
     except click.UsageError as error:
         raise _usage(error) from error

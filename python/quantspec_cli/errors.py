@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
@@ -149,6 +150,12 @@ def internal(error: BaseException) -> InternalError:
     """Converts an unexpected exception, which is a defect of quantspec, to an error."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return InternalError(text, "this is a defect of quantspec; please report it with the command you ran")
+
+
+def refused(error: OSError) -> FileError:
+    """Converts an error of the operating system that no caller expected."""
+    where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return FileError(f"{where}{reason(error)}", "check the permissions and the free space of the disk")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .errors import one_line
@@ -30,13 +30,19 @@ def console() -> Console:
             """Rich would close standard output and exit: a closed stderr must not lose the answer."""
             redirect_to_null(sys.stderr)
 
+        def _check_buffer(self) -> None:
+            """Writes what was printed. A terminal that went away, or a full disk, must not lose the answer either."""
+            try:
+                super()._check_buffer()
+            except OSError:
+                self.quiet = True
+
     return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def note(text: str) -> None:
     """Prints one line to stderr. Failure is ignored: the answer goes elsewhere."""
-    with suppress(OSError):
-        console().print(text, style="dim")
+    console().print(text, style="dim")
 
 
 def processors() -> int:
