@@ -35,7 +35,7 @@ const STALE_ROUNDS: usize = 256;
 const SETTLED: f64 = 0.95;
 /// A plain step is timed again, up to this many times, if more rows took less than this share of it.
 const RETIMED: (usize, f64) = (3, 0.9);
-/// Drafted tokens over which acceptance and margin scale forget; rejections are rare.
+/// Drafted tokens per sequence over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
 /// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
@@ -201,7 +201,7 @@ impl Policy {
         // The first rejected token ends a round's trials.
         let trials = (accepted + 1).min(drafted) as f64;
         let acceptance = &mut self.candidates[self.next.candidate].acceptance;
-        acceptance.add(accepted as f64, trials, (-trials / ACCEPTANCE_WINDOW).exp());
+        acceptance.add(accepted as f64, trials, (-trials / (ACCEPTANCE_WINDOW * self.batch as f64)).exp());
     }
 
     /// Records that one sequence copied `drafted` tokens of its text, of which the first `accepted` were accepted. This
