@@ -346,7 +346,8 @@ def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path
     (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
     assert failed["document"] == "deep/er/c.txt"
     assert "leads out of" in failed["error"]["message"]
-    assert [path for path in elsewhere.rglob("*") if path.is_file()] == []
+    assert list(elsewhere.iterdir()) == []
+    assert list((out / sources.STATE / "tmp").iterdir()) == []
 
 
 def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -379,6 +380,42 @@ def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: R
     # The remedy named by the error suffices.
     (out / "a.txt.md").unlink()
     assert quantspec(*command, "-n", "4").json["failed"] == 0
+
+
+def test_an_answer_by_hand_to_a_failed_document_is_not_overwritten(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (docs / "long.txt").write_text("word " * 1000)
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    assert quantspec(*command, "-n", "3", "-c", "600").json["failed"] == 1
+    (out / "long.txt.md").write_text("by hand")
+    for _ in range(2):
+        report = quantspec(*command, "-n", "3").json
+        (failed,) = [line["error"]["message"] for line in report["results"] if line["error"]]
+        assert "exists and was not written by this batch" in failed
+        assert (out / "long.txt.md").read_text() == "by hand"
+    (out / "long.txt.md").unlink()
+    assert quantspec(*command, "-n", "3").json["failed"] == 0
+    # An earlier answer of the batch is replaced, also if the document failed in between.
+    assert quantspec(*command, "-n", "4", "-c", "600").json["failed"] == 1
+    assert quantspec(*command, "-n", "4").json["failed"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_answer_by_hand_after_an_interrupt_is_not_overwritten(
+    start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "40"]
+    child = start(*command, script={"round_s": 1.0})
+    child.until("verify")
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    (out / "a.txt.md").write_text("by hand")
+    report = quantspec(*command, "--json").json
+    assert (report["done"], report["failed"]) == (2, 1)
+    assert (out / "a.txt.md").read_text() == "by hand"
 
 
 def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

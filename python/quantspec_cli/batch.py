@@ -8,6 +8,7 @@ steps that finish an answer. Every document ends as done or failed, and the next
 from __future__ import annotations
 
 import errno
+import sqlite3
 import sys
 import threading
 import time
@@ -470,8 +471,11 @@ class _Run:
         if outcome.answer is not None:
             text = outcome.answer.generation.text
             try:
-                size = self.journal.write(job.output, text if text.endswith("\n") or not text else text + "\n")
+                whole = text if text.endswith("\n") or not text else text + "\n"
+                size = self.journal.write(job.source.name, job.output, whole)
             except FileError as error:
+                if isinstance(error.__cause__, sqlite3.Error):
+                    raise
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
                     error.hint = "free some space and run the command again: it resumes"
                     raise

@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS documents (
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
     finished INTEGER, -- order in which documents finished
-    size INTEGER,     -- of the answer's file, in bytes
+    size INTEGER,     -- bytes of the journal's file at `output`, -1 without one; NULL while an answer is moved there
     result TEXT       -- the line of results.jsonl
 );
 CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
@@ -54,7 +54,8 @@ class Row(NamedTuple):
         status: "pending" (new or interrupted), "done" or "failed".
         sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
-        size: of the answer's file, in bytes; None without one.
+        size: of the file at its place, in bytes; -1 if none is the journal's; None if a process died while it moved an
+            answer there.
         result: the object of results.jsonl; None while pending.
     """
 
@@ -160,11 +161,11 @@ class Journal:
             self._foreign = {outputs[name] for name in foreign}
             with self._transaction():
                 self._connection.executemany(
-                    "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') ON CONFLICT (name) DO UPDATE "
-                    "SET output = excluded.output, status = 'pending', sha256 = NULL, fingerprint = NULL, "
-                    "finished = NULL, size = NULL, result = NULL",
+                    "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
+                    "ON CONFLICT (name) DO UPDATE SET output = excluded.output, status = 'pending', sha256 = NULL, "
+                    "fingerprint = NULL, finished = NULL, size = excluded.size, result = NULL",
                     [
-                        (os.fsencode(name), os.fsencode(output))
+                        (os.fsencode(name), os.fsencode(output), self._own_size(output, sizes))
                         for name, output in outputs.items()
                         if name not in refused
                     ],
@@ -175,12 +176,15 @@ class Journal:
     def finish(
         self, name: str, output: str, result: Mapping[str, Any], fingerprint: str, size: int | None = None
     ) -> None:
-        """Commits a document's result, then appends its line to results.jsonl. `size` is its answer's, in bytes."""
+        """Commits a document's result, then appends its line to results.jsonl. `size` is its answer's, in bytes; without an
+        answer, an earlier one stays in its place.
+        """
         line = json.dumps(result, ensure_ascii=False)
         with self._reported(), self._transaction():
             self._connection.execute(
                 "INSERT OR REPLACE INTO documents (name, output, status, sha256, fingerprint, finished, size, result) VALUES "
-                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?)",
+                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), "
+                "coalesce(?, (SELECT size FROM documents WHERE name = ?)), ?)",
                 (
                     os.fsencode(name),
                     b"" if output in self._foreign else os.fsencode(output),
@@ -188,18 +192,21 @@ class Journal:
                     result["sha256"],
                     fingerprint,
                     size,
+                    os.fsencode(name),
                     line,
                 ),
             )
         self._append(line)
 
-    def write(self, output: str, text: str) -> int:
-        """Moves an answer to its path below the folder, atomically. Returns its size in bytes.
+    def write(self, name: str, output: str, text: str) -> int:
+        """Moves a document's answer to its path below the folder, atomically. Returns its size in bytes.
 
         Raises:
-            FileError: the path is outside the folder (through a link), or the system refuses; the OSError is its cause.
+            FileError: the path is outside the folder (through a link), or the system or the journal refuses; the OSError or
+                sqlite3.Error is its cause.
         """
         target = self.out / output
+        self._check_inside(target.parent)
         temporary = self._new_temporary()
         try:
             with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -207,9 +214,9 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             target.parent.mkdir(parents=True, exist_ok=True)
-            root, parent = os.path.realpath(self.out), os.path.realpath(target.parent)
-            if parent != root and not parent.startswith(root.rstrip(os.sep) + os.sep):
-                raise FileError(f"{target.parent} leads out of {self.out}, to {parent}", "remove the link")
+            # If the process dies before `finish`, the file may be the earlier one or this answer.
+            with self._reported():
+                self._connection.execute("UPDATE documents SET size = NULL WHERE name = ?", (os.fsencode(name),))
             # A link at the path itself is replaced, not followed.
             temporary.replace(target)
             _sync_folder(target.parent)
@@ -235,14 +242,27 @@ class Journal:
         wanted = {os.fsencode(name) for name in names}
         return [json.loads(line) for name, line in self._finished() if name in wanted]
 
+    def _check_inside(self, folder: Path) -> None:
+        """Refuses a folder outside the output folder, before anything is created there."""
+        root, place = os.path.realpath(self.out), os.path.realpath(folder)
+        if place != root and not place.startswith(root.rstrip(os.sep) + os.sep):
+            raise FileError(f"{folder} leads out of {self.out}, to {place}", "remove the link")
+
     def _may_replace(self, output: str, sizes: Mapping[bytes, int | None]) -> bool:
-        """True if the path is free, or holds what this journal wrote. An interrupted answer has no size."""
+        """True if the path is free, or holds what this journal wrote."""
+        found = self._size(output)
+        return found is None or self._own_size(output, sizes) == found
+
+    def _own_size(self, output: str, sizes: Mapping[bytes, int | None]) -> int:
+        """Bytes of the journal's file at a path; -1 if there is none. An answer that a kill left without a row counts."""
+        found, key = self._size(output), os.fsencode(output)
+        return -1 if found is None or key not in sizes or sizes[key] not in {None, found} else found
+
+    def _size(self, output: str) -> int | None:
         try:
-            found = (self.out / output).lstat().st_size
+            return (self.out / output).lstat().st_size
         except OSError:
-            return True
-        key = os.fsencode(output)
-        return key in sizes and sizes[key] in {None, found}
+            return None
 
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
