@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import fake_native
 import pytest
 from conftest import DEMO, Outcome, copy_demo
 
@@ -22,6 +24,19 @@ def test_prompts_end_at_the_borders_and_differ(fake: Any) -> None:
     assert [len(prompt) for prompt in prompts] == list(LENGTHS)
     assert len({tuple(prompt[:127]) for prompt in prompts}) == len(LENGTHS)
     assert {prompt[0] for prompt in prompts} == {1}
+
+
+def test_one_engine_is_loaded_at_a_time(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded = fake_native.Engine.__init__, []
+
+    def counted(self: fake_native.Engine, *arguments: Any, **options: Any) -> None:
+        assert not any(engine() for engine in loaded), "two may not fit"
+        loaded.append(weakref.ref(self))
+        load(self, *arguments, **options)
+
+    monkeypatch.setattr(fake_native.Engine, "__init__", counted)
+    assert quantspec("selftest").code == 0
+    assert len(loaded) > len(DRAFTING)
 
 
 def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:

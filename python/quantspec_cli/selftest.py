@@ -147,11 +147,11 @@ def _references(
     model: Model, options: EngineOptions, prompts: Sequence[list[int]]
 ) -> tuple[str, str, dict[str, list[list[int]]]]:
     """Device, the weights that `auto` chose, and plain decoding of every prompt alone, per acceptance rule."""
-    engine = _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1)
-    decoded = {
-        accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
-        for accept, sampling in _SAMPLING.items()
-    }
+    with _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1) as engine:
+        decoded = {
+            accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
+            for accept, sampling in _SAMPLING.items()
+        }
     return engine.info["device"], engine.info["weights"], decoded
 
 
@@ -191,28 +191,29 @@ def _cases(
     choosing = replace(fixed, method="auto", draft_model=draft_model, gamma="auto")
     ways.append((choosing, everything, ("auto", "auto"), ()))
     for way, places, alone, together in ways:
-        engine = _engine(model, way, prompts, batch=BATCH)
-        for accept, sampling in _SAMPLING.items():
-            for batch in (1, BATCH):
-                for turn, gamma in enumerate(together if batch > 1 else alone):
-                    # The batch advances by one prompt per case, so its neighbours have other lengths.
-                    chosen = [places[turn % len(places)]]
-                    chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
-                    decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
-                    expected = [references[accept][place] for place in chosen]
-                    case = Case(
-                        method=way.method,
-                        draft_pages=way.pages_of_draft,
-                        page_choice=None if way.pages_of_draft == "all" else way.choice_of_pages,
-                        threads=way.threads,
-                        gamma=gamma,
-                        accept=accept,
-                        batch=batch,
-                        tokens=sum(map(len, decoded)),
-                        difference=None,
-                    )
-                    found = first_difference([len(prompts[place]) for place in chosen], expected, decoded)
-                    yield case if found is None else replace(case, difference=f"{_line(case)}: {found}")
+        # Closed before the next one is loaded: two may not fit.
+        with _engine(model, way, prompts, batch=BATCH) as engine:
+            for accept, sampling in _SAMPLING.items():
+                for batch in (1, BATCH):
+                    for turn, gamma in enumerate(together if batch > 1 else alone):
+                        # The batch advances by one prompt per case, so its neighbours have other lengths.
+                        chosen = [places[turn % len(places)]]
+                        chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
+                        decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
+                        expected = [references[accept][place] for place in chosen]
+                        case = Case(
+                            method=way.method,
+                            draft_pages=way.pages_of_draft,
+                            page_choice=None if way.pages_of_draft == "all" else way.choice_of_pages,
+                            threads=way.threads,
+                            gamma=gamma,
+                            accept=accept,
+                            batch=batch,
+                            tokens=sum(map(len, decoded)),
+                            difference=None,
+                        )
+                        found = first_difference([len(prompts[place]) for place in chosen], expected, decoded)
+                        yield case if found is None else replace(case, difference=f"{_line(case)}: {found}")
 
 
 def first_difference(lengths: Sequence[int], expected: Sequence[list[int]], decoded: Sequence[list[int]]) -> str | None:
