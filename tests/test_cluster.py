@@ -8,9 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Outcome
+
+from quantspec_cli.cluster import Cluster, WorkerSpec
+from quantspec_cli.options import EngineOptions
 
 # A cluster of two nodes on this machine; the second is killed when the first documents are finished, while others wait.
 DRIVER = """
@@ -67,6 +71,30 @@ def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], t
     outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1")
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[-2].startswith("error: no Ray cluster at '127.0.0.1:1'")
+
+
+def test_an_interrupt_while_the_cluster_is_sought_gives_standard_output_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    ended: list[bool] = []
+    ray = SimpleNamespace(init=interrupt, shutdown=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    before = sys.stdout
+    spec = WorkerSpec(
+        model=None,
+        revision=None,
+        offline=True,
+        fingerprint="",
+        options=EngineOptions(),
+        prompt_cache=None,
+        context=100,
+        parallel=1,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        Cluster("auto", spec)
+    assert sys.stdout is before
+    assert ended == [True]
 
 
 def test_without_ray_the_extra_is_named(

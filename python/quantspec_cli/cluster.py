@@ -139,6 +139,9 @@ class Cluster:
                 f"no Ray cluster at {address!r:.100}: {error}"[:300],
                 "start one with: ray start --head, or correct --ray",
             ) from error
+        except BaseException:  # Ctrl-C
+            self._shut_down()
+            raise
         self.lost = 0
         self.failure: QuantspecError | None = None
         self._changed = threading.Condition()
