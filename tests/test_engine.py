@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -329,23 +328,43 @@ def test_closing_an_engine_ends_the_streams_of_other_threads(engine: Engine, fak
     assert endings == ["the engine is closed"] * 5
 
 
-def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any) -> None:
+@pytest.mark.parametrize("answers", [0, 1])
+def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any, answers: int) -> None:
+    """Also before the first request, when the engine has no thread of its own."""
     for _ in range(50):
         engine = Engine.load(context=100)
-        engine.generate("one", max_new_tokens=1)
+        for _ in range(answers):
+            engine.generate("one", max_new_tokens=1)
 
         def ask(engine: Engine = engine) -> None:
-            with contextlib.suppress(UsageError):
-                while True:
-                    engine.statistics()
+            while True:
+                engine.statistics()
 
-        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+        threads = [in_background(ask) for _ in range(4)]
         engine.close()
-        for thread in threads:
+        for thread, failures in threads:
             thread.join(10)
             assert not thread.is_alive()
+            assert [type(failure) for failure in failures] == [UsageError]
+
+
+def test_a_call_before_the_first_request_delays_it(engine: Engine, fake: Any) -> None:
+    """The engine has one caller at a time: a call on the caller's thread ends before rounds begin."""
+    begun, goes_on, order = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        goes_on.wait(30)
+        order.append("call")
+
+    caller, _ = in_background(lambda: engine._lease.scheduler.call(work))
+    assert begun.wait(30)
+    reader, failures = in_background(lambda: order.append(engine.generate("one", max_new_tokens=1).stop_reason))
+    time.sleep(0.1)
+    goes_on.set()
+    for thread in (caller, reader):
+        thread.join(30)
+    assert (order, failures) == (["call", "length"], [])
 
 
 def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any) -> None:

@@ -111,7 +111,8 @@ class Scheduler:
         # Seconds of the last round.
         self._round_s = 0.0
         self._thread: threading.Thread | None = None
-        # Held while a command is enqueued, so that none follows the one that ends the thread.
+        # Held while a command is enqueued, so that none follows the one that ends the thread, and by calls of the engine
+        # before there is a thread.
         self._lock = threading.RLock()
         self._stopped = False
         self._process = os.getpid()
@@ -142,11 +143,14 @@ class Scheduler:
     def call(self, work: Callable[[], Result]) -> Result:
         """Runs work that needs the engine between two rounds, and returns its result."""
         self.check()
-        if self._thread is None or self.is_inside():
+        if self.is_inside():
             return work()
         call = _Call(work)
         with self._lock:
             self.check()
+            if self._thread is None:
+                # Under the lock, so that the engine has one caller: no thread starts, and `stop` waits.
+                return work()
             self._commands.put(call)
         while not wait([call.done], WAIT_S).done:
             pass
