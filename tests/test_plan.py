@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import runpy
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,6 +248,22 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
 )
 def test_values_out_of_range_are_usage_errors(quantspec: Run, flags: tuple[str, str], words: str) -> None:
     quantspec("plan", *flags).assert_error(2, words)
+
+
+def test_no_temporary_folder_costs_only_the_table_of_sizes(
+    fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a read-only container, or on a full disk."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    for command in ("plan", "doctor"):
+        outcome = quantspec(command, "--json")
+        assert (outcome.code, outcome.json["sizes"]) == (0, []), outcome
+        assert "what fits here" not in quantspec(command).stdout
+    assert "no temporary folder can be written: no space left on device; set TMPDIR" in quantspec("plan").stderr
 
 
 def test_sizes_are_those_of_their_models() -> None:

@@ -67,7 +67,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _sizes() -> list[dict[str, Any]]:
-    """Model sizes that fit the device of `auto`; empty if it cannot be opened: `gpu` has the reason."""
+    """Model sizes that fit the device of `auto`; empty if it cannot be opened (`gpu` has the reason), or without a
+    temporary folder.
+    """
     with suppress(QuantspecError):
         return sizes.table("auto")
     return []

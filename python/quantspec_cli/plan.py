@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import hub, predict, render, sizes
-from .errors import DoesNotFitError, UsageError, native_errors, one_line
+from .errors import DoesNotFitError, FileError, UsageError, native_errors, one_line
 from .options import BATCH_MAX, METHODS, EngineOptions, whole
 from .output import Done, Stdout
 
@@ -106,7 +106,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "predicted": None,
         "methods": [],
         "roofline": [],
-        "sizes": sizes.table(options.device),
+        "sizes": _sizes(options.device),
     }
     if draft_model is not None:
         found |= {
@@ -125,6 +125,15 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
             rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance, step_s=step_s
         )
     return found
+
+
+def _sizes(device: str) -> list[dict[str, Any]]:
+    """Model sizes that fit the device; empty without a temporary folder, which the plan itself does not need."""
+    try:
+        return sizes.table(device)
+    except FileError as error:
+        render.note(f"warning: no table of what fits here: {error.message}; {error.hint}")
+        return []
 
 
 def _rates(path: str, options: EngineOptions, view: str, held: Mapping[str, Any], load: predict.Load) -> dict[str, Any]:
@@ -274,7 +283,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             "",
             *_roofline(found["roofline"]),
         ]
-    return [*report, "", *sizes.lines(found["sizes"])]
+    return [*report, "", *sizes.lines(found["sizes"])] if found["sizes"] else report
 
 
 def _weights(kept: str) -> str:

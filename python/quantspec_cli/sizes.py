@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import render
-from .errors import native_errors
+from .errors import FileError, native_errors, reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,23 +54,36 @@ def config(name: str) -> dict[str, Any]:
 def table(device: str) -> list[dict[str, Any]]:
     """For each size and `--weights`: bytes of weights and draft weights, and the longest context that fits the device, 0 if
     none does.
-    """
-    from . import _native
 
-    with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:
-        places = [Path(folder, name) for name in SHAPES]
-        for place in places:
-            place.mkdir()
-            (place / "config.json").write_text(json.dumps(config(place.name)), encoding="utf-8")
-        with native_errors():
-            models = [str(place) for place in places]
-            found = {name: _native.fitting(models, device=device, weights=kept) for name, kept in WEIGHTS.items()}
+    Raises:
+        FileError: no temporary folder can be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:
+            found = _fitting(Path(folder), device)
+    except OSError as error:
+        raise FileError(
+            f"no temporary folder can be written: {reason(error)}", "set TMPDIR to a folder that you may write to"
+        ) from error
     names = ("weights_bytes", "draft_weights_bytes", "longest_context")
     return [
         {"size": size, "weights": name, **dict(zip(names, held[index], strict=True))}
         for index, size in enumerate(SHAPES)
         for name, held in found.items()
     ]
+
+
+def _fitting(folder: Path, device: str) -> dict[str, list[tuple[int, int, int]]]:
+    """The numbers of every size, by the name of the weights."""
+    from . import _native
+
+    places = [folder / name for name in SHAPES]
+    for place in places:
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(config(place.name)), encoding="utf-8")
+    with native_errors():
+        models = [str(place) for place in places]
+        return {name: _native.fitting(models, device=device, weights=kept) for name, kept in WEIGHTS.items()}
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
