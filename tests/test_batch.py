@@ -153,8 +153,11 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert max(len(os.fsencode(name)) for name in answers(out)) <= 255
 
     # Unchanged failures are reported again without a new attempt; unreadable documents are tried again.
+    before = {line["document"]: line for line in lines(out)}
     again = quantspec(*command, "--json")
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
+    after = {line["document"]: line for line in lines(out)}
+    assert {name for name in before if before[name] != after[name]} == {"dangling.txt", "pipe"}
     tried = quantspec(*command, "--retry-failed")
     assert tried.code == 4
     assert "failed  long.txt: long.txt and its answer need " in tried.stderr
@@ -366,6 +369,10 @@ def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path
     again = quantspec(*command[:-1])
     assert again.code == 0
     assert "b.md was changed after it was written" in again.stderr
+    (docs / "new\n\x1bline.txt").write_text("x")
+    assert quantspec(*command).json["done"] == 1
+    (out / "new\n\x1bline.txt.md").write_text("corrected by hand")
+    assert "new \N{REPLACEMENT CHARACTER}line.txt was changed" in quantspec(*command).stderr
     assert (out / "b.md.md").read_text() == "corrected by hand"
 
 
@@ -375,6 +382,9 @@ def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: R
     (out / "a.txt.md").write_text("precious")
     command = ["batch", str(docs), "--out", str(out), "--json"]
     for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
+        (refused,) = [row for row in quantspec(*command, *flags, "--dry-run").json["results"] if row["error"]]
+        assert "exists and was not written by this batch" in refused["error"]["message"]
+        assert quantspec(*command, *flags, "--dry-run", "--no-resume").json["refused"] == 0
         assert quantspec(*command, *flags).json["failed"] == 1
         assert (out / "a.txt.md").read_text() == "precious"
     # The remedy named by the error suffices.
@@ -568,6 +578,13 @@ def test_a_document_is_extracted_once(
     quantspec(*command, str(tmp_path / "twice"))
     assert sorted(extracted) == ["a.html", "a.html", "long.html"]
     assert answers(tmp_path / "twice") == answers(tmp_path / "once")
+    # A text that is refused makes room for the next one.
+    extracted.clear()
+    text = "word " * 100_000
+    (docs / "0.html").write_text(text)
+    monkeypatch.setattr(batch_plan, "KEPT_BYTES", sys.getsizeof(text))
+    assert quantspec(*command, str(tmp_path / "third")).json["failed"] == 2
+    assert sorted(extracted) == ["0.html", "a.html", "long.html"]
 
 
 def test_memory_bounds_the_context_and_the_number_at_once(
@@ -949,6 +966,40 @@ def test_a_full_disk_ends_the_batch_and_the_next_run_goes_on(
     done = len(lines(out))
     assert done == outcome.json["done"] == len(answers(out))
     assert quantspec(*command).json["done"] == 3 - done
+
+
+def test_an_answer_without_a_row_is_not_done(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the disk were full when the journal is written."""
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--parallel", "1", "--json"]
+    finish, calls = journal.Journal.finish, []
+
+    def full(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise FileError("the journal cannot be used: disk is full", "free some space")
+        finish(*arguments)
+
+    monkeypatch.setattr(journal.Journal, "finish", full)
+    outcome = quantspec(*command)
+    done = [result for result in outcome.json["results"] if result["status"] == "done"]
+    assert (outcome.code, outcome.json["error"]["kind"], outcome.json["done"]) == (1, "io", len(done))
+    assert len(lines(tmp_path / "out")) == len(done) < 3
+    monkeypatch.undo()
+    assert quantspec(*command).json["done"] == 3 - len(done)
+
+
+def test_rates_that_cannot_be_kept_cost_no_report(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise FileError("the journal cannot be used: disk is full", "free some space")
+
+    monkeypatch.setattr(journal.Journal, "keep_rates", full)
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    assert (outcome.code, outcome.json["done"]) == (0, 3)
+    assert "warning: the rates of this run are not kept: the journal cannot be used: disk is full" in outcome.stderr
 
 
 def test_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Path) -> None:

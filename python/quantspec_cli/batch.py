@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ from .batch_plan import (
     Request,
     Workload,
     dry_run,
+    examined,
     find_work,
     longest,
     room,
@@ -59,12 +59,13 @@ from .errors import (
     QuantspecError,
     UsageError,
     internal,
+    one_line,
 )
 from .journal import Journal
 from .model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .engine import Generation
     from .model import Prompt
@@ -175,6 +176,9 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     if request.dry_run:
         rows, rates = journal.peek(out)
         workload = find_work(request, places, rows, fingerprints)
+        sizes = {row.output: row.size for row in rows.values()}
+        todo = {job.source.name: job.output for job in workload.todo}
+        workload.foreign = set(journal.foreign(out, todo, sizes)) if request.resume else set()
         return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
@@ -293,21 +297,24 @@ class _Run:
         quiet = request.quiet
         if not quiet:
             for name in workload.edited:
-                render.note(f"warning: the answer to {name} was changed after it was written; it stays as it is")
+                render.note(
+                    f"warning: the answer to {one_line(name)} was changed after it was written; it stays as it is"
+                )
             if workload.again:
                 render.note(f"done again, as the document or the options changed: {workload.again}")
         started = time.perf_counter()
-        foreign = self.journal.begin({job.source.name: job.output for job in workload.todo}, replace=not request.resume)
+        todo = {job.source.name: job.output for job in workload.todo}
+        workload.foreign = set(self.journal.begin(todo, replace=not request.resume))
         view = batch_view.View(len(found), len(workload.skipped), shown=not quiet)
         opener = self._opener(engine_options) if workload.todo else None
-        todo = self._examined(set(foreign), view)
+        ready = self._examined(view)
         self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
-        if todo and opener is not None:
-            engine, parallel = opener(todo)
+        if ready and opener is not None:
+            engine, parallel = opener(ready)
             # Longest first, so that no long document decodes alone at the end.
-            self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
+            self._waiting.extend(sorted(ready, key=lambda job: -(job.tokens or 0)))
             try:
                 with view, _switching():
                     self._decode(engine, parallel, view)
@@ -334,16 +341,13 @@ class _Run:
         model_print = self._fingerprints.model
         return partial(_cluster, self.request.ray, self.request, engine_options, self.reader, model_print=model_print)
 
-    def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
+    def _examined(self, view: batch_view.View) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
-            unknown = [job for job in self.workload.todo if job.source.name in foreign]
-            known = [job for job in self.workload.todo if job.source.name not in foreign]
-            refused = ((job, _unknown_file(self.request, job)) for job in unknown)
             started = time.perf_counter()
-            for number, (job, error) in enumerate(chain(refused, self.reader.examine(known)), 1):
+            for number, (job, error) in enumerate(examined(self.request, self.workload, self.reader), 1):
                 if error is None:
                     todo.append(job)
                 else:
@@ -507,7 +511,8 @@ class _Run:
         failure: QuantspecError | None,
     ) -> output.Done:
         results = self.journal.results(source.name for source in found)
-        done = sum(outcome.answer is not None for outcome in self.finished)
+        # The journal's rows, as an error may come between an answer and its row.
+        done = sum(result["status"] == "done" for result in results) - len(self.workload.skipped)
         failed = [result for result in results if result["status"] == "failed"]
         stats: dict[str, Any] = {}
         if isinstance(engine, Cluster):
@@ -519,7 +524,11 @@ class _Run:
             names = ("prefill_tokens_per_s", "decode_tokens_per_s")
             if all(stats[name] for name in names):
                 rates = {name: stats[name] for name in names}
-                self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates)
+                try:
+                    self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates)
+                except FileError as error:  # only `--dry-run` reads them
+                    if not self.request.quiet:
+                        render.note(f"warning: the rates of this run are not kept: {error.message}")
         stats |= {
             "count_s": self._count_s,
             "wall_s": wall_s,
@@ -565,13 +574,6 @@ def _switching() -> Iterator[None]:
 
 def _is_cut(outcome: Outcome) -> bool:
     return outcome.answer is not None and outcome.answer.generation.stop_reason == "length"
-
-
-def _unknown_file(request: Request, job: Job) -> FileError:
-    place = sources.shown(str(Path(request.out) / job.output))
-    return FileError(
-        f"{place} exists and was not written by this batch", "move it away, or replace it with --no-resume"
-    )
 
 
 def _cluster(

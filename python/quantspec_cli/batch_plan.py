@@ -107,13 +107,20 @@ class Job:
 
 @dataclass
 class Workload:
-    """The documents of a run, grouped by what has to be done."""
+    """The documents of a run, grouped by what has to be done.
+
+    Attributes:
+        again: number of documents that are done again.
+        edited: documents whose answers were changed after they were written.
+        foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
+    """
 
     todo: list[Job] = field(default_factory=list)
     skipped: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
     again: int = 0
     edited: list[str] = field(default_factory=list)
+    foreign: set[str] = field(default_factory=set)
 
 
 def find_work(
@@ -292,6 +299,7 @@ class Reader:
                     characters += len(text)
             except OF_DOCUMENT as error:
                 found = error
+                self._forget(job)
             group.append((job, found))
             if characters > GROUP_CHARACTERS:
                 yield from self._counted(group)
@@ -316,6 +324,19 @@ class Reader:
                 job.shared = self._prefixes.add(prompt.ids) if self._prefixes is not None else 0
         for job, _ in group:
             yield job, errors.get(id(job))
+
+
+def examined(request: Request, workload: Workload, reader: Reader) -> Iterator[tuple[Job, QuantspecError | None]]:
+    """The pending documents with their token counts, or with an error."""
+    known: list[Job] = []
+    for job in workload.todo:
+        if job.source.name in workload.foreign:
+            place = sources.shown(str(Path(request.out) / job.output))
+            what = f"{place} exists and was not written by this batch"
+            yield job, FileError(what, "move it away, or replace it with --no-resume")
+        else:
+            known.append(job)
+    yield from reader.examine(known)
 
 
 def longest(reader: Reader, todo: Sequence[Job]) -> int:
@@ -424,7 +445,7 @@ def dry_run(
     ready: list[Job] = []
     opening = Opening(reader.model, engine_options)
     with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, (job, error) in enumerate(reader.examine(workload.todo), 1):
+        for number, (job, error) in enumerate(examined(request, workload, reader), 1):
             ready += [job] if error is None else []
             rows.append(
                 {

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     """A document's row in the journal.
 
     Attributes:
+        output: its answer's path below the folder; empty if the file there is not the journal's.
         status: "pending" (new or interrupted), "done" or "failed".
         sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
@@ -59,6 +60,7 @@ class Row(NamedTuple):
         result: the object of results.jsonl; None while pending.
     """
 
+    output: str
     status: Literal["pending", "done", "failed"]
     sha256: str | None
     fingerprint: str | None
@@ -155,23 +157,24 @@ class Journal:
         must refuse them. `replace` takes them over.
         """
         with self._reported():
-            sizes = dict(self._connection.execute("SELECT output, size FROM documents"))
-            foreign = [name for name, output in outputs.items() if not replace and not self._may_replace(output, sizes)]
-            refused = set(foreign)
-            self._foreign = {outputs[name] for name in foreign}
+            found = self._connection.execute("SELECT output, size FROM documents")
+            sizes = {os.fsdecode(output): size for output, size in found}
+            refused = [] if replace else foreign(self.out, outputs, sizes)
+            known = outputs.keys() - set(refused)
+            self._foreign = {outputs[name] for name in refused}
             with self._transaction():
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
                     "ON CONFLICT (name) DO UPDATE SET output = excluded.output, status = 'pending', sha256 = NULL, "
                     "fingerprint = NULL, finished = NULL, size = excluded.size, result = NULL",
                     [
-                        (os.fsencode(name), os.fsencode(output), self._own_size(output, sizes))
+                        (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
                         for name, output in outputs.items()
-                        if name not in refused
+                        if name in known
                     ],
                 )
         self._rewrite()
-        return foreign
+        return refused
 
     def finish(
         self, name: str, output: str, result: Mapping[str, Any], fingerprint: str, size: int | None = None
@@ -248,22 +251,6 @@ class Journal:
         if place != root and not place.startswith(root.rstrip(os.sep) + os.sep):
             raise FileError(f"{folder} leads out of {self.out}, to {place}", "remove the link")
 
-    def _may_replace(self, output: str, sizes: Mapping[bytes, int | None]) -> bool:
-        """True if the path is free, or holds what this journal wrote."""
-        found = self._size(output)
-        return found is None or self._own_size(output, sizes) == found
-
-    def _own_size(self, output: str, sizes: Mapping[bytes, int | None]) -> int:
-        """Bytes of the journal's file at a path; -1 if there is none. An answer that a kill left without a row counts."""
-        found, key = self._size(output), os.fsencode(output)
-        return -1 if found is None or key not in sizes or sizes[key] not in {None, found} else found
-
-    def _size(self, output: str) -> int | None:
-        try:
-            return (self.out / output).lstat().st_size
-        except OSError:
-            return None
-
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
 
@@ -328,6 +315,28 @@ class Journal:
             ) from error
 
 
+def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | None]) -> list[str]:
+    """The names whose output (name to output) exists and is not the journal's, whose files have these sizes by output."""
+    return [
+        name
+        for name, output in outputs.items()
+        if (found := _size(out / output)) is not None and _own_size(out, output, sizes) != found
+    ]
+
+
+def _own_size(out: Path, output: str, sizes: Mapping[str, int | None]) -> int:
+    """Bytes of the journal's file at a path; -1 if there is none. An answer that a kill left without a row counts."""
+    found = _size(out / output)
+    return -1 if found is None or output not in sizes or sizes[output] not in {None, found} else found
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return None
+
+
 def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float]]]]:
     """Rows and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
     path = out / STATE / "journal.sqlite"
@@ -348,10 +357,12 @@ def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float
 
 
 def _rows(connection: sqlite3.Connection) -> dict[str, Row]:
-    found = connection.execute("SELECT name, status, sha256, fingerprint, size, result FROM documents").fetchall()
+    found = connection.execute("SELECT name, output, status, sha256, fingerprint, size, result FROM documents")
     return {
-        os.fsdecode(name): Row(status, sha256, fingerprint, size, None if result is None else json.loads(result))
-        for name, status, sha256, fingerprint, size, result in found
+        os.fsdecode(name): Row(
+            os.fsdecode(output), status, sha256, fingerprint, size, None if result is None else json.loads(result)
+        )
+        for name, output, status, sha256, fingerprint, size, result in found.fetchall()
     }
 
 
