@@ -57,7 +57,7 @@ def test_a_folder_that_is_absent_is_empty(quantspec: Run, tmp_path: Path, monkey
 def test_errors_are_one_line(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
     outcome = quantspec("cache")
-    assert (outcome.code, outcome.stdout) == (1, "")
+    assert (outcome.code, outcome.stdout) == (2, "")
     assert "error: the cache of draft weights is off\nhint: " in outcome.stderr
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "file"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import render, settings
-from .errors import FileError, QuantspecError, native_errors, one_line, reason
+from .errors import FileError, UsageError, native_errors, one_line, reason
 from .output import Done, Stdout
 
 
@@ -31,12 +31,12 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """Lists the files, or removes them.
 
     Raises:
-        QuantspecError: the cache of draft weights is off, and no folder of prompts is given.
+        UsageError: the cache of draft weights is off, and no folder of prompts is given.
         FileError: a folder cannot be read, or a file cannot be removed.
     """
     folder = settings.draft_cache()
     if folder is None and not prompt_cache:
-        raise QuantspecError(
+        raise UsageError(
             "the cache of draft weights is off",
             "unset QUANTSPEC_DRAFT_CACHE, or set it to a folder; set HOME if it is unset",
         )

@@ -19,6 +19,7 @@ from .options import (
     KV_ROUNDINGS,
     KV_TARGETS,
     LOGPROBS_MAX,
+    METHODS,
     TRUNCATE,
     WEIGHTS,
     EngineOptions,
@@ -198,7 +199,9 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @engine_flags
 @device_flags
 @json_flag
-@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Nothing on stderr but errors: no warnings about missing text either."
+)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -258,7 +261,11 @@ def run(
 )
 @click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
 @click.option(
-    "--resume/--no-resume", default=True, show_default=True, help="Skip documents that are done and unchanged."
+    "--resume/--no-resume",
+    default=True,
+    show_default=True,
+    help="Skip documents that are done and unchanged; --no-resume repeats all, and answers replace any file in their "
+    "place.",
 )
 @click.option("--retry-failed", is_flag=True, help="Retry failed documents even if unchanged.")
 @click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print the work to do, and stop.")
@@ -358,7 +365,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
 @cli.command(context_settings=_CONTEXT, short_help="Verify that speculation changes no token.")
 @model_flags
 @_choice_flag("--weights", WEIGHTS, text="The target's weights.")
-@draft_model_flag
+@draft_model_flag("Also test drafts of this checkpoint, which has the same tokenizer.")
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:
@@ -390,7 +397,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     metavar="SHARE",
     help="Probability that a drafted token is accepted.  [default: by method]",
 )
-@draft_model_flag
+@draft_model_flag("Plan for this checkpoint as the drafter. Its tokenizer is not compared.")
 @draft_model_kv_flag
 @device_flags
 @json_flag
@@ -406,8 +413,9 @@ def plan(
 ) -> Done:
     """Predict, before a download, whether a model fits on this machine, with which context and batch, and how fast.
 
-    Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from passes
-    with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds to measure.
+    Weights are not read: for a model on the hub only config.json and generation_config.json are fetched. Speeds
+    are predicted from passes with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds
+    to measure.
     """
     from .plan import Request
     from .plan import plan as execute
@@ -493,15 +501,25 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 )
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after -d tokens.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
-@_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
+@_list_flag(
+    "--draft-pages",
+    default="all",
+    text=f"Pages a draft reads per KV head, all or auto; instead of all, window and snapkv read {METHODS['window'].pages}, "
+    "and auto chooses.",
+)
 @draft_precision_flag
 @page_choice_flag
-@draft_model_flag
+@draft_model_flag()
 @draft_model_kv_flag
 @draft_refresh_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
-    "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
+    "--methods",
+    "--method",
+    "methods",
+    default="ar-fp16,ar-int8,ar-int4,quantspec",
+    text="Methods, each alone or with the target's view of the cache: METHOD-int8 (the same as METHOD), METHOD-fp16 "
+    "or METHOD-int4.",
 )
 @_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="Rounding of keys and values.")
@@ -599,7 +617,7 @@ def bench(
     "--decode",
     type=int,
     metavar="N",
-    help="Also decode N tokens with every method: tokens per round by gamma, 1 to 8.",
+    help="Also decode N tokens with every method that drafts, but auto: tokens per round by gamma, 1 to 8.",
 )
 @click.option(
     "--depths",
@@ -607,7 +625,7 @@ def bench(
     metavar="LIST",
     help="With --decode: tokens of the text before them.  [default: --context]",
 )
-@draft_model_flag
+@draft_model_flag("With --decode: also drafts of this checkpoint, which has the same tokenizer.")
 @draft_model_kv_flag
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score. int8 and int4 are also compared with the checkpoint's.")
 @_choice_flag(

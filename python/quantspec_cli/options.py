@@ -521,13 +521,11 @@ def draft_precision_flag(command: Command) -> Command:
     )(command)
 
 
-def draft_model_flag(command: Command) -> Command:
-    """--draft-model."""
-    return click.option(
-        "--draft-model",
-        metavar="DIR|FILE|HUB_ID",
-        help="For methods draft-model and auto: the checkpoint that drafts, with the same tokenizer.",
-    )(command)
+def draft_model_flag(
+    text: str = "For methods draft-model and auto: the checkpoint that drafts, with the same tokenizer.",
+) -> Callable[[Command], Command]:
+    """--draft-model, with its help."""
+    return click.option("--draft-model", metavar="DIR|FILE|HUB_ID", help=text)
 
 
 def draft_model_kv_flag(command: Command) -> Command:
@@ -536,7 +534,7 @@ def draft_model_kv_flag(command: Command) -> Command:
         "--draft-model-kv",
         type=click.Choice(KV_TARGETS),
         default=None,
-        help="View of the draft model's own cache.  [default: that of --kv-target]",
+        help="View of the draft model's own cache.  [default: the target's]",
     )(command)
 
 
@@ -598,7 +596,7 @@ def engine_flags(command: Command) -> Command:
         ),
         page_choice_flag,
         draft_refresh_flag,
-        draft_model_flag,
+        draft_model_flag(),
         draft_model_kv_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)

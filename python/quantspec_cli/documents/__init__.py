@@ -129,7 +129,10 @@ def _refuse_ole(name: str, raw: bytes) -> None:
         raise InputError(
             f"{name} is an encrypted Office document: it opens with a password only", "save a copy without its password"
         )
-    raise InputError(f"{name} is an Office document of before 2007 (.doc, .xls, .ppt)", "save it as DOCX or PDF")
+    raise InputError(
+        f"{name} is an Office document of before 2007 (.doc, .xls, .ppt) or an Outlook message (.msg)",
+        "save it as DOCX or PDF",
+    )
 
 
 def _short_message(error: Exception) -> str:
