@@ -293,6 +293,9 @@ def main() -> None:
     if options.serve:
         serve(options.serve[0], int(options.serve[1]), int(options.serve[2]))
         return
+    from run import build_commit  # noqa: PLC0415 - found only if this file is the program
+
+    commit = _native.COMMIT if options.quick else build_commit()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     options.depths, options.tokens, options.repetitions = ([0, 512], 16, 2) if options.quick else ([0, 4096], 64, 2)
     times, layers = ("2", "6") if options.quick else ("8", "12")
@@ -307,9 +310,8 @@ def main() -> None:
             cases.append(compare(path, "int8" if mix == "Q8_0" else "int4", options))
             path.unlink()
         cases += [compare(path, weights, options) for path in options.files for weights in ("int8", "int4")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     measured = {
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "device_name": json.loads(
             subprocess.run(
                 [sys.executable, "-m", "quantspec_cli", "doctor", "--json"], check=True, stdout=subprocess.PIPE

@@ -6,6 +6,7 @@
     python benchmarks/run.py --documents-cpu            measure documents, write results/cpu-documents.json, render
     python benchmarks/run.py --render                   render only
     python benchmarks/run.py --check                    exit 1 if the page is not its rendering
+    python benchmarks/run.py --commit                   print the commit of the installed build, as run_gpu.sh records it
     python benchmarks/run.py --plan MODEL ROWS          add predictions of `plan` to rows of a GPU, as run_gpu.sh does
 
 One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run. DIR holds
@@ -103,6 +104,15 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
+def build_commit() -> str:
+    """The commit of the installed build, which is measured; the checkout may be at another one."""
+    from quantspec_cli import _native  # noqa: PLC0415 - rendering needs no build
+
+    if _native.COMMIT is None or _native.COMMIT.endswith("with changes"):
+        sys.exit(f"error: the installed build is of commit {_native.COMMIT}\nhint: build it from a clean checkout")
+    return _native.COMMIT
+
+
 def cases(models: Path | None) -> Iterator[tuple[Case, list[str]]]:
     """Every case whose model is available, with the flag that names the model."""
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +134,7 @@ def quantspec(command: str, *arguments: str) -> Any:
 def measure(models: Path | None) -> None:
     """Runs every case whose model is available, compares it with results/cpu.json, and replaces that file."""
     before = json.loads((RESULTS / "cpu.json").read_text())
-    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+    measured: dict[str, Any] = {"commit": build_commit(), "cases": {}}
     for case, model in cases(models):
         found = quantspec("bench", *model, *case.options, "--device", "cpu")
         # Model names without local folders.
@@ -148,7 +158,7 @@ def compared(before: list[Row], rows: list[Row]) -> str:
 
 def measure_plan(models: Path | None) -> None:
     """Compares predictions with measurements on a CPU, and writes results/cpu-plan.json."""
-    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+    measured: dict[str, Any] = {"commit": build_commit(), "cases": {}}
     for case, model in cases(models):
         rows = []
         for _ in range(PLAN_REPETITIONS):
@@ -168,6 +178,7 @@ def measure_documents() -> None:
     """Measures several documents at once, and a second question about one, and writes results/cpu-documents.json."""
     from folder import write as write_documents  # noqa: PLC0415 - found only if this file is the program
 
+    commit = build_commit()
     with tempfile.TemporaryDirectory() as folder:
         wide, docs = Path(folder) / "wide-1b", Path(folder) / "docs"
         run(sys.executable, "tools/widen.py", "python/quantspec_cli/demo", str(wide), *WIDEN_1B)
@@ -193,7 +204,7 @@ def measure_documents() -> None:
             folder,
         )
     measured = {
-        "commit": run("git", "rev-parse", "HEAD").strip(),
+        "commit": commit,
         "rows": [row | {"model": wide.name} for row in rows],
         "prompt_tokens": prompt_tokens,
         "engine_s": whole,
@@ -533,8 +544,12 @@ def main() -> None:
     only.add_argument(
         "--documents-cpu", action="store_true", help="measure batches and a second question on this CPU only"
     )
+    only.add_argument("--commit", action="store_true", help="print the commit of the installed build")
     only.add_argument("--plan", nargs=2, metavar=("MODEL", "ROWS"), help="add predictions to ROWS, a file of a GPU")
     options = parser.parse_args()
+    if options.commit:
+        sys.stdout.write(build_commit() + "\n")
+        return
     if options.plan:
         model, path = options.plan[0], Path(options.plan[1])
         rows = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 # Needs an NVIDIA GPU, quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/run.py --render
 set -euo pipefail
 cd "$(dirname "$0")/.."
+commit=$(python benchmarks/run.py --commit)
 work=${1:-$(mktemp -d)}
 test -f "$work/wide7/model.safetensors" || python tools/widen.py python/quantspec_cli/demo "$work/wide7" --times 16 --layers 32
 # Rows are of an answer after its first 256 tokens, in which the policy measures.
@@ -31,7 +32,7 @@ python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folde
 # A are the recorded rows, B the new ones; an error means that none match.
 quantspec bench --compare benchmarks/results/h200-wide7.json "$work/bench.json" || true
 # Nothing is replaced before everything is measured: the files are of one commit.
-git rev-parse HEAD >benchmarks/results/h200-wide7.commit
+echo "$commit" >benchmarks/results/h200-wide7.commit
 # The name of the model, without the folders of this machine.
 for name in "" -rejection -int8; do
     sed "s#$work/wide7#wide7#g" "$work/bench$name.json" >"benchmarks/results/h200-wide7$name.json"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from quantspec_cli import _native
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -46,6 +49,21 @@ def test_the_page_of_benchmarks_is_its_rendering() -> None:
         [sys.executable, str(ROOT / "benchmarks/run.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.mark.parametrize("commit", ["0123456789ab", "0123456789ab with changes", None])
+def test_benchmarks_record_the_commit_of_the_build(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commit: str | None
+) -> None:
+    monkeypatch.setattr(_native, "COMMIT", commit)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--commit"])
+    main = runpy.run_path(str(ROOT / "benchmarks/run.py"))["main"]
+    if commit == "0123456789ab":
+        main()
+        assert capsys.readouterr().out == "0123456789ab\n"
+    else:
+        with pytest.raises(SystemExit, match=f"the installed build is of commit {commit}"):
+            main()
 
 
 def test_the_table_of_the_readme_is_its_json() -> None:
