@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 from tokenizers.models import BPE
 
+from quantspec_cli import fingerprint
 from quantspec_cli.errors import ModelError
 from quantspec_cli.gguf import models, parts
+from quantspec_cli.model import Model
 from quantspec_cli.tokenizer import Tokenizer
 
 Run = Callable[..., Outcome]
@@ -428,3 +431,15 @@ def test_a_split_model_is_named_by_its_first_part() -> None:
     assert models([*names, "x-imatrix.gguf"]) == ["a/x-00001-of-00002.gguf", "b-Q8_0.gguf"]
     assert parts("a/x-00001-of-00002.gguf") == ["a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf"]
     assert parts("b.gguf") == ["b.gguf"]
+
+
+def test_the_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:
+    """The first part may hold metadata only."""
+    first, second = (tmp_path / name for name in parts("x-00001-of-00002.gguf"))
+    model = replace(Model.open(), directory=first)
+    first.write_bytes(b"metadata")
+    second.write_bytes(b"weights")
+    before = fingerprint.of_model(model)
+    assert fingerprint.of_model(model) == before
+    second.write_bytes(b"others!")
+    assert fingerprint.of_model(model) != before

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, files
+from . import __version__, files, gguf
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .model import Model
     from .options import EngineOptions, GenerateOptions
 
@@ -27,7 +26,10 @@ _SAMPLE_BYTES = 64 << 10
 def of_model(model: Model) -> str:
     """A checkpoint's identity: its small files whole, its weights by size and 256 samples of 64 KiB."""
     place = model.directory
-    found = [place] if files.is_file(place) else sorted({path for pattern in _PATTERNS for path in place.glob(pattern)})
+    if files.is_file(place):
+        found = [Path(part) for part in gguf.parts(str(place))]
+    else:
+        found = sorted({path for pattern in _PATTERNS for path in place.glob(pattern)})
     digest = hashlib.sha256()
     for path in found:
         digest.update(f"{path.name}\0{_of_file(path)}\n".encode("utf-8", "surrogateescape"))
