@@ -295,6 +295,16 @@ def check_folder(folder: object) -> None:
     check_utf8("the name of the prompt cache", folder)
 
 
+def _model_name(what: str, model: object) -> str | None:
+    """The name of a model as text."""
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(name, str | None):
+        raise UsageError(
+            f"{what} is {shown(model):.60}", "give a directory, a GGUF file or a hub id such as owner/name"
+        )
+    return name
+
+
 def _check_callback(name: str, callback: object) -> None:
     if callback is not None and not callable(callback):
         raise UsageError(f"{name} is {shown(callback):.60}", "give a function of (done, total), or None")
@@ -475,7 +485,7 @@ class Engine:
             draft_pages=draft_pages,
             page_choice=page_choice,
             draft_refresh=draft_refresh,
-            draft_model=None if draft_model is None else os.fspath(draft_model),
+            draft_model=_model_name("the draft model", draft_model),
             draft_model_kv=draft_model_kv,
             accept=accept,
         )
@@ -487,12 +497,7 @@ class Engine:
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
         if not isinstance(folder, bool):
             check_folder(folder)
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        if not isinstance(name, str | None):
-            raise UsageError(
-                f"the model is {shown(model):.60}", "give a directory, a GGUF file or a hub id such as owner/name"
-            )
-        opened = Model.open(name, revision=revision, offline=offline)
+        opened = Model.open(_model_name("the model", model), revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, prompt_cache=folder, on_loading=on_loading)
 
