@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,12 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
     with Engine.load(context=1200, method="ar") as engine:
         for setting in settings:
             plain.append([engine.generate(text, max_new_tokens=600, json_schema=of, **setting) for text in TEXTS])
+        # Without the schema, a forbidden token is chosen.
+        for text, masked in zip(TEXTS, plain[0], strict=True):
+            assert engine.generate(text, max_new_tokens=len(masked.tokens)).tokens != masked.tokens
     for answer in itertools.chain(*plain):
         assert answer.stop_reason == "eos", answer.text
         jsonschema.validate(json.loads(answer.text), of, format_checker=jsonschema.FormatChecker())
-    # Without the schema, a forbidden token would have been chosen.
     drafts: list[tuple[str, Any]] = [
         ("quantspec", 4),
         ("quantspec", "auto"),
@@ -120,6 +123,16 @@ def test_masked_and_free_answers_decode_together() -> None:
     assert masked.logprobs is not None
     assert any(one.id != one.top[0][0] for one in masked.logprobs)
     assert masked.text != free.text
+
+
+def test_another_thread_may_bring_another_schema() -> None:
+    class Cleared(dict[str, schema.Grammar]):
+        """As if another thread cleared it immediately."""
+
+        def __setitem__(self, *_: Any) -> None:
+            self.clear()
+
+    assert replace(Model.open(), _grammars=Cleared()).grammar(DIGITS).begin() is not None
 
 
 def test_masks_after_drafts_are_those_of_the_text() -> None:

@@ -170,11 +170,13 @@ class Model:
             UsageError: the schema, or the model's tokenizer, is not supported.
         """
         text = schema_text(json_schema)
-        if text not in self._grammars:
-            # Callers come with one schema at a time.
+        found = self._grammars.get(text)
+        if found is None:
+            found = self._vocabulary.compile(text)
+            # Callers come with one schema at a time. Another thread may clear this one.
             self._grammars.clear()
-            self._grammars[text] = self._vocabulary.compile(text)
-        return self._grammars[text]
+            self._grammars[text] = found
+        return found
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
