@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import files, output, render
 from .bench import tables
 from .errors import InputError, one_line
+from .options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -103,8 +105,9 @@ def _checked(name: str, number: int, row: Any) -> dict[str, Any]:
         value = row.get(field)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong(f"has no {field}")
-        if not (math.isfinite(value) and value > least):
-            raise wrong(f"has {field} {value}")
+        # JSON's integers have any length.
+        if not (value > least and value <= sys.float_info.max):
+            raise wrong(f"has {field} {shown(value):.60}")
     if not all(isinstance(row[field], str | int) for field in {*KEY} - {"accept"}):
         raise wrong("has a field that is neither text nor a whole number")
     return row
