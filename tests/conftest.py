@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 
 import quantspec_cli
-from quantspec_cli import entry, hub
+from quantspec_cli import entry, hub, sources
 
 # Set before huggingface_hub is imported, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -177,6 +177,15 @@ def document(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_text("It was a dark and stormy night; the rain fell in torrents.", encoding="utf-8")
     return path
+
+
+def answers(out: Path) -> dict[str, bytes]:
+    """Every file below OUT that is an answer."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file() and sources.STATE not in path.parts and path.name != "results.jsonl"
+    }
 
 
 def rest_of(terminal: int) -> bytes:

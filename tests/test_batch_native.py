@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Outcome
+from conftest import Outcome, answers
 
-from quantspec_cli import sources
 from quantspec_cli.bench import grid
 
 Run = Callable[..., Outcome]
@@ -90,12 +89,3 @@ def test_answers_that_end_early_waste_few_pages(quantspec: Run, tmp_path: Path) 
     # Two or three pages each, and none of the prompts'.
     assert 2 * len(lengths) <= round(unused) <= 3 * len(lengths)
     assert stats["pool_waste"] < 0.05
-
-
-def answers(out: Path) -> dict[str, bytes]:
-    """The bytes of every answer."""
-    return {
-        str(path.relative_to(out)): path.read_bytes()
-        for path in out.rglob("*")
-        if path.is_file() and sources.STATE not in path.parts and path.name != "results.jsonl"
-    }
