@@ -538,8 +538,10 @@ def test_text_is_utf8_in_any_locale(start: Start) -> None:
 
 
 def test_stdout_has_no_progress_and_stderr_none_without_a_terminal(start: Start) -> None:
+    answer, _ = start("run", "--text", "x", "-n", "5", "-q").communicate(timeout=60)
     child = start("run", "--text", "x", "-n", "5", script={"load_s": 0.3, "prefill_s": 0.3})
-    _, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=60)
+    assert out == answer != b""
     assert b"loading" not in err
     assert b"\x1b" not in err
 
