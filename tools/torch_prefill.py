@@ -19,7 +19,7 @@ import sys
 from functools import partial
 
 # Explains how to get PyTorch if it is missing.
-from torch_step import DIM, HEADS, HIDDEN, LAYERS, SHAPES, milliseconds, numbers
+from torch_step import DIM, HEADS, HIDDEN, LAYERS, SHAPES, milliseconds, need_gpu, numbers
 
 # isort: split
 import torch
@@ -100,8 +100,9 @@ def main() -> None:
     parser.add_argument("--step", action="store_true", help="attention of one query")
     parser.add_argument("--tokens", type=numbers, default=[8192], help="comma list")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
+    if options.step and options.shape:
+        parser.error("argument --step: not allowed with argument --shape")
+    need_gpu()
     for tokens in options.tokens:
         timed = partial(milliseconds, warm_up=2, replays=6 if tokens > 4 * BLOCK else 12)
         for name, backend in BACKENDS.items():

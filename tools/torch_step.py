@@ -135,6 +135,12 @@ def numbers(text: str) -> list[int]:
     return found
 
 
+def need_gpu() -> None:
+    """Ends the program without a GPU."""
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
+
+
 def main() -> None:
     """Prints a line per depth."""
     parser = argparse.ArgumentParser(description="Time a plain decoding step in PyTorch.")
@@ -142,6 +148,7 @@ def main() -> None:
     parser.add_argument("--depths", type=numbers, default=[4096], help="comma list")
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, to compare with a widened checkpoint")
     options = parser.parse_args()
+    need_gpu()
     for depth in options.depths:
         print(json.dumps(measure(options.shape, depth, options.vocab)), flush=True)
         torch.cuda.empty_cache()
