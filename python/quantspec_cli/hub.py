@@ -79,7 +79,7 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
 
 
 def describe(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
-    """As `resolve`, but for a model on the hub only config.json is downloaded. A GGUF file must be in the cache already."""
+    """As `resolve`, but for a model on the hub only `DESCRIPTION` is downloaded. A GGUF file must be in the cache already."""
     return _resolve(model, revision, _described, offline=offline, progress=progress)
 
 

@@ -1,6 +1,6 @@
 """`quantspec plan`: if a model fits on this machine, with which context and batch, and how fast.
 
-For a model on the hub only config.json is downloaded.
+For a model on the hub only config.json and generation_config.json are downloaded.
 """
 
 from __future__ import annotations
