@@ -103,6 +103,28 @@ def test_a_slot_is_freed_without_waiting_for_the_engine() -> None:
     assert engine.add([4, 5], max_new_tokens=1, **SAMPLING) == ended
 
 
+def test_a_grammar_that_fails_after_a_round_ends_its_answer() -> None:
+    class Grammar:
+        """Allows everything, until it is told of a second round."""
+
+        told = 0
+
+        def mask(self, _drafted: list[int]) -> bytes | None:
+            return None
+
+        def advance(self, _tokens: list[int]) -> None:
+            self.told += 1
+            if self.told == 2:
+                raise Ended("advance")
+
+    engine = opened()
+    slot = engine.add([1, 2, 3], max_new_tokens=20, grammar=Grammar(), **SAMPLING)
+    engine.prefill(slot)
+    engine.draft([(slot, 0)])
+    with pytest.raises(Ended):
+        engine.verify()
+
+
 def test_an_exception_of_the_last_callback_reaches_its_own_caller() -> None:
     engine = opened(slots=2)
 

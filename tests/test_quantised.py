@@ -104,6 +104,11 @@ def test_the_text_is_that_of_the_same_values_unquantised(quantspec: Run, tmp_pat
     outcome = quantspec(*COMMAND, "-m", str(quantised))
     assert outcome.code == 0, outcome.stderr
     assert outcome.stdout == quantspec(*COMMAND, "-m", str(tmp_path / "plain")).stdout
+    # Nibbles are made from codes times scales, of which the other model has rounded values: they share no cached prompt.
+    cached = ("--weights", "int8", "--prompt-cache", str(tmp_path / "prompts"), "--text", "It was a dark night. " * 80)
+    for model in (quantised, tmp_path / "plain"):
+        again = quantspec(*COMMAND, *cached, "--json", "-m", str(model))
+        assert json.loads(again.stdout)["stats"]["reused_tokens"] == 0
 
 
 def test_an_unknown_method_is_refused_by_name(quantspec: Run, tmp_path: Path) -> None:

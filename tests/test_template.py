@@ -246,15 +246,18 @@ def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: 
     assert model.prompt("D").ids == [1, *model.tokenizer.encode("D", special=False)]
 
 
-def test_a_base_model_gets_plain_text_and_a_note(fake: Any, quantspec: Run) -> None:
+def test_a_base_model_gets_plain_text_and_a_note(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     from quantspec_cli.model import Model
 
     model = Model.open(None)
     prompt = model.prompt("D", instruction="I", system_prompt="S")
     assert prompt.ids == model.tokenizer.encode("S\n\nD\n\nI\n\n")
-    outcome = quantspec("run", "--text", "D", "--instruction", "I", "-n", "3")
-    assert outcome.code == 0
-    assert "no chat template" in outcome.stderr
+    document = tmp_path / "d.txt"
+    document.write_text("D")
+    for arguments in (("run", str(document)), ("batch", str(document), "--out", str(tmp_path / "out"))):
+        outcome = quantspec(*arguments, "--instruction", "I", "-n", "3")
+        assert outcome.code == 0
+        assert "no chat template" in outcome.stderr
 
 
 def test_a_template_error_on_the_command_line(fake: Any, quantspec: Run, tmp_path: Path) -> None:

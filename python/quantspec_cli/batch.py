@@ -203,6 +203,7 @@ def _with_defaults(request: Request, options: GenerateOptions, model: Model, con
     if not request.quiet and not request.as_json:
         for line in notes:
             render.note(line)
+        render.note_of_template(model, request.instruction, request.system_prompt)
     return options
 
 

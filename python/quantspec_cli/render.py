@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .engine import Engine, Generation, Statistics
+    from .model import Model
     from .prompts import Document
 
     OnProgress = Callable[[int, int], object]
@@ -61,6 +62,12 @@ def warn_of_documents(documents: Iterable[Document]) -> None:
     for document in documents:
         for warning in document.warnings:
             note(f"warning: {one_line(document.name)}: {warning}")
+
+
+def note_of_template(model: Model, instruction: str | None, system_prompt: str | None) -> None:
+    """Notes that a model without a chat template is given an instruction."""
+    if model.chat_template is None and (instruction is not None or system_prompt is not None):
+        note("the model has no chat template, so it continues the document and the instruction as plain text")
 
 
 def note_of_drafts(info: dict[str, Any]) -> None:

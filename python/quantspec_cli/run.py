@@ -70,10 +70,8 @@ def _run(
             progress=render.on_terminal() and not request.quiet,
             draft_model=engine_options.draft_model,
         )
-        if not request.as_json and not request.quiet and _is_bare(request, model):
-            render.note(
-                "the model has no chat template, so it continues the document and the instruction as plain text"
-            )
+        if not request.as_json and not request.quiet:
+            render.note_of_template(model, request.instruction, request.system_prompt)
         if not request.quiet:
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
@@ -243,8 +241,3 @@ def _decode(
             answers.push_rest(index, answer.text)
     answers.close()
     return batch, interrupted, failures[0] if failures else None
-
-
-def _is_bare(request: Request, model: Model) -> bool:
-    asked = request.instruction is not None or request.system_prompt is not None
-    return asked and model.chat_template is None

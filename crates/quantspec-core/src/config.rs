@@ -438,6 +438,15 @@ impl Planes {
         let reads = |view| views.contains(&view);
         Planes { upper: reads(View::Upper) || reads(View::Both), lower: reads(View::Both), full: reads(View::Full) }
     }
+
+    /// Returns true if a cache with these planes can be read in this view.
+    pub const fn serve(self, view: View) -> bool {
+        match view {
+            View::Upper => self.upper,
+            View::Both => self.upper && self.lower,
+            View::Full => self.full,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::quantize::{self, Group, Params, TARGET_SHRINK};
 use half::f16;
 
-/// Identifies these equations in files of a model in nibbles on disk. A change of codes needs a new name.
+/// Identifies these equations in the fingerprint of cached prompts. A change of codes needs a new name.
 pub const RECIPE: &str = "nibbles 5";
 
 /// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.

@@ -119,12 +119,7 @@ impl Cache {
 
     /// An error if the planes of a view are not kept.
     pub(crate) fn check(&self, view: View) -> Result<()> {
-        let planes = self.sizes.planes;
-        let kept = match view {
-            View::Upper => planes.upper,
-            View::Both => planes.upper && planes.lower,
-            View::Full => planes.full,
-        };
+        let kept = self.sizes.planes.serve(view);
         if kept { Ok(()) } else { Err(Error::internal(format!("the cache keeps no planes for view {view:?}"))) }
     }
 

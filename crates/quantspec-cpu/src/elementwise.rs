@@ -1,4 +1,4 @@
-//! Elementwise operations: norms, rotary embeddings, SiLU. Rows of a step are `[row][feature]`. Prompt rows are panels
+//! Elementwise operations: norms, rotary embeddings, SiLU and GELU. Rows of a step are `[row][feature]`. Prompt rows are panels
 //! `[feature][64 tokens]`, on which all operations work lane by lane.
 
 use crate::dispatch::{Simd, portable};

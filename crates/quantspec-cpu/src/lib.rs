@@ -36,21 +36,3 @@ mod weights;
 pub use backend::{CpuBackend, check, plan};
 pub use bandwidth::read_gb_per_s;
 pub use memory::give_back_freed;
-use quantspec_core::Result;
-
-/// The SIMD path this process uses, for display.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Path {
-    /// Its name, as `QUANTSPEC_SIMD` takes it.
-    pub name: &'static str,
-    /// Why this one.
-    pub reason: String,
-}
-
-/// The SIMD path of a backend loaded now.
-///
-/// # Errors
-/// As [`dispatch::choose`].
-pub fn simd() -> Result<Path> {
-    dispatch::choose().map(|choice| Path { name: choice.simd.name(), reason: choice.reason })
-}

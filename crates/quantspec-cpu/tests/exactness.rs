@@ -178,7 +178,7 @@ fn requests(prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<R
 
 /// The law of exactness, greedy and sampled: every second case each, and all cases at full length.
 fn law_of_both(mut model: Model, prompts: &[Vec<u32>], new_tokens: usize, cases: &[Case]) {
-    eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
+    eprintln!("TESTED: whole engines on {}", quantspec_cpu::dispatch::choose().expect("path").simd.name());
     for (index, sampler) in [greedy(), replay()].iter().enumerate() {
         let cases = if long() { cases } else { &share(cases, index, 2) };
         law(&mut model, &requests(prompts, sampler, new_tokens), cases);

@@ -391,6 +391,16 @@ fn the_folder_is_bounded_and_the_least_recently_used_goes() {
 }
 
 #[test]
+fn a_longer_prompt_does_not_remove_the_file_that_it_continues() {
+    let folder = Folder::new();
+    let mut engine = on_disk(&folder.0, 6 * BLOCK_BYTES as u64 + 8192);
+    let mut reused = |length, number| answer(&mut engine, &question(length, number), usize::MAX).1 / BLOCK_TOKENS;
+    assert_eq!(reused(640, 1), 0);
+    // Seven blocks, of which the folder has room for six.
+    assert_eq!([reused(880, 2), reused(880, 3)], [5, 6]);
+}
+
+#[test]
 fn a_folder_that_cannot_be_used_is_one_warning() {
     let folder = Folder::new();
     fs::write(folder.0.join("prompts"), "a file").expect("write");

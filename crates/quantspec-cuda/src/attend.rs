@@ -4,7 +4,7 @@ use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::images;
-use crate::linear::{GROUP, name};
+use crate::linear::{DRAFT_GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
 use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
@@ -418,7 +418,7 @@ impl Attend {
             let local =
                 if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
             let blocks = blocks_per_sm(view, d, tma, device.shared_bytes);
-            let items = most_items(device.sms * blocks, config.kv_heads);
+            let items = most_items(device.info.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
         let half_sm = instances(shapes::ATTEND, View::Upper, d, tma, true).map(|of| {
@@ -567,7 +567,7 @@ impl Attend {
     /// Returns true if [`Attend::run`] can write the output projection's int8 input itself: with one work item per row and KV
     /// head there is nothing to merge. Its bits are those of [`Attend::merge`].
     pub fn writes_codes(&self, view: View, slice: &StepSlice) -> bool {
-        view == View::Upper && self.head_dim == GROUP && slice.merged.iter().all(|row| row.items == 1)
+        view == View::Upper && self.head_dim == DRAFT_GROUP && slice.merged.iter().all(|row| row.items == 1)
     }
 
     /// Attention of a slice's rows in one layer, into the partial results, or into `neighbours.codes`.
@@ -619,14 +619,14 @@ impl Attend {
             stages: if tma { EARLY } else { stages as i32 },
             centre: self.centre,
             prefetch: neighbours.prefetch.0,
-            prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.sms) as i32,
+            prefetch_bytes: neighbours.prefetch.1.min(PREFETCH_BYTES * self.device.info.sms) as i32,
             reach: slice.reach.unwrap_or(0) as i32,
             codes: neighbours.codes.map_or(0, |codes| codes.x),
             scales: neighbours.codes.map_or(0, |codes| codes.xs),
             panels: neighbours.codes.map_or(0, |codes| codes.panels) as i32,
             unused: 0,
         };
-        let blocks = if tma { slice.items.min(self.device.sms) } else { slice.items };
+        let blocks = if tma { slice.items.min(self.device.info.sms) } else { slice.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
@@ -676,8 +676,8 @@ impl Attend {
             first_row: slice.first_row as i32,
             panels: panels as i32,
         };
-        let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
-        let kernel = if groups * slice.merged.len() > self.device.sms { wide } else { narrow };
+        let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(DRAFT_GROUP);
+        let kernel = if groups * slice.merged.len() > self.device.info.sms { wide } else { narrow };
         let grid = [groups as u32, slice.merged.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {

@@ -72,7 +72,7 @@ pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
     let seconds = seconds(device, || {
         // The sum of small numbers never equals this.
         let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(i32::MIN), (&to).into()];
-        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        let launch = Launch { grid: [8 * device.info.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
         // SAFETY: the buffer has that many pieces.
         unsafe { device.launch(kernel, launch, &arguments) }
     })?;

@@ -33,7 +33,7 @@ pub struct DeviceInfo {
     /// Architecture its kernels were compiled for; 0 if there are none.
     pub(crate) architecture: u32,
     /// Streaming multiprocessors (SMs).
-    pub(crate) sms: usize,
+    pub sms: usize,
 }
 
 impl DeviceInfo {

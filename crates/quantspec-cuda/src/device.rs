@@ -42,8 +42,6 @@ pub struct Device {
     pub(crate) one_by_one: bool,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
-    /// Streaming multiprocessors (SMs).
-    pub sms: usize,
     /// Most shared memory of a block, in bytes.
     pub shared_bytes: usize,
     /// Shared memory of an SM, in bytes.
@@ -153,7 +151,6 @@ impl Device {
             apart: AtomicBool::new(false),
             one_by_one: std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value == "1"),
             info,
-            sms: 0,
             shared_bytes: 0,
             shared_per_sm: 0,
         };
@@ -166,7 +163,6 @@ impl Device {
             device.bind()?;
             let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check(sys::cuStreamCreate(&mut device.stream, flags), "cuStreamCreate")?;
-            device.sms = device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
             device.shared_per_sm =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
             device.shared_bytes =

@@ -3,7 +3,7 @@
 use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
 use crate::hierarchy::Hierarchy;
-use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
+use crate::linear::{DRAFT_GROUP, Quantised, TILE, WARPS, block_bytes};
 use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER, MERGE_SHARED, UPPER_BLOCK};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -121,7 +121,7 @@ pub struct DraftGemms {
 /// of `rows` rows in `most` bytes. Leaves room for a small block next to two of these, if that costs no stage (`DraftShared`
 /// in kernels/draft.cu).
 fn pipeline(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
-    let inputs = rows * (groups * (GROUP + 8) + 64);
+    let inputs = rows * (groups * (DRAFT_GROUP + 8) + 64);
     let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
     let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_CHUNK_TILES * WARPS * block + 16);
     let less = most - SMALL / 2;
@@ -173,7 +173,7 @@ impl DraftGemms {
 
     fn has_room(&self, kernels: &Kernels, k: usize, rows: usize) -> bool {
         let block = kernels.block;
-        (1..=ROWS_MAX).contains(&rows) && pipeline(self.shared, block, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
+        (1..=ROWS_MAX).contains(&rows) && pipeline(self.shared, block, k.div_ceil(DRAFT_GROUP), rows).0 >= STAGES_MIN
     }
 
     unsafe fn launch(
@@ -188,14 +188,14 @@ impl DraftGemms {
             DraftMatrix::Own(weights) => (&self.own, weights.bits),
             DraftMatrix::Upper(_) => (&self.upper, 4),
         };
-        let (kernel, groups, tiles) = (kernel(kernels), k.div_ceil(GROUP), n.div_ceil(TILE));
+        let (kernel, groups, tiles) = (kernel(kernels), k.div_ceil(DRAFT_GROUP), n.div_ceil(TILE));
         if bits != 4 || !self.has_room(kernels, k, rows) {
             return Err(Error::internal(format!("a draft GEMM of {rows} rows and {k} inputs")));
         }
         let (stages, shared) = pipeline(self.shared, kernels.block, groups, rows);
         let mut arguments = args![address, groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
-        let grid = [tiles.min(self.device.sms) as u32, 1, 1];
+        let grid = [tiles.min(self.device.info.sms) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
@@ -342,7 +342,7 @@ mod tests {
             (11_008, 2, 5, false),
             (27_648, 2, 3, false),
         ] {
-            let (stages, shared) = pipeline(HOPPER / 2 - KEPT, block_bytes(4), inputs / GROUP, rows);
+            let (stages, shared) = pipeline(HOPPER / 2 - KEPT, block_bytes(4), inputs / DRAFT_GROUP, rows);
             assert_eq!(stages, chunks, "{inputs} inputs, {rows} rows");
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
@@ -350,7 +350,7 @@ mod tests {
         // Blocks of an upper plane are 1/17 larger.
         for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
             assert_eq!(
-                pipeline(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,
+                pipeline(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / DRAFT_GROUP, rows).0,
                 chunks,
                 "{inputs} inputs, {rows} rows"
             );

@@ -17,8 +17,10 @@ pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {
 
 /// Converts the flags set by kernels to an error.
 pub(crate) fn check_flag(flag: u32) -> Result<()> {
+    if flag == 0 {
+        return Ok(());
+    }
     Err(Error::not_finite(match flag {
-        0 => return Ok(()),
         flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
         flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
         flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",

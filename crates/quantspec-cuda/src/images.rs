@@ -69,6 +69,12 @@ pub(crate) fn architecture(capability: u32) -> Option<u32> {
     stems().map(|stem| choose(stem, capability).map(compiled)).min().flatten()
 }
 
+/// Returns true if a device of this compute capability (times ten) runs machine code when it runs images of `architecture`;
+/// false if that is PTX, which its driver compiles.
+pub(crate) fn are_native(capability: u32, architecture: u32) -> bool {
+    stems().all(|stem| choose(stem, capability).is_some_and(|image| image.architecture == architecture))
+}
+
 /// Returns true if kernels of this architecture use TMA: those compiled for compute capability 9.0.
 pub(crate) fn has_tma(architecture: u32) -> bool {
     architecture == 90

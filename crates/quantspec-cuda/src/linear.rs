@@ -12,7 +12,7 @@ pub(crate) const TILE: usize = 16;
 /// Inputs of an atom.
 pub(crate) const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
-pub(crate) const GROUP: usize = 128;
+pub(crate) const DRAFT_GROUP: usize = quantspec_core::quantize::WEIGHT_GROUP;
 /// Warps of a block.
 pub(crate) const WARPS: usize = shapes::LINEAR_WARPS;
 /// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
@@ -96,13 +96,13 @@ pub struct Quantised {
 
 /// Bytes of a block of draft weights.
 pub(crate) const fn block_bytes(bits: usize) -> usize {
-    TILE * GROUP * bits / 8 + TILE * 4
+    TILE * DRAFT_GROUP * bits / 8 + TILE * 4
 }
 
 impl Quantised {
     /// Bytes of draft weights of that shape.
     pub const fn bytes(bits: usize, n: usize, k: usize) -> usize {
-        n.div_ceil(TILE) * k.div_ceil(GROUP) * block_bytes(bits)
+        n.div_ceil(TILE) * k.div_ceil(DRAFT_GROUP) * block_bytes(bits)
     }
 
     /// Address of the first block.
@@ -153,11 +153,11 @@ impl Family {
         let gemm = self.choose(rows)?;
         let (blocks, warps, shared) = match gemm.pipeline {
             Some(GemmPipeline { shared, copying, cluster }) => {
-                let clusters = (device.sms / cluster).max(1).min(tiles.div_ceil(cluster));
+                let clusters = (device.info.sms / cluster).max(1).min(tiles.div_ceil(cluster));
                 (clusters * cluster, WARPS + copying, shared)
             }
             // A block of the largest kernel needs a whole SM; two blocks of the others fit.
-            None => (tiles.min(device.sms * if gemm.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
+            None => (tiles.min(device.info.sms * if gemm.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
         };
         let grid = [blocks as u32, rows.div_ceil(8 * gemm.tiles) as u32, 1];
         Ok((gemm.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
@@ -200,7 +200,7 @@ struct WarpPipeline {
 impl WarpPipeline {
     /// Dynamic shared memory: weights in flight, and the activations if the kernel has one row tile.
     const fn shared(&self, bits: usize, groups: usize, rows: usize) -> usize {
-        let staged = if self.tiles == 1 { rows * (groups * (GROUP + 8) + 64) } else { 0 };
+        let staged = if self.tiles == 1 { rows * (groups * (DRAFT_GROUP + 8) + 64) } else { 0 };
         WARPS * self.stages * block_bytes(bits) + staged
     }
 
@@ -304,7 +304,11 @@ impl Linear {
                 let arguments = args![&weights.buffer, x, y, weights.k, weights.n, rows, pitch];
                 // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
                 return unsafe {
-                    self.device.launch(self.single, Launch { grid, block: 256, shared: 0, overlap: true }, &arguments)
+                    self.device.launch(
+                        self.single,
+                        Launch { grid, block: 32 * WARPS as u32, shared: 0, overlap: true },
+                        &arguments,
+                    )
                 };
             }
         };
@@ -330,14 +334,14 @@ impl Linear {
     /// # Safety
     /// As [`Linear::run`].
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
-        let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
+        let (groups, tiles) = (weights.k.div_ceil(DRAFT_GROUP), weights.n.div_ceil(TILE));
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
         let pipeline = self.pipeline.as_ref().map(|[w4, w8]| if weights.bits == 4 { w4 } else { w8 });
         let (kernel, launch) = match pipeline {
             Some((_, wide)) if self.panels(rows) > 0 => {
                 let wide = wide.iter().find(|wide| wide.rows >= rows).or(wide.last());
                 let Wide { kernel, shared, .. } = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
-                let clusters = (self.device.sms / 2).max(1).min(tiles);
+                let clusters = (self.device.info.sms / 2).max(1).min(tiles);
                 let grid = [2 * clusters as u32, rows.div_ceil(PANEL_ROWS) as u32, 1];
                 (*kernel, Launch { grid, block: WIDE_THREADS as u32, shared: *shared as u32, overlap: true })
             }
@@ -348,9 +352,9 @@ impl Linear {
                 let pipeline = pipelines.choose(&self.device, weights.bits, groups, rows)?;
                 let shared = pipeline.shared(weights.bits, groups, rows);
                 let resident = (self.device.shared_per_sm / pipeline.resident(shared)).clamp(1, RESIDENT);
-                let blocks = tiles.min(self.device.sms * resident) as u32;
+                let blocks = tiles.min(self.device.info.sms * resident) as u32;
                 let grid = [blocks, rows.div_ceil(8 * pipeline.tiles) as u32, 1];
-                (pipeline.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
+                (pipeline.kernel, Launch { grid, block: 32 * WARPS as u32, shared: shared as u32, overlap: true })
             }
         };
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
@@ -402,7 +406,7 @@ impl Linear {
         };
         let kernel = of_bits.and_then(|kernels| kernels.get(index)).copied();
         let kernel = kernel.ok_or_else(|| Error::internal(format!("draft weights of {} bits", to.bits)))?;
-        let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
+        let grid = [weights.k.div_ceil(DRAFT_GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }

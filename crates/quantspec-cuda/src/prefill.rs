@@ -327,7 +327,7 @@ impl Prefill {
         let bias = bias.unwrap_or(0);
         if let (Kernels::Hopper { qkv, .. }, None) = (&self.kernels, of_projection) {
             let n = s.qkv_width();
-            let (tile, kernel) = qkv.choose(rows, n, self.device.sms)?;
+            let (tile, kernel) = qkv.choose(rows, n, self.device.info.sms)?;
             let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
             let to_q = TensorMap::matrix(Dtype::F16, q, s.q_width(), rows, s.q_width(), [64, 64])?;
             let kv_width = 2 * s.kv_width();
@@ -529,7 +529,7 @@ impl Prefill {
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { gated, .. } => {
-                    let (tile, kernel) = gated.choose(rows, n, self.device.sms)?;
+                    let (tile, kernel) = gated.choose(rows, n, self.device.info.sms)?;
                     let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
                     let to = TensorMap::matrix(s.dtype, out, s.intermediate, rows, pitch, [64, 64])?;
                     let arguments = [
@@ -601,7 +601,7 @@ impl Prefill {
         n: usize,
         rows: usize,
     ) -> Result<()> {
-        let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
+        let (tile, kernel) = residual.choose(rows, n, self.device.info.sms)?;
         let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
         let to = TensorMap::matrix(Dtype::F32, y, n, rows, n, [32, 64])?;
         let arguments =
@@ -666,7 +666,7 @@ impl Prefill {
     }
 
     unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
-        let blocks = tile.blocks(rows, n, self.device.sms);
+        let blocks = tile.blocks(rows, n, self.device.info.sms);
         let launch = Launch {
             grid: [blocks as u32, 1, 1],
             block: tile.threads(),

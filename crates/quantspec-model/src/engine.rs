@@ -20,6 +20,7 @@ use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::{MethodCounters, Stats};
 use quantspec_core::sample::{Accept, Sampler};
+use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 use std::time::Instant;
@@ -319,7 +320,9 @@ impl<B: Backend> Engine<B> {
         let (block_rows, most_rows) = (self.block_rows, most_rows.max(1));
         let ended = loop {
             let (backend, _, sequence) = self.working(slot)?;
-            let cursor = sequence.cursor.get_or_insert_default();
+            let Some(cursor) = &mut sequence.cursor else {
+                return Err(Error::internal("a prompt that began has no cursor"));
+            };
             match forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows, progress)? {
                 Chunk::More => break false,
                 Chunk::End => break true,
@@ -369,6 +372,14 @@ impl<B: Backend> Engine<B> {
     /// Looks up a prompt in the prompt cache before its prefill. Returns the number of tokens to compute.
     fn begin_prompt(&mut self, slot: usize) -> Result<usize> {
         let Engine { sequences, prompts, .. } = self;
+        let unfinished = |sequence: &Sequence| sequence.cursor.is_some() && !sequence.running;
+        let mut others = sequences.iter().enumerate().filter(|&(other, _)| other != slot);
+        if let Some((other, _)) = others.find(|(_, one)| one.as_ref().is_some_and(unfinished)) {
+            return Err(Error::usage(
+                format!("slot {slot} cannot be prefilled while the prompt of slot {other} is unfinished"),
+                "finish that prefill, or end its sequence, first",
+            ));
+        }
         let sequence = found(sequences, slot)?;
         if sequence.running {
             return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
@@ -384,8 +395,8 @@ impl<B: Backend> Engine<B> {
     /// a block with rows on both sides is split by rows, and so is the quantising of a layer.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and
+    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is already prefilled, or if another slot's prompt
+    /// is unfinished, and those of [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and
     /// [`Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
@@ -524,53 +535,61 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
-            let copied = self.copies(slot, gamma);
-            let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
-            let (_, _, sequence) = self.working(slot)?;
-            if !sequence.running || sequence.remaining == 0 {
-                return Err(Error::usage(
-                    format!("slot {slot} is not decoding"),
-                    "name only slots that were prefilled and have tokens left to emit",
-                ));
-            }
-            if gamma > GAMMA_MAX || gamma + 1 > sequence.remaining {
-                return Err(Error::usage(
-                    format!(
-                        "gamma {gamma} is out of range for slot {slot}, which may emit {} tokens",
-                        sequence.remaining
-                    ),
-                    format!("use the value of choose_gamma, at most {GAMMA_MAX}"),
-                ));
-            }
-            let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
-            let (history, reads_logits) = (sequence.history.clone(), sequence.logprobs.is_some());
-            let constraint = sequence.constraint.clone();
-            sequence.written = sequence.written.max(committed + gamma + 1);
-            if self.turns.iter().any(|turn| turn.slot == slot) {
-                return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
-            }
-            let gamma = if copied > 0 { copied } else { gamma };
-            self.turns.push(Turn {
-                stop,
-                history,
-                constraint,
-                reads_logits,
-                copied: copied > 0,
-                ..Turn::new(slot, committed, gamma, sampler)
-            });
+            let turn = self.turn(slot, gamma)?;
+            self.turns.push(turn);
         }
-        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        self.observe_forecasts();
+        match self.turns.iter().map(|turn| turn.gamma).max() {
+            None | Some(0) => Ok(()),
+            Some(steps) => self.propose(steps),
+        }
+    }
+
+    /// A slot's part in the round that begins.
+    fn turn(&mut self, slot: usize, gamma: usize) -> Result<Turn> {
+        if self.turns.iter().any(|turn| turn.slot == slot) {
+            return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
+        }
+        let copied = self.copies(slot, gamma);
+        let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
+        let (_, _, sequence) = self.working(slot)?;
+        if !sequence.running || sequence.remaining == 0 {
+            return Err(Error::usage(
+                format!("slot {slot} is not decoding"),
+                "name only slots that were prefilled and have tokens left to emit",
+            ));
+        }
+        if gamma > GAMMA_MAX || gamma + 1 > sequence.remaining {
+            return Err(Error::usage(
+                format!("gamma {gamma} is out of range for slot {slot}, which may emit {} tokens", sequence.remaining),
+                format!("use the value of choose_gamma, at most {GAMMA_MAX}"),
+            ));
+        }
+        let committed = sequence.extent.committed();
+        sequence.written = sequence.written.max(committed + gamma + 1);
+        Ok(Turn {
+            stop,
+            history: sequence.history.clone(),
+            constraint: sequence.constraint.clone(),
+            reads_logits: sequence.logprobs.is_some(),
+            copied: copied > 0,
+            ..Turn::new(slot, committed, if copied > 0 { copied } else { gamma }, sequence.sampler.clone())
+        })
+    }
+
+    /// Tells the policy what the drafter expects of its candidates at the round's lengths.
+    fn observe_forecasts(&mut self) {
+        let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
+        let (config, target, memory) = (self.backend.config(), *target, self.loaded);
+        let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
         let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
-        let Method { target, drafter, policy } = &mut self.method;
-        if let Some(drafter) = drafter {
-            let (config, target, memory) = (self.backend.config(), *target, self.loaded);
-            let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
-            let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
-            policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()));
-        }
-        if steps == 0 {
-            return Ok(());
-        }
+        let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
+        policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()));
+    }
+
+    /// Drafts the round's tokens, at most `steps` of a sequence.
+    fn propose(&mut self, steps: usize) -> Result<()> {
+        let Method { drafter, policy, .. } = &mut self.method;
         let Some(drafter) = drafter else {
             return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
         };
@@ -601,26 +620,8 @@ impl<B: Backend> Engine<B> {
         if turns.is_empty() {
             return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
         }
-        let mut started = Instant::now();
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
-        let verdicts = match forward::verify(&mut self.backend, self.method.target, &turns) {
-            // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
-            Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
-                let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
-                let failed_s = seconds + started.elapsed().as_secs_f64();
-                self.method.policy.observe_draft(failed_s, steps);
-                self.stats.draft(failed_s);
-                for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
-                    turn.gamma = 0;
-                    if !turn.copied {
-                        self.method.policy.observe_failure();
-                    }
-                }
-                started = Instant::now();
-                forward::verify(&mut self.backend, self.method.target, &turns)?
-            }
-            verdicts => verdicts?,
-        };
+        let (verdicts, started) = self.verdicts(&mut turns)?;
         let mut draft_s = 0.0;
         if let Some((steps, seconds)) = self.drafted.take() {
             // A backend that ran the draft with the verification reports the draft's share of the time.
@@ -632,63 +633,99 @@ impl<B: Backend> Engine<B> {
         turns.iter_mut().for_each(|turn| turn.history = None);
         let (mut round, mut row, mut logprobs_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
-            let (backend, drafter, sequence) = self.working(turn.slot)?;
-            let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
-            tokens.push(verdict.token);
-            if let Some(top) = sequence.logprobs {
-                let began = Instant::now();
-                for (i, &token) in tokens.iter().enumerate() {
-                    sequence.token_logprobs.push(logprob::of(&backend.logits(row + i)?, token, top));
-                }
-                logprobs_s += began.elapsed().as_secs_f64();
-            }
-            row += turn.gamma + 1;
-            for page in sequence.extent.commit(verdict.accepted + 1) {
-                backend.flush(turn.slot, page)?;
-            }
-            backend.set_window(turn.slot, &[verdict.token])?;
-            if let Some(drafter) = drafter {
-                drafter.commit(turn.slot, &tokens)?;
-            }
-            sequence.emit(&tokens);
-            sequence.remaining -= tokens.len();
-            let of_prompt = visible_pages(sequence.prompt_tokens);
-            // A repeated round accepted none of its drafted tokens.
-            self.stats.round(drafted, verdict.accepted);
-            if turn.copied {
-                self.stats.copied(drafted);
-            }
-            let visible = visible_pages(turn.committed);
-            let read = match self.pages.filter(|_| !turn.copied) {
-                None => 0,
-                Some(pages) => pages.read(of_prompt, visible),
-            };
-            self.stats.pages(drafted * read);
-            let of_candidate = self.method.drafter.as_ref().and_then(|one| one.method(self.method.policy.candidate()));
-            if let Some(name) = of_candidate {
-                let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
-                let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
-                self.stats.method(
-                    name,
-                    MethodCounters { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages },
-                );
-            }
-            if turn.gamma > 0 {
-                if !turn.margins.is_empty() {
-                    self.method.policy.observe_margins(&turn.margins, verdict.accepted);
-                }
-                match turn.copied {
-                    true => self.method.policy.observe_copied(turn.gamma, verdict.accepted),
-                    false => self.method.policy.observe_round(turn.gamma, verdict.accepted),
-                }
-            }
+            let (tokens, seconds) = self.commit(turn, &verdict, row)?;
+            (row, logprobs_s) = (row + turn.gamma + 1, logprobs_s + seconds);
+            self.account(turn, &verdict, drafted);
             round.push(Emitted { slot: turn.slot, tokens });
         }
         let seconds = started.elapsed().as_secs_f64() - draft_s - logprobs_s;
-        let rows = turns.iter().map(|turn| turn.gamma + 1).sum();
-        self.method.policy.observe_verify(rows, seconds);
+        self.method.policy.observe_verify(row, seconds);
         self.stats.verify(seconds);
         Ok(round)
+    }
+
+    /// The verdicts of a round, and when their verification began. Turns of a round that is repeated have γ = 0.
+    fn verdicts(&mut self, turns: &mut [Turn]) -> Result<(Vec<Verdict>, Instant)> {
+        let started = Instant::now();
+        let target = self.method.target;
+        match forward::verify(&mut self.backend, target, turns) {
+            // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
+            Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
+                let failed_s = started.elapsed().as_secs_f64();
+                let drafted = self.drafted.take();
+                self.stats.draft(drafted.map_or(0.0, |(_, seconds)| seconds) + failed_s);
+                if let Some((steps, seconds)) = drafted {
+                    self.method.policy.observe_draft(seconds + failed_s, steps);
+                }
+                for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
+                    turn.gamma = 0;
+                    if !turn.copied {
+                        self.method.policy.observe_failure();
+                    }
+                }
+                let started = Instant::now();
+                Ok((forward::verify(&mut self.backend, target, turns)?, started))
+            }
+            verdicts => Ok((verdicts?, started)),
+        }
+    }
+
+    /// Commits a sequence's new tokens, and returns them and the seconds spent on log-probabilities. `row`: its first row in
+    /// the verification.
+    fn commit(&mut self, turn: &Turn, verdict: &Verdict, row: usize) -> Result<(Vec<u32>, f64)> {
+        let (backend, drafter, sequence) = self.working(turn.slot)?;
+        let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
+        tokens.push(verdict.token);
+        let mut logprobs_s = 0.0;
+        if let Some(top) = sequence.logprobs {
+            let began = Instant::now();
+            for (i, &token) in tokens.iter().enumerate() {
+                sequence.token_logprobs.push(logprob::of(&backend.logits(row + i)?, token, top));
+            }
+            logprobs_s = began.elapsed().as_secs_f64();
+        }
+        for page in sequence.extent.commit(verdict.accepted + 1) {
+            backend.flush(turn.slot, page)?;
+        }
+        backend.set_window(turn.slot, &[verdict.token])?;
+        if let Some(drafter) = drafter {
+            drafter.commit(turn.slot, &tokens)?;
+        }
+        sequence.emit(&tokens);
+        sequence.remaining -= tokens.len();
+        Ok((tokens, logprobs_s))
+    }
+
+    /// Reports a sequence's part of a round to statistics and policy. `drafted`: tokens before a repetition of the round, which
+    /// accepts none of them.
+    fn account(&mut self, turn: &Turn, verdict: &Verdict, drafted: usize) {
+        let Some(sequence) = self.sequences.get(turn.slot).and_then(Option::as_ref) else { return };
+        let of_prompt = visible_pages(sequence.prompt_tokens);
+        self.stats.round(drafted, verdict.accepted);
+        if turn.copied {
+            self.stats.copied(drafted);
+        }
+        let read = match self.pages.filter(|_| !turn.copied) {
+            None => 0,
+            Some(pages) => pages.read(of_prompt, visible_pages(turn.committed)),
+        };
+        self.stats.pages(drafted * read);
+        let Method { drafter, policy, .. } = &mut self.method;
+        if let Some(name) = drafter.as_ref().and_then(|drafter| drafter.method(policy.candidate())) {
+            let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
+            let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
+            let counters = MethodCounters { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages };
+            self.stats.method(name, counters);
+        }
+        if turn.gamma > 0 {
+            if !turn.margins.is_empty() {
+                policy.observe_margins(&turn.margins, verdict.accepted);
+            }
+            match turn.copied {
+                true => policy.observe_copied(turn.gamma, verdict.accepted),
+                false => policy.observe_round(turn.gamma, verdict.accepted),
+            }
+        }
     }
 
     /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.

@@ -359,7 +359,7 @@ impl<'a> Cursor<'a> {
     }
 
     fn left(&self) -> u64 {
-        self.length - self.at
+        self.length.saturating_sub(self.at)
     }
 
     fn damaged(&self, what: &str) -> Error {
@@ -391,7 +391,10 @@ impl<'a> Cursor<'a> {
     /// Bytes that were passed.
     fn back(&mut self, at: u64, bytes: u64) -> Result<&[u8]> {
         if at < self.window_at || at + bytes > self.window_at + self.window.len() as u64 {
-            let ahead = bytes.max(WINDOW_BYTES as u64).min(self.length - at);
+            let ahead = bytes.max(WINDOW_BYTES as u64).min(self.length.saturating_sub(at));
+            if ahead < bytes {
+                return Err(self.damaged("ends early"));
+            }
             self.window.resize(ahead as usize, 0);
             self.window_at = at;
             read_at(self.file, &mut self.window, at).map_err(|error| unreadable(self.name, &error))?;

@@ -70,7 +70,7 @@ impl<'a> MadeUpRows<'a> {
     /// The embeddings.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_f32`].
+    /// Those of [`Checkpoint::read_stored`].
     pub fn new(checkpoint: &'a Checkpoint, parallel: Parallel<'a>) -> Result<MadeUpRows<'a>> {
         let config = checkpoint.config();
         let mut stream = vec![[0.0; ROWS]; config.hidden];

@@ -57,7 +57,7 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
 /// target's weight format. Several threads read.
 ///
 /// # Errors
-/// Those of [`Checkpoint::read`] and of `poll`.
+/// Those of [`Checkpoint::read`], [`Checkpoint::read_stored`] and `poll`.
 pub fn fingerprint(
     checkpoint: &Checkpoint,
     weights: TargetWeights,
@@ -67,14 +67,22 @@ pub fn fingerprint(
     let config = checkpoint.config();
     let mut pieces = Vec::new();
     for part in Part::all(config).into_iter().filter(|part| checkpoint.has(*part)) {
-        let (rows, _) = checkpoint.shape(part);
-        let row_bytes = checkpoint.bytes(part) / rows.max(1);
-        let step = (READER_BYTES / row_bytes.max(1)).max(1);
-        pieces.extend((0..rows).step_by(step).map(|start| (part, start..rows.min(start + step), row_bytes)));
+        let (rows, columns) = checkpoint.shape(part);
+        let step = (READER_BYTES / (4 * columns.max(1))).max(1);
+        pieces.extend((0..rows).step_by(step).map(|start| (part, start..rows.min(start + step))));
     }
-    let hash = |(part, rows, row_bytes): &(Part, Range<usize>, usize)| {
-        let mut bytes = vec![0; rows.len() * row_bytes];
-        checkpoint.read(*part, rows.clone(), &mut bytes)?;
+    let hash = |(part, rows): &(Part, Range<usize>)| {
+        let values = rows.len() * checkpoint.shape(*part).1;
+        let bytes = if weights == TargetWeights::Checkpoint {
+            let mut bytes = vec![0; values * checkpoint.dtype(*part).bytes()];
+            checkpoint.read(*part, rows.clone(), &mut bytes)?;
+            bytes
+        } else {
+            // Nibbles are made from the stored values, which `read` would round to a number format.
+            let mut stored = vec![0.0; values];
+            checkpoint.read_stored(*part, rows.clone(), &mut stored)?;
+            stored.iter().flat_map(|value| value.to_le_bytes()).collect()
+        };
         Ok(XxHash3_128::oneshot(&bytes))
     };
     let (next, ended) = (AtomicUsize::new(0), AtomicBool::new(false));
@@ -104,9 +112,7 @@ pub fn fingerprint(
     hashes.sort_unstable();
     let mut all = format!("{config:?} {weights:?}").into_bytes();
     if weights != TargetWeights::Checkpoint {
-        // Nibbles are made from the stored values, which the bytes hashed above hold rounded to a number format.
-        let stored: Vec<_> = Part::all(config).into_iter().map(|part| checkpoint.encoding(part)).collect();
-        all.extend_from_slice(format!("{RECIPE} {stored:?}").as_bytes());
+        all.extend_from_slice(RECIPE.as_bytes());
     }
     hashes.iter().for_each(|(_, hash)| all.extend_from_slice(&hash.to_le_bytes()));
     Ok(XxHash3_128::oneshot(&all))
@@ -274,7 +280,12 @@ impl PromptCache {
                 }
                 blocks
             }
-            Storage::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
+            // The files in use were read last, so they are removed last, and must leave room for this one.
+            Storage::Disk { at, .. } => {
+                let in_use: usize = reuse.branches.iter().map(|(branch, _)| branch.stored_segments()).sum();
+                let room = at.limit_bytes.saturating_sub((in_use * self.segment_bytes) as u64);
+                new.min(usize::try_from(room).unwrap_or(usize::MAX) / block_bytes)
+            }
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
         reuse.recorder = match &self.storage {
@@ -426,6 +437,14 @@ impl Branch {
         match self {
             Branch::Held(branch) => Some(branch),
             Branch::Stored { .. } => None,
+        }
+    }
+
+    /// Segments of its file, 0 without one.
+    fn stored_segments(&self) -> usize {
+        match self {
+            Branch::Held(_) => 0,
+            Branch::Stored { file, .. } => file.segments(),
         }
     }
 }

@@ -441,12 +441,11 @@ fn best_tokens(query: &Tensor, keys: &Tensor, quantised: usize, n: usize) -> Res
 
 /// Refuses a view whose planes are not kept.
 fn check_view(view: View, planes: Planes) -> Result<()> {
-    let kept = match view {
-        View::Upper => planes.upper,
-        View::Both => planes.upper && planes.lower,
-        View::Full => planes.full,
-    };
-    if kept { Ok(()) } else { Err(Error::internal(format!("view {view:?} of a cache that keeps {planes:?}"))) }
+    if planes.serve(view) {
+        Ok(())
+    } else {
+        Err(Error::internal(format!("view {view:?} of a cache that keeps {planes:?}")))
+    }
 }
 
 /// Converts keys or values to f16; values beyond its range are an error, never infinity.
@@ -810,8 +809,14 @@ impl KvCache for ReferenceBackend {
     }
 
     fn open_sharing(&mut self, slot: usize, capacity: usize, prefix: Option<Prefix>) -> Result<()> {
-        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
-            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
+        if capacity > self.options.capacity {
+            return Err(Error::does_not_fit(
+                format!("a sequence of {capacity} tokens exceeds the capacity of {}", self.options.capacity),
+                "load the model for longer sequences",
+            ));
+        }
+        if self.slots.get(slot).is_none_or(Option::is_some) {
+            return Err(Error::internal(format!("slot {slot} cannot be opened")));
         }
         self.page_pool.open(slot, capacity, prefix)?;
         let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();

@@ -219,7 +219,7 @@ impl ChosenDevice {
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
-    /// Memory that an engine needs on this device, and memory available. `other_bytes`: bytes that its user needs in CPU memory.
+    /// Memory that an engine needs on this device, and memory available. `other_bytes`: bytes that its user needs on the device.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not support, or a draft model with another
@@ -245,8 +245,6 @@ impl ChosenDevice {
             }
             ChosenDevice::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
-        // With a GPU, the user's memory is not on the engine's device.
-        let other_bytes = if self.gpu().is_none() { other_bytes } else { 0 };
         let needed = |capacity: usize| {
             // A requested pool grows if it would not hold one sequence.
             let pool_pages = options.pool_pages.max(pages(capacity));
@@ -313,6 +311,11 @@ impl ChosenDevice {
         Ok(())
     }
 
+    /// Bytes on this device, of those that a user of an engine needs in CPU memory.
+    pub(crate) fn of_host(&self, bytes: usize) -> usize {
+        if self.gpu().is_none() { bytes } else { 0 }
+    }
+
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
     /// that the device does not support, and anything beyond the model's context or the device's memory.
     pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
@@ -364,7 +367,7 @@ impl ChosenDevice {
                 ),
                 if longest > 0 && options.slots > 1 {
                     format!(
-                        "each has the room of the longest, and {} of {longest} tokens fit; decode the longest apart, or fewer at once",
+                        "each reserves the memory of the longest, and {} sequences of {longest} tokens fit; decode the longest alone, or fewer at once",
                         options.slots
                     )
                 } else if longest > 0 {
@@ -372,7 +375,12 @@ impl ChosenDevice {
                 } else if options.slots > 1 {
                     "not even short sequences fit; decode fewer at once, or use a smaller model".to_string()
                 } else {
-                    "the weights alone do not fit; use a smaller model or a machine with more memory".to_string()
+                    let fewer = match options.weights {
+                        TargetWeights::Checkpoint => "--weights int8 or int4, ",
+                        TargetWeights::Int8 => "--weights int4, ",
+                        TargetWeights::Int4 => "",
+                    };
+                    format!("the weights alone do not fit; use {fewer}a smaller model or a machine with more memory")
                 },
             ));
         }

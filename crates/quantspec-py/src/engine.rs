@@ -119,7 +119,11 @@ impl Files<'_> {
         let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
         let of_second = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
         let loaded = chosen.engine(models, resolved, [hooks, of_second]);
-        let (mut device, second) = PyEngine::check_raised(raised, loaded)?;
+        let (mut device, second) = loaded?;
+        // A callback's very last call, after which no poll follows.
+        if raised.is_set() {
+            return Err(Error::interrupted());
+        }
         if let Some(limit_bytes) = prompt_bytes {
             on_device!(&mut device, engine => {
                 let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
@@ -147,7 +151,7 @@ impl Loaded {
         info.set_item("device", self.chosen.name())?;
         info.set_item("device_name", self.chosen.hardware())?;
         let simd = match &self.device {
-            Device::Cpu(_) => Some(detached(py, quantspec_cpu::simd)?.name),
+            Device::Cpu(_) => Some(detached(py, quantspec_cpu::dispatch::choose)?.simd.name()),
             Device::Cuda(_) => None,
         };
         info.set_item("simd", simd)?;
@@ -234,11 +238,12 @@ impl PyEngine {
             let _user = UserGuard(self);
             self.free_ended(&mut device);
             let done = work(&mut device);
-            // Taken while this thread holds the engine; a later exception belongs to the next holder.
-            if let Some(error) = self.raised.take() {
-                own.keep(error);
+            // Taken while this thread holds the engine; a later exception belongs to the next holder. It may be that of the very
+            // last call of a callback or a grammar, after which no poll follows.
+            match self.raised.take() {
+                Some(error) => done.and(Err(own.keep(error))),
+                None => done,
             }
-            done
         })
     }
 
@@ -247,11 +252,6 @@ impl PyEngine {
         for slot in ended {
             on_device!(device, engine => engine.finish(slot));
         }
-    }
-
-    /// Reports an exception of a callback's very last call in a prefill or load, after which no poll follows.
-    fn check_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
-        result.and_then(|done| if raised.is_set() { Err(Error::interrupted()) } else { Ok(done) })
     }
 
     fn user(&self) -> MutexGuard<'_, Option<ThreadId>> {
@@ -436,9 +436,7 @@ impl PyEngine {
     #[pyo3(signature = (slot, on_progress=None))]
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress, self.raised.clone());
-        self.run(py, |device| {
-            PyEngine::check_raised(&self.raised, on_device!(device, engine => engine.prefill(slot, &mut show)))
-        })
+        self.run(py, |device| on_device!(device, engine => engine.prefill(slot, &mut show)))
     }
 
     #[pyo3(signature = (slot, most_rows, on_progress=None))]
@@ -450,10 +448,7 @@ impl PyEngine {
         on_progress: Option<Py<PyAny>>,
     ) -> PyResult<Option<u32>> {
         let mut show = progress(on_progress, self.raised.clone());
-        self.run(py, |device| {
-            let chunk = on_device!(device, engine => engine.prefill_chunk(slot, most_rows, &mut show));
-            PyEngine::check_raised(&self.raised, chunk)
-        })
+        self.run(py, |device| on_device!(device, engine => engine.prefill_chunk(slot, most_rows, &mut show)))
     }
 
     /// Prefill; also returns the seconds spent on the prompt's rows from `rows_from` on.
@@ -466,10 +461,7 @@ impl PyEngine {
         on_progress: Option<Py<PyAny>>,
     ) -> PyResult<(u32, f64)> {
         let mut show = progress(on_progress, self.raised.clone());
-        self.run(py, |device| {
-            let timed = on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show));
-            PyEngine::check_raised(&self.raised, timed)
-        })
+        self.run(py, |device| on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show)))
     }
 
     /// Changes the method; policy and statistics restart.

@@ -71,20 +71,19 @@ pub(crate) fn scores<'py>(
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
-        let other_bytes =
-            stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
-        chosen.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(other_bytes))?;
+        let second = stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
+        chosen.plan(models, &options, chosen.of_host(evaluate::bytes(checkpoint.config())).saturating_add(second))?;
         let (options, stored) = (chosen.adapt(&options), stored.map(|stored| chosen.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let text = (&tokens[..], context, &pages[..]);
         let scored = match &chosen {
             ChosenDevice::Cpu => {
                 let load = |options: &Options, hooks| CpuBackend::load(&checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, text, &mut show)
+                score(load, (&options, stored.as_ref()), hooks, &raised, text, &mut show)
             }
             ChosenDevice::Cuda { gpu, .. } => {
                 let load = |options: &Options, hooks| CudaBackend::load_on(gpu, &checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, text, &mut show)
+                score(load, (&options, stored.as_ref()), hooks, &raised, text, &mut show)
             }
         };
         Ok(((chosen.name(), chosen.hardware()), options.sensitive, scored?))
@@ -152,16 +151,18 @@ fn describe(scored: &Evaluation, weights: TargetWeights, out: &Bound<'_, PyDict>
 }
 
 /// [`evaluate::evaluate`] of (tokens, context, page budgets) on a backend; `stored` are the options of one with the checkpoint's
-/// weights, if both are compared.
+/// weights, if both are compared. Exceptions that end its load are kept in `raised`.
 fn score<B: Backend>(
     load: impl Fn(&Options, Hooks) -> Result<B>,
     (options, stored): (&Options, Option<&Options>),
     hooks: Hooks,
+    raised: &Raised,
     (tokens, context, pages): (&[u32], usize, &[usize]),
     show: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     let mut backend = load(options, hooks)?;
-    let mut stored = stored.map(|stored| load(stored, Hooks::default())).transpose()?;
+    let of_stored = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+    let mut stored = stored.map(|stored| load(stored, of_stored)).transpose()?;
     evaluate::evaluate(&mut backend, stored.as_mut(), tokens, context, options.block_rows, pages, show)
 }
 
@@ -205,7 +206,8 @@ pub(crate) fn sensitivity<'py>(
         let (mut scores, mut matrices) = (Vec::new(), Vec::new());
         for (index, (name, sensitive)) in read.enumerate() {
             let options = Options { sensitive, ..options.clone() };
-            chosen.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
+            let host_bytes = chosen.of_host(evaluate::bytes(checkpoint.config()));
+            chosen.plan(Models::alone(&checkpoint), &options, host_bytes)?;
             let options = chosen.adapt(&options);
             let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
             let whole = 1 + kinds.len() + of_matrices;

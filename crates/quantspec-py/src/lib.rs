@@ -172,11 +172,11 @@ mod _native {
     #[pyfunction]
     fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let cpu = PyDict::new(py);
-        let simd = errors::detached(py, quantspec_cpu::simd)?;
+        let chosen = errors::detached(py, quantspec_cpu::dispatch::choose)?;
         cpu.set_item("name", machine::cpu_name())?;
         cpu.set_item("threads", engine::default_threads())?;
-        cpu.set_item("simd", simd.name)?;
-        cpu.set_item("simd_reason", simd.reason)?;
+        cpu.set_item("simd", chosen.simd.name())?;
+        cpu.set_item("simd_reason", chosen.reason)?;
         cpu.set_item(
             "read_gb_per_s",
             errors::detached(py, || quantspec_cpu::read_gb_per_s(engine::default_threads()))?,

@@ -1,14 +1,17 @@
 //! Slots: their pages, rings and windows.
 
 use super::CpuBackend;
-use crate::attend;
+use crate::attend::{self, Shape};
 use crate::cache::Cache;
+use crate::dispatch::Simd;
 use crate::memory::DisjointSlice;
 use crate::pool::share;
-use crate::quantize;
+use crate::quantize::{self, Scratch};
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use quantspec_core::ablation::Ablation;
 use quantspec_core::attend::SnapScores;
 use quantspec_core::cache::G;
+use quantspec_core::config::{Planes, Rounding};
 use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
@@ -34,19 +37,15 @@ impl CpuBackend {
         pages: Range<usize>,
         from_prompt: bool,
     ) -> Result<()> {
-        let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
-        let ablation = self.options.ablation;
-        let sizes = self.cache.sizes;
-        let (shape, planes, kv_heads) = (sizes.shape, self.cache.planes(), self.config.kv_heads);
+        let (threads, sizes, kv_heads) = (self.pool.threads(), self.cache.sizes, self.config.kv_heads);
+        let shape = sizes.shape;
         let own: Vec<usize> = pages.clone().map(|page| self.cache.pages.own(slot, page)).collect::<Result<_>>()?;
         let failure = std::sync::Mutex::new(None);
         let (mut start, items) = (0, heads.len() * pages.len());
         while start < items {
             let count = (items - start).min(FLUSH_PAGES * threads);
-            let Cache { upper, lower, full, ablated, ring, .. } = &mut self.cache;
-            let (upper, lower, full, ring) =
-                (DisjointSlice::new(upper), DisjointSlice::new(lower), DisjointSlice::new(full), &*ring);
-            let ablated = ablated.each_mut().map(|pages| DisjointSlice::new(pages));
+            let (stored, ring) =
+                StoredPages::of(&mut self.cache, self.choice.simd, self.options.rounding, self.options.ablation);
             let flushes = DisjointSlice::new(&mut self.flushes);
             let prompt = &self.prompt;
             self.pool.run(&|thread| {
@@ -56,8 +55,7 @@ impl CpuBackend {
                 for item in share(count, thread, threads) {
                     let (head, index) = (heads.start + (start + item) / own.len(), (start + item) % own.len());
                     let (kv_head, page) = (head % kv_heads, pages.start + index);
-                    // The slot's own page: no other item and no other sequence has it.
-                    let page_at = sizes.index(head, own[index]);
+                    let at = sizes.index(head, own[index]);
                     let ring = &ring[sizes.ring_at(head, page)..][..shape.full_len()];
                     let (keys, values) = if from_prompt {
                         prompt.page(kv_head, page)
@@ -65,47 +63,17 @@ impl CpuBackend {
                         attend::canonical_keys(ring, shape.d, &mut keys);
                         (&keys[..], &ring[G * shape.d..])
                     };
-                    if planes.full {
-                        // SAFETY: a page is one item.
-                        let full_page = unsafe { full.slice(page_at * shape.full_len(), shape.full_len()) };
-                        if from_prompt {
-                            prompt.copy(kv_head, page * G..(page + 1) * G, full_page);
-                        } else {
-                            full_page.copy_from_slice(ring);
+                    // SAFETY: the slot's own page, which no other item and no other sequence has.
+                    let done = unsafe {
+                        if let Some(full) = stored.full(at) {
+                            match from_prompt {
+                                true => prompt.copy(kv_head, page * G..(page + 1) * G, full),
+                                false => full.copy_from_slice(ring),
+                            }
                         }
-                    }
-                    if !planes.upper {
-                        continue;
-                    }
-                    let stored = if let Some(ablation) = ablation {
-                        let kept = [planes.upper, planes.lower];
-                        ablation.page(keys.reinterpret_cast(), values.reinterpret_cast(), shape.d, rounding).map(
-                            |views| {
-                                for ((pages, (keys, values)), _) in
-                                    ablated.iter().zip(views).zip(kept).filter(|(_, kept)| *kept)
-                                {
-                                    // SAFETY: a page is one item.
-                                    let page = unsafe { pages.slice(page_at * shape.full_len(), shape.full_len()) };
-                                    let rows = keys.chunks_exact(shape.d).zip(values.chunks_exact(shape.d));
-                                    for (token, (key, value)) in rows.enumerate() {
-                                        let (key, value) = (key.reinterpret_cast(), value.reinterpret_cast());
-                                        attend::put_token(page, shape.d, token, key, value);
-                                    }
-                                }
-                            },
-                        )
-                    } else {
-                        let lower_bytes = if planes.lower { shape.lower_bytes() } else { 0 };
-                        // SAFETY: a page is one item.
-                        let (upper, lower) = unsafe {
-                            (
-                                upper.slice(page_at * shape.upper_bytes(), shape.upper_bytes()),
-                                lower.slice(page_at * lower_bytes, lower_bytes),
-                            )
-                        };
-                        quantize::page(simd, shape, rounding, (keys, values), scratch, upper, lower)
+                        stored.quantise(at, (keys, values), scratch)
                     };
-                    if let Err(error) = stored
+                    if let Err(error) = done
                         && let Ok(mut failure) = failure.lock()
                     {
                         failure.get_or_insert(error);
@@ -119,6 +87,79 @@ impl CpuBackend {
             (self.hooks.poll)()?;
         }
         Ok(())
+    }
+}
+
+/// The cache's pages, written by several threads.
+struct StoredPages<'a> {
+    shape: Shape,
+    planes: Planes,
+    simd: Simd,
+    rounding: Rounding,
+    ablation: Option<Ablation>,
+    upper: DisjointSlice<'a, u8>,
+    lower: DisjointSlice<'a, u8>,
+    full: DisjointSlice<'a, u16>,
+    ablated: [DisjointSlice<'a, u16>; 2],
+}
+
+impl<'a> StoredPages<'a> {
+    /// The pages of a cache, and its ring.
+    fn of(
+        cache: &'a mut Cache,
+        simd: Simd,
+        rounding: Rounding,
+        ablation: Option<Ablation>,
+    ) -> (StoredPages<'a>, &'a [u16]) {
+        let (shape, planes) = (cache.sizes.shape, cache.planes());
+        let Cache { upper, lower, full, ablated, ring, .. } = cache;
+        let [upper, lower] = [upper, lower].map(|plane| DisjointSlice::new(plane));
+        let ablated = ablated.each_mut().map(|pages| DisjointSlice::new(pages));
+        let full = DisjointSlice::new(full);
+        (StoredPages { shape, planes, simd, rounding, ablation, upper, lower, full, ablated }, ring)
+    }
+
+    /// Page `at` in f16; None if that plane is not kept.
+    ///
+    /// # Safety
+    /// No other thread uses this page.
+    unsafe fn full(&self, at: usize) -> Option<&'a mut [u16]> {
+        let len = self.shape.full_len();
+        // SAFETY: that of this function.
+        self.planes.full.then(|| unsafe { self.full.slice(at * len, len) })
+    }
+
+    /// Quantises keys and values, `[G][d]` in f16, into page `at` of the planes kept.
+    ///
+    /// # Safety
+    /// No other thread uses this page.
+    unsafe fn quantise(&self, at: usize, (keys, values): (&[u16], &[u16]), scratch: &mut Scratch) -> Result<()> {
+        let StoredPages { shape, planes, .. } = *self;
+        if !planes.upper {
+            return Ok(());
+        }
+        if let Some(ablation) = self.ablation {
+            let views = ablation.page(keys.reinterpret_cast(), values.reinterpret_cast(), shape.d, self.rounding)?;
+            let kept = [planes.upper, planes.lower];
+            for ((pages, (keys, values)), _) in self.ablated.iter().zip(views).zip(kept).filter(|(_, kept)| *kept) {
+                // SAFETY: that of this function.
+                let page = unsafe { pages.slice(at * shape.full_len(), shape.full_len()) };
+                let rows = keys.chunks_exact(shape.d).zip(values.chunks_exact(shape.d));
+                for (token, (key, value)) in rows.enumerate() {
+                    attend::put_token(page, shape.d, token, key.reinterpret_cast(), value.reinterpret_cast());
+                }
+            }
+            return Ok(());
+        }
+        let lower_bytes = if planes.lower { shape.lower_bytes() } else { 0 };
+        // SAFETY: that of this function.
+        let (upper, lower) = unsafe {
+            (
+                self.upper.slice(at * shape.upper_bytes(), shape.upper_bytes()),
+                self.lower.slice(at * lower_bytes, lower_bytes),
+            )
+        };
+        quantize::page(self.simd, shape, self.rounding, (keys, values), scratch, upper, lower)
     }
 }
 

@@ -36,7 +36,7 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
         let second = if !BOTH || M <= 2 { 1 } else { 0 };
         let mut acc = [_mm512_setzero_ps(); M];
         for g in 0..part.groups {
-            let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().add(g * LOWER));
+            let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().wrapping_add(g * LOWER));
             let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
             if let Some(prefetch) = prefetch {
                 prefetch.line(tile);

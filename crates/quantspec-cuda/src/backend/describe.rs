@@ -4,7 +4,7 @@ use super::CudaBackend;
 use crate::attend::{SliceAddresses, StepSlice};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, View};
+use quantspec_core::config::Pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
@@ -98,12 +98,7 @@ impl CudaBackend {
                 self.options.step_rows
             )));
         }
-        let kept = match step.view {
-            View::Upper => self.options.planes.upper,
-            View::Both => self.options.planes.lower,
-            View::Full => self.options.planes.full,
-        };
-        if !kept {
+        if !self.options.planes.serve(step.view) {
             return Err(Error::internal(format!(
                 "view {:?} of a cache that keeps {:?}",
                 step.view, self.options.planes

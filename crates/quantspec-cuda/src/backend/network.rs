@@ -9,7 +9,7 @@ use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
-use crate::linear::{ATOM, GROUP, Quantised};
+use crate::linear::{ATOM, DRAFT_GROUP, Quantised};
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{
@@ -139,7 +139,7 @@ impl CudaBackend {
         }
         let rows = step.rows.len();
         if own {
-            let (panels, groups) = (self.linear.panels(rows), input.pitch8() / GROUP);
+            let (panels, groups) = (self.linear.panels(rows), input.pitch8() / DRAFT_GROUP);
             return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
         }
         let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
@@ -150,7 +150,7 @@ impl CudaBackend {
     /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
     fn ahead(&self, next: &Full, per_sm: usize) -> (u64, usize) {
         let (address, bytes) = next.ahead();
-        (address, bytes.min(per_sm * self.device.sms))
+        (address, bytes.min(per_sm * self.device.info.sms))
     }
 
     /// The nibbles that a step reads of a kind of matrices.

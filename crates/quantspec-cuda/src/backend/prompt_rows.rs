@@ -22,7 +22,7 @@ impl PromptRows for CudaBackend {
     fn kernels(&self) -> String {
         let info = &self.device.info;
         // The driver compiles PTX.
-        let compiler = if info.architecture == images::PTX { &info.driver } else { "" };
+        let compiler = if images::are_native(info.capability, info.architecture) { "" } else { &info.driver };
         format!("{} sm_{} {compiler}", info.name, info.architecture)
     }
 

@@ -4,7 +4,7 @@ use super::describe::{DeviceRow, STAGES};
 use super::hidden::HiddenStates;
 use crate::attend::{Merged, PageChoice, QueryTile, SLICE_ROWS, Span};
 use crate::device::{Buffer, Device, Pinned};
-use crate::linear::GROUP;
+use crate::linear::DRAFT_GROUP;
 use crate::prefill::{padded, readable};
 use crate::sample::TURN_BYTES;
 use crate::weights;
@@ -26,8 +26,8 @@ pub(super) struct Input {
 impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
         // Rows of panels are padded to a multiple of eight.
-        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(GROUP));
-        [rows * padded(width) * dtype.bytes(), eights * groups * GROUP, eights * groups * 8]
+        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(DRAFT_GROUP));
+        [rows * padded(width) * dtype.bytes(), eights * groups * DRAFT_GROUP, eights * groups * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
@@ -41,7 +41,7 @@ impl Input {
     }
 
     pub(super) fn pitch8(&self) -> usize {
-        self.width.next_multiple_of(GROUP)
+        self.width.next_multiple_of(DRAFT_GROUP)
     }
 }
 

@@ -85,9 +85,9 @@ impl From<i32> for Arg<'_> {
 }
 
 impl From<usize> for Arg<'_> {
-    /// A count, as a 32-bit kernel argument.
+    /// A count, as a 32-bit kernel argument. Checked in release builds too: a kernel would write elsewhere.
     fn from(value: usize) -> Self {
-        debug_assert!(value <= i32::MAX as usize);
+        assert!(value <= i32::MAX as usize, "a kernel argument of {value}");
         Arg::Int(value as i32)
     }
 }

@@ -48,7 +48,7 @@ impl Buffer {
 
     /// Device address of byte `offset`.
     pub fn at(&self, offset: usize) -> u64 {
-        debug_assert!(offset <= self.bytes);
+        assert!(offset <= self.bytes, "byte {offset} of a buffer of {}", self.bytes);
         self.address + offset as u64
     }
 

@@ -229,7 +229,7 @@ pub(crate) fn while_busy<T>(device: &Arc<Device>, work: impl FnOnce() -> T) -> T
         }
     }
     let stop = Arc::new(AtomicBool::new(false));
-    let (of_thread, blocks) = (stop.clone(), (device.sms / 2).max(1));
+    let (of_thread, blocks) = (stop.clone(), (device.info.sms / 2).max(1));
     let (started, waiting) = std::sync::mpsc::channel();
     let reader = std::thread::spawn(move || {
         // Far more than a cache holds.
