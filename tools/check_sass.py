@@ -31,8 +31,9 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import and_
 from pathlib import Path
 
@@ -234,29 +235,34 @@ def newest(folder: Path) -> list[Path]:
     return sorted(images.values())
 
 
+def checked(program: Path, image: Path) -> tuple[list[str], int]:
+    """The violations of an image, and its number of main loops."""
+    stem, architecture = image.name.split(".")[:2]
+    code = zlib.decompress(image.read_bytes(), wbits=-zlib.MAX_WBITS)
+    if architecture.startswith("compute_"):
+        return [f"{stem}.cu for {architecture}: {text}" for text in ptx_violations(code.decode())], 0
+    with tempfile.NamedTemporaryFile() as cubin:
+        cubin.write(code)
+        cubin.flush()
+        listing = subprocess.run([program, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+    lines, loops = [], 0
+    for kernel in kernels(listing):
+        loops += len(kernel.main_loops)
+        lines += [f"{stem}.cu for {architecture}: {kernel.name}: {text}" for text in violations(kernel, architecture)]
+    return lines, loops
+
+
 def main() -> int:
     """Checks a folder of images."""
     parser = argparse.ArgumentParser(description="Check the machine code of every kernel.")
     parser.add_argument("folder", type=Path, help="target/kernel-images")
     images = newest(parser.parse_args().folder)
-    program, wrong, loops = nvdisasm(), 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        for path in images:
-            stem, architecture = path.name.split(".")[:2]
-            image = zlib.decompress(path.read_bytes(), wbits=-zlib.MAX_WBITS)
-            if architecture.startswith("compute_"):
-                for text in ptx_violations(image.decode()):
-                    print(f"{stem}.cu for {architecture}: {text}")
-                    wrong += 1
-                continue
-            cubin = Path(folder, "image.cubin")
-            cubin.write_bytes(image)
-            listing = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True).stdout
-            for kernel in kernels(listing):
-                loops += len(kernel.main_loops)
-                for text in violations(kernel, architecture):
-                    print(f"{stem}.cu for {architecture}: {kernel.name}: {text}")
-                    wrong += 1
+    wrong, loops = 0, 0
+    with ProcessPoolExecutor() as pool:
+        for lines, found in pool.map(partial(checked, nvdisasm()), images):
+            loops += found
+            wrong += len(lines)
+            print(*lines, sep="\n", end="\n" * bool(lines))
     if not loops:
         sys.exit(f"error: no kernel with a main loop under {len(images)} images\nhint: build with QUANTSPEC_KERNELS=on")
     print(f"{len(images)} images, {loops} main loops, {wrong} violations")
