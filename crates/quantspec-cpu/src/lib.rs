@@ -20,6 +20,7 @@ mod elementwise;
 mod hierarchy;
 mod lanes;
 mod linear;
+pub mod machine;
 mod masses;
 mod memory;
 mod panel;

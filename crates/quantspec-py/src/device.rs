@@ -1,12 +1,11 @@
 //! The device of an engine: choosing it, planning its memory, loading the model onto it.
 
-use crate::machine;
 use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages, sensitive};
 use quantspec_core::{Error, Result};
-use quantspec_cpu::CpuBackend;
+use quantspec_cpu::{CpuBackend, machine};
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;

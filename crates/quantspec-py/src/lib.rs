@@ -8,7 +8,6 @@ mod engine;
 mod errors;
 mod evaluate;
 mod grammar;
-mod machine;
 mod options;
 mod plan;
 mod raised;
@@ -173,7 +172,7 @@ mod _native {
     fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let cpu = PyDict::new(py);
         let chosen = errors::detached(py, quantspec_cpu::dispatch::choose)?;
-        cpu.set_item("name", machine::cpu_name())?;
+        cpu.set_item("name", quantspec_cpu::machine::cpu_name())?;
         cpu.set_item("threads", engine::default_threads())?;
         cpu.set_item("simd", chosen.simd.name())?;
         cpu.set_item("simd_reason", chosen.reason)?;
@@ -201,7 +200,7 @@ mod _native {
         let out = PyDict::new(py);
         out.set_item("cpu", cpu)?;
         out.set_item("gpu", gpu)?;
-        out.set_item("memory_bytes", machine::memory_total())?;
+        out.set_item("memory_bytes", quantspec_cpu::machine::memory_total())?;
         out.set_item("kernels", quantspec_cuda::kernels())?;
         Ok(out)
     }

@@ -66,7 +66,7 @@ fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
 }
 
 /// Bytes this process can still allocate without swapping, or None if unknown.
-pub(crate) fn memory_available() -> Option<usize> {
+pub fn memory_available() -> Option<usize> {
     let machine = proc_bytes("/proc/meminfo", "MemAvailable:");
     match (machine, group_available()) {
         (Some(machine), Some(group)) => Some(machine.min(group)),
@@ -75,22 +75,22 @@ pub(crate) fn memory_available() -> Option<usize> {
 }
 
 /// Bytes of memory in all.
-pub(crate) fn memory_total() -> Option<usize> {
+pub fn memory_total() -> Option<usize> {
     proc_bytes("/proc/meminfo", "MemTotal:")
 }
 
 /// Resident bytes of this process now.
-pub(crate) fn resident() -> Option<usize> {
+pub fn resident() -> Option<usize> {
     proc_bytes("/proc/self/status", "VmRSS:")
 }
 
 /// Peak resident size of this process, in bytes.
-pub(crate) fn peak_resident() -> Option<usize> {
+pub fn peak_resident() -> Option<usize> {
     proc_bytes("/proc/self/status", "VmHWM:")
 }
 
 /// Name of the processor, or of its architecture if unknown.
-pub(crate) fn cpu_name() -> String {
+pub fn cpu_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     info.lines()
         .find(|line| line.starts_with("model name"))
