@@ -82,7 +82,7 @@ impl Case {
     }
 
     pub(crate) fn new(method: &'static str, pages: Pages, gammas: &'static [usize], batch: usize) -> Case {
-        Case { method, pages, gammas, batch, threads: 2, ..Case::plain() }
+        Case { method, pages, gammas, batch, ..Case::plain() }
     }
 
     pub(crate) fn entry(&self) -> &'static draft::Entry {
@@ -299,6 +299,7 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
         ..Case::new(methods()[m], PAGES[p], &GAMMAS[g..=g], BATCHES[b])
     };
     let mut all: Vec<Case> = selection(full).into_iter().map(of).collect();
+    let selected = all.len();
     all.push(Case::new("ar", Pages::All, &[0], 8));
     let mut gammas = [&[4][..], &[12], &[7], &[1, 16, 0, 7, 3], &[4, 0, 9], &[2], &[5], &[16, 1]].into_iter().cycle();
     let drafting = draft::METHODS.iter().filter(|entry| !matches!(entry.source, draft::Source::Nothing));
@@ -329,6 +330,8 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
     for (view, pages) in [(View::Full, Pages::Window(3)), (View::Both, Pages::Best(3)), (View::Upper, Pages::All)] {
         all.push(Case { second_view: Some(view), ..Case::new("draft-model", pages, &[5], 3) });
     }
+    // In turn: two threads hardly decode a small model faster than one.
+    all[selected..].iter_mut().zip(THREADS.into_iter().cycle()).for_each(|(case, threads)| case.threads = threads);
     all
 }
 
