@@ -117,14 +117,15 @@ fn rounds_that_cannot_be_run() {
 #[test]
 fn prompts_are_prefilled_one_after_the_other() {
     let mut engine = engine(4, 2, 40);
-    let slots = [[1, 2, 3], [4, 5, 6]].map(|prompt| add(&mut engine, &prompt, 6).expect("add"));
+    // Two blocks each.
+    let slots = [[1; 20], [2; 20]].map(|prompt| add(&mut engine, &prompt, 6).expect("add"));
     let mut chunk = |slot| engine.prefill_chunk(slot, 1, &mut |_, _| ()).map_err(|error| error.kind);
     assert_eq!(chunk(slots[0]), Ok(None));
     assert_eq!(chunk(slots[1]), Err(ErrorKind::Usage));
     while chunk(slots[0]).expect("prefill").is_none() {}
     assert_eq!(chunk(slots[1]), Ok(None));
     engine.finish(slots[1]);
-    let again = add(&mut engine, &[4, 5, 6], 6).expect("add");
+    let again = add(&mut engine, &[3; 20], 6).expect("add");
     prefill(&mut engine, again).expect("an ended sequence leaves room");
 }
 
