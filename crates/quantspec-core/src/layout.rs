@@ -354,9 +354,9 @@ const _: () = {
     assert!(at.upper_bytes == 17_408 && at.lower_value_plane == 8_192 && at.lower_bytes == 16_384);
 };
 
-// For head sizes of a GPU both layouts are as large as `plan` says, and planes start on vectors.
+// For common head sizes both layouts are as large as `plan` says, and planes start on vectors.
 const _: () = {
-    let sizes = [64, 128, 256];
+    let sizes = [64, 80, 96, 128, 256];
     let mut i = 0;
     while i < sizes.len() {
         let (cpu, cuda) = (Layout::Cpu.offsets(sizes[i]), Layout::Cuda.offsets(sizes[i]));

@@ -208,37 +208,8 @@ pub fn evaluate<B: Backend>(
     score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts, budgets), progress)
 }
 
-/// [`evaluate`] for some target views, including INT8, some drafts and the budgets of some of them. Slots are free before and
-/// after.
+/// [`evaluate`] for some target views, including INT8, some drafts and the budgets of some of them.
 fn score_views<B: Backend>(
-    backend: &mut B,
-    mut checkpoint: Option<&mut B>,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
-    (views, drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Evaluation> {
-    let scored = score_in_slots(
-        backend,
-        checkpoint.as_deref_mut(),
-        tokens,
-        context,
-        block_rows,
-        (views, drafts, budgets),
-        progress,
-    );
-    for &(_, _, slot) in views {
-        backend.close(slot);
-    }
-    if let Some(checkpoint) = checkpoint {
-        checkpoint.close(0);
-    }
-    scored
-}
-
-/// [`score_views`] in slots that its caller closes.
-fn score_in_slots<B: Backend>(
     backend: &mut B,
     mut checkpoint: Option<&mut B>,
     tokens: &[u32],
@@ -321,7 +292,14 @@ fn score_in_slots<B: Backend>(
         }
         backend.poll()?;
     }
-    means(positions - context, views, targets, (drafts, budgets), checkpoint.is_some().then_some(weights))
+    for &(_, _, slot) in views {
+        backend.close(slot);
+    }
+    let compared = checkpoint.is_some();
+    if let Some(checkpoint) = checkpoint {
+        checkpoint.close(0);
+    }
+    means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
 }
 
 /// Adds the scores of every draft's token for a row to its sums. `p` is the target's.
