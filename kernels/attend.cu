@@ -1,15 +1,17 @@
-// Decode attention, merging, and the choice of pages. All kernels exist on every architecture, those for heads of 256 channels from 8.0 on.
+// Decode attention, merging, and the choice of pages. All kernels exist on every architecture, those for heads of 256
+// channels from 8.0 on.
 #include "attend.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_half_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
-// and shared memory are in the table below (`ATTEND_KERNEL`). The number of warpgroups affects the order of a row's sums, so it is fixed per view and
-// head width.
+// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_half_{64,128}_{ROWS} (half an SM): up to ROWS query
+// rows per KV head. Threads and shared memory are in the table below (`ATTEND_KERNEL`). The number of warpgroups
+// affects the order of a row's sums, so it is fixed per view and head width.
 #define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
   ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one group of 128 producer threads
+// grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one group of 128
+// producer threads
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1, false, 640, 18432, 38016)
@@ -82,29 +84,36 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 
 // ---- merging the items of a row ----
 //
-// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads. Writes the input of the output
-// projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in xs (panel.cuh). Warp w adds items w, w + 4, ..., then the
-// four warps are added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
-// nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
-constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;        // MERGE_SHARED: bytes of static shared memory
-struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items per KV head, query rows of its span
+// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads.
+// Writes the input of the output projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in
+// xs (panel.cuh). Warp w adds items w, w + 4, ..., then the four warps are added in order. A row's number of items
+// depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few blocks fit next
+// to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
+constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;  // MERGE_SHARED: bytes of static shared memory
+// of a row: its first partial row, items per KV head, query rows of its span
+struct Merged {
+  int first, items, total, unused;
+};
 struct MergeArgs {
-  const Merged* rows;                    // of the slice: the rows of one launch
+  const Merged* rows;  // of the slice: the rows of one launch
   const float* partial;
   const float2* extremes;
-  void* x;                               // x and xs: of the step's row 0
+  void* x;  // x and xs: of the step's row 0
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which the slice begins
+  int kv_heads, group, head_dim, pitch, first_row, panels;  // first_row: the step's row at which the slice begins
 };
 
-template <class Out, int B>              // B: items in flight
+template <class Out, int B>  // B: items in flight
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
   __shared__ float2 heads[MERGE_WARPS][32];
   static_assert(sizeof(sums) + sizeof(heads) == MERGE_SHARED);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = p.first_row + blockIdx.y;
+  const int warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31;
+  const int channel = blockIdx.x * 128 + lane * 4;
+  const int row = p.first_row + blockIdx.y;
   grid_trigger();
-  const int4 m = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);       // complete before the step
+  const int4 m = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);  // complete before the step
   const int items = m.y, total = m.z, all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim);
   const size_t base = (size_t)m.x + (size_t)(head / p.group) * items * total + head % p.group;
   const float* o = p.partial + base * p.head_dim + channel % p.head_dim;
@@ -120,35 +129,50 @@ DEV void merge(const MergeArgs& p) {
 #pragma unroll
     for (int i = 0; i < B; i++) {
       const int item = (i0 + i * MERGE_WARPS) * total;
-      v[i] = make_float4(0, 0, 0, 0), m[i] = make_float2(LOG_ZERO, 0);
-      if (i0 + i * MERGE_WARPS < items) m[i] = __ldcg(e + item), v[i] = __ldcg(reinterpret_cast<const float4*>(o + (size_t)item * p.head_dim));
+      v[i] = make_float4(0, 0, 0, 0);
+      m[i] = make_float2(LOG_ZERO, 0);
+      if (i0 + i * MERGE_WARPS < items) {
+        m[i] = __ldcg(e + item);
+        v[i] = __ldcg(reinterpret_cast<const float4*>(o + (size_t)item * p.head_dim));
+      }
     }
 #pragma unroll
     for (int i = 0; i < B; i++) {
       // One item after another, so that the number of items in flight does not affect a bit.
-      const float now = fmaxf(top, m[i].x), old = exp2_fast(__fadd_rn(top, -now)), a = exp2_fast(__fadd_rn(m[i].x, -now));
-      top = now, l = __fmaf_rn(a, m[i].y, __fmul_rn(l, old));
-      sum.x = __fmaf_rn(a, v[i].x, __fmul_rn(sum.x, old)), sum.y = __fmaf_rn(a, v[i].y, __fmul_rn(sum.y, old));
-      sum.z = __fmaf_rn(a, v[i].z, __fmul_rn(sum.z, old)), sum.w = __fmaf_rn(a, v[i].w, __fmul_rn(sum.w, old));
+      const float now = fmaxf(top, m[i].x);
+      const float old = exp2_fast(__fadd_rn(top, -now));
+      const float a = exp2_fast(__fadd_rn(m[i].x, -now));
+      top = now;
+      l = __fmaf_rn(a, m[i].y, __fmul_rn(l, old));
+      sum.x = __fmaf_rn(a, v[i].x, __fmul_rn(sum.x, old));
+      sum.y = __fmaf_rn(a, v[i].y, __fmul_rn(sum.y, old));
+      sum.z = __fmaf_rn(a, v[i].z, __fmul_rn(sum.z, old));
+      sum.w = __fmaf_rn(a, v[i].w, __fmul_rn(sum.w, old));
     }
   }
-  sums[warp][lane] = sum, heads[warp][lane] = make_float2(top, l);
+  sums[warp][lane] = sum;
+  heads[warp][lane] = make_float2(top, l);
   __syncthreads();
   if (warp) return;
 #pragma unroll
   for (int w = 1; w < MERGE_WARPS; w++) top = fmaxf(top, heads[w][lane].x);
-  l = 0, sum = make_float4(0, 0, 0, 0);
+  l = 0;
+  sum = make_float4(0, 0, 0, 0);
 #pragma unroll
   for (int w = 0; w < MERGE_WARPS; w++) {
     const float4 v = sums[w][lane];
     const float2 m = heads[w][lane];
     const float a = exp2_fast(__fadd_rn(m.x, -top));
     l = __fmaf_rn(a, m.y, l);
-    sum.x = __fmaf_rn(a, v.x, sum.x), sum.y = __fmaf_rn(a, v.y, sum.y), sum.z = __fmaf_rn(a, v.z, sum.z), sum.w = __fmaf_rn(a, v.w, sum.w);
+    sum.x = __fmaf_rn(a, v.x, sum.x);
+    sum.y = __fmaf_rn(a, v.y, sum.y);
+    sum.z = __fmaf_rn(a, v.z, sum.z);
+    sum.w = __fmaf_rn(a, v.w, sum.w);
   }
   const bool inside = channel < all * p.head_dim;
   const float over = inside ? __frcp_rn(l) : 0.f;
-  const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
+  const float4 out =
+      make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
     const Int8Group of = int8_group(out);
     const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
@@ -158,7 +182,8 @@ DEV void merge(const MergeArgs& p) {
     if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (inside) {
     uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
-    to[0] = Out::Element::pack(out.x, out.y), to[1] = Out::Element::pack(out.z, out.w);
+    to[0] = Out::Element::pack(out.x, out.y);
+    to[1] = Out::Element::pack(out.z, out.w);
   }
 }
 template <class E, int B>
@@ -166,9 +191,11 @@ struct Output {
   typedef E Element;
   static constexpr int BYTES = B;
 };
-#define MERGE(name, E, BYTES)                                                                                                      \
-  KERNEL __maxnreg__(32) merge_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 2>(args); }                \
-  KERNEL __launch_bounds__(128, 8) merge_wide_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 4>(args); }
+#define MERGE(name, E, BYTES)                                                                                       \
+  KERNEL __maxnreg__(32) merge_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 2>(args); } \
+  KERNEL __launch_bounds__(128, 8) merge_wide_##name(const __grid_constant__ MergeArgs args) {                      \
+    merge<Output<E, BYTES>, 4>(args);                                                                               \
+  }
 MERGE(bf16, Bf16, 2)
 MERGE(f16, Half, 2)
 MERGE(f32, Single, 4)
@@ -176,23 +203,29 @@ MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
 //
-// bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16
-// [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads
-// of a group (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
+// bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables,
+// table_pitch, q f16 [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page
+// is the largest upper bound of q . k over the heads of a group (core::attend::page_bound). The bound is the sum over
+// channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
 // + hi) / 2 + |q| (hi - lo) / 2.
 //
-// A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per block. grid (blocks, kv
-// heads, lists), 256 threads. Pages were complete before the step, so their parameters are loaded before q is ready.
+// A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per
+// block. grid (blocks, kv heads, lists), 256 threads. Pages were complete before the step, so their parameters are
+// loaded before q is ready.
 //
-// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. Unrolled to 25 KB of code, `select`
-// takes 14 us, because it waits for instructions.
-constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones are listed); scores: index of
-// the list's scores.
-struct PageChoice { int row, slot, pages, scored, scores; };
-// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
+// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches.
+// Unrolled to 25 KB of code, `select` takes 14 us, because it waits for instructions.
+constexpr int CHOICE_THREADS = 256;  // of a block of bounds_* and of select
+// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones
+// are listed); scores: index of the list's scores.
+struct PageChoice {
+  int row, slot, pages, scored, scores;
+};
+// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight
+// channels of each head.
 template <int HEADS>
-DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
+DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane,
+                     float best) {
   const uint32_t scales[4] = {scale.x, scale.y, scale.z, scale.w}, zeros[4] = {zero.x, zero.y, zero.z, zero.w};
   float sum[HEADS] = {};
 #pragma unroll
@@ -222,19 +255,22 @@ DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float
   }
 }
 template <int HEADS, int U>
-DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
+DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices,
+                float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
   const PageChoice choice = choices[blockIdx.z];
   const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = CHOICE_THREADS / lanes, head = blockIdx.y;
   const int first = blockIdx.x * U * across + threadIdx.x / lanes;
   int id[U];
-  uint4 scale[U], zero[U];                              // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
+  uint4 scale[U], zero[U];  // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
 #pragma unroll
-  for (int u = 0; u < U; u++) id[u] = tables[(size_t)choice.slot * table_pitch + min(first + u * across, choice.pages - 1)];
+  for (int u = 0; u < U; u++)
+    id[u] = tables[(size_t)choice.slot * table_pitch + min(first + u * across, choice.pages - 1)];
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const uint8_t* params = upper + ((size_t)id[u] * kv_heads + head) * upper_bytes(d) + lane * 32;
-    scale[u] = ldg_plain(params), zero[u] = ldg_plain(params + 16);
+    scale[u] = ldg_plain(params);
+    zero[u] = ldg_plain(params + 16);
   }
   grid_wait();
   const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group) * d + lane / 4 * 32 + lane % 4 * 2;
@@ -242,37 +278,46 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
 #pragma unroll
   for (int u = 0; u < U; u++) best[u] = MASKED;
 #pragma unroll 1
-  for (int h = 0; h < group; h += HEADS) {              // if fewer than HEADS heads are left, the last one is repeated
+  for (int h = 0; h < group; h += HEADS) {  // if fewer than HEADS heads are left, the last one is repeated
     float2 x[HEADS][4];
 #pragma unroll
     for (int i = 0; i < HEADS; i++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[i][j] = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + min(h + i, group - 1) * d + j * 8)));
+      for (int j = 0; j < 4; j++)
+        x[i][j] = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + min(h + i, group - 1) * d + j * 8)));
 #pragma unroll
     for (int u = 0; u < U; u++) best[u] = page_bound(x, scale[u], zero[u], centre, lanes, lane, best[u]);
   }
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int page = first + u * across;
-    if (lane == 0 && page < choice.pages) scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
+    if (lane == 0 && page < choice.pages)
+      scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
   }
 }
-#define BOUNDS(HEADS, U) \
-  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
+#define BOUNDS(HEADS, U)                                                                                       \
+  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(                                               \
+      const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices,    \
+      float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {                          \
+    bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); \
+  }
 BOUNDS(1, 4)
 BOUNDS(4, 2)
 BOUNDS(4, 4)
 
-// select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): writes lists [slot][kv head][list_pitch], ascending. Of the pages chosen among
-// it lists the first, the newest and the n - 2 best others (ties to the lower number); it also lists all later pages. Without scores the newest pages
-// are the best. grid (kv heads, lists), 256 threads.
+// select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): writes lists [slot][kv head][list_pitch],
+// ascending. Of the pages chosen among it lists the first, the newest and the n - 2 best others (ties to the lower
+// number); it also lists all later pages. Without scores the newest pages are the best. grid (kv heads, lists), 256
+// threads.
 //
-// The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the kept pages are separated.
-constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
-constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
+// The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the
+// kept pages are separated.
+constexpr int SELECT_KEPT = 2048;  // keys in shared memory; those of longer contexts are recomputed
+constexpr int SELECT_SLAB = 1024;  // pages listed at a time, a word of 32 for each lane
 // Up to this many pages are ranked by comparing each with every other, which takes fewer barriers than the buckets.
 constexpr int SELECT_RANKED = 512;
-KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const PageChoice* choices, int* lists, int list_pitch, int kv_heads, int n) {
+KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const PageChoice* choices,
+                                                int* lists, int list_pitch, int kv_heads, int n) {
   __shared__ __align__(16) uint32_t keys[SELECT_KEPT];
   __shared__ uint32_t lowest, highest, overs_all, buckets[3][32], words[2][2][32];
   grid_trigger();
@@ -300,7 +345,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     };
     __syncthreads();
     if (choice.pages <= SELECT_RANKED) {
-      const int all = (pages + 31) / 32;                // words of 32 pages
+      const int all = (pages + 31) / 32;  // words of 32 pages
       if (!dry) grid_wait();
 #pragma unroll 1
       for (int page = threadIdx.x; page < all * 32; page += CHOICE_THREADS) keys[page] = make(page);
@@ -308,7 +353,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
 #pragma unroll 1
       for (int word = warp; word < all; word += CHOICE_THREADS / 32) {
         const uint32_t mine = keys[word * 32 + lane];
-        int rank = 0;                                   // pages above, and ties with a lower number
+        int rank = 0;  // pages above, and ties with a lower number
 #pragma unroll 4
         for (int i = 0; i < word * 8; i++) {
           const uint4 k = reinterpret_cast<const uint4*>(keys)[i];
@@ -337,7 +382,11 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       continue;
     }
     if (threadIdx.x < 32) buckets[0][lane] = 0;
-    if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
+    if (threadIdx.x == 0) {
+      lowest = ~0u;
+      highest = 0;
+      overs_all = 0;
+    }
     __syncthreads();
     if (!dry) grid_wait();
     uint32_t low = ~0u, high = 0;
@@ -345,18 +394,26 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
       const uint32_t key = make(page);
       if (page < SELECT_KEPT) keys[page] = key;
-      if (key != ~0u) low = min(low, key), high = max(high, key);
+      if (key != ~0u) {
+        low = min(low, key);
+        high = max(high, key);
+      }
     }
-    low = warp_min(low), high = warp_max(high);
-    if (lane == 0) atomicMin(&lowest, low), atomicMax(&highest, high);
+    low = warp_min(low);
+    high = warp_max(high);
+    if (lane == 0) {
+      atomicMin(&lowest, low);
+      atomicMax(&highest, high);
+    }
     __syncthreads();
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
     // At least `kept` pages have a key of `least` or more.
-    const int wanted = of_scored - 2;                     // in addition to the first, the newest and those listed unconditionally
+    const int wanted = of_scored - 2;  // in addition to the first, the newest and those listed unconditionally
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
-      int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 buckets, each of which is 32 of the next ones
+      // of 32 buckets, each of which is 32 of the next ones
+      int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;
 #pragma unroll 1
       for (int turn = 0;; turn = turn == 2 ? 0 : turn + 1, shift -= 5) {
 #pragma unroll 1
@@ -364,7 +421,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
           const uint32_t k = key(page), bucket = (k - least) >> shift;
           if (k >= least && k != ~0u && bucket < 32) atomicAdd(&buckets[turn][bucket], 1);
         }
-        if (threadIdx.x < 32) buckets[turn == 2 ? 0 : turn + 1][lane] = 0;       // not read before the next barrier
+        if (threadIdx.x < 32) buckets[turn == 2 ? 0 : turn + 1][lane] = 0;  // not read before the next barrier
         __syncthreads();
         // Pages in this lane's bucket and above, and the highest bucket that has enough pages.
         const int mine = buckets[turn][lane];
@@ -395,7 +452,10 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
         const int page = slab + word * 32 + lane;
         const uint32_t k = page < pages ? key(page) : 0;
         const uint32_t overs = __ballot_sync(~0u, k > least), equals = __ballot_sync(~0u, k == least);
-        if (lane == 0) words[turn][0][word] = overs, words[turn][1][word] = equals;
+        if (lane == 0) {
+          words[turn][0][word] = overs;
+          words[turn][1][word] = equals;
+        }
       }
       __syncthreads();
       const int ties = kept - (int)overs_all;
@@ -410,13 +470,17 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       }
 #pragma unroll 1
       for (int word = warp; word < 32; word += CHOICE_THREADS / 32) {
-        const uint32_t ahead = __shfl_sync(~0u, sum - mine, word), overs = words[turn][0][word], equals = words[turn][1][word];
+        const uint32_t ahead = __shfl_sync(~0u, sum - mine, word);
+        const uint32_t overs = words[turn][0][word];
+        const uint32_t equals = words[turn][1][word];
         const int tie = before_ties + (ahead >> 16) + __popc(equals & lower);
         const bool is_over = overs >> lane & 1, is_tie = equals >> lane & 1;
-        if (!dry && (is_over || (is_tie && tie < ties))) list[before + (ahead & 0xffff) + __popc(overs & lower) + min(tie, ties)] = slab + word * 32 + lane;
+        if (!dry && (is_over || (is_tie && tie < ties)))
+          list[before + (ahead & 0xffff) + __popc(overs & lower) + min(tie, ties)] = slab + word * 32 + lane;
       }
       const uint32_t all = __shfl_sync(~0u, sum, 31);
-      before += all & 0xffff, before_ties += all >> 16;
+      before += all & 0xffff;
+      before_ties += all >> 16;
     }
   }
 }

@@ -1,13 +1,14 @@
 // Load: keys and values of a step into pipeline stages. Included by attend.cuh.
 #pragma once
 
-// Copies the keys (or values) of step n of a warpgroup into a stage, by one warp with TMA or by the warpgroup itself. Page numbers are read one step
-// ahead: keys before values, steps in order.
+// Copies the keys (or values) of step n of a warpgroup into a stage, by one warp with TMA or by the warpgroup itself.
+// Page numbers are read one step ahead: keys before values, steps in order.
 template <class C>
 struct Copier {
   const AttendArgs& p;
-  int warpgroup, id, next;               // id, next: physical pages of the step whose keys were copied last, and of the following step
-  uint64_t once;                         // pages are read once, so they are evicted from L2 first
+  // id, next: physical pages of the step whose keys were copied last, and of the following step
+  int warpgroup, id, next;
+  uint64_t once;  // pages are read once, so they are evicted from L2 first
 
   DEV int page(const Work& w, int n) const {
     const int logical = w.first_page + (warpgroup + n * C::WARPGROUPS) / (C::FULL_VIEW ? C::SUB : 1);
@@ -36,10 +37,13 @@ struct Copier {
     if (recent || C::FULL_VIEW) {
       if (recent) {
         const int token = (w.recent + (n - w.pages) * w.span.chunks * C::WARPGROUPS) * C::STEP;
-        rows((value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D, to);
+        rows((value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D,
+             to);
       } else {
         const uint8_t* block = p.full + ((size_t)id * p.kv_heads + w.head) * full_bytes(C::D);
-        rows(reinterpret_cast<const __half*>(block) + (value * PAGE + (warpgroup + n * C::WARPGROUPS) % C::SUB * C::STEP) * C::D, to);
+        rows(reinterpret_cast<const __half*>(block) +
+                 (value * PAGE + (warpgroup + n * C::WARPGROUPS) % C::SUB * C::STEP) * C::D,
+             to);
       }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       if (C::TMA) copy_arrive(full);
@@ -63,21 +67,25 @@ struct Copier {
         for (int i = threadIdx.x; i < bytes / 16; i += 128) copy16_once(to + i * 16, up + i * 16, once);
         if (C::TWO)
 #pragma unroll
-          for (int i = 0; i < C::CODES / 2048; i++) copy16_once(to + C::LOWER + (i * 128 + threadIdx.x) * 16, low + (i * 128 + threadIdx.x) * 16, once);
+          for (int i = 0; i < C::CODES / 2048; i++)
+            copy16_once(to + C::LOWER + (i * 128 + threadIdx.x) * 16, low + (i * 128 + threadIdx.x) * 16, once);
       }
     }
   }
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Barriers of the warpgroups' stages. A stage is full when the producer's 32 lanes have arrived and their copies have completed. It is free when the
-// warpgroup's 128 threads have arrived.
+// Barriers of the warpgroups' stages. A stage is full when the producer's 32 lanes have arrived and their copies have
+// completed. It is free when the warpgroup's 128 threads have arrived.
 template <class C>
 DEV void begin_stages(uint32_t base) {
   constexpr int WARPGROUP_BYTES = C::STAGES * C::STAGE + C::REST;
   if (threadIdx.x < C::WARPGROUPS) {
     const uint32_t bars = base + threadIdx.x * WARPGROUP_BYTES + C::STAGES * C::STAGE + C::BARS;
-    for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 128);
+    for (int i = 0; i < C::STAGES; i++) {
+      mbar_init(bars + i * 8, 32);
+      mbar_init(bars + (C::STAGES + i) * 8, 128);
+    }
     mbar_init_done();
   }
   __syncthreads();
@@ -92,7 +100,10 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
   int stage = 0, parity = 1, early = p.stages;
   bool waited = false;
   auto wait = [&]() {
-    if (!waited) grid_wait(), waited = true;
+    if (!waited) {
+      grid_wait();
+      waited = true;
+    }
   };
 #pragma unroll 1
   for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
@@ -107,7 +118,10 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
         if (early-- == 0) wait();
         mbar_wait(bars + (C::STAGES + stage) * 8, parity);
         copier.copy(w, n, value, stages_at + stage * C::STAGE, bars + stage * 8);
-        if (++stage == C::STAGES) stage = 0, parity ^= 1;
+        if (++stage == C::STAGES) {
+          stage = 0;
+          parity ^= 1;
+        }
       }
     }
   }
@@ -115,28 +129,40 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
   constexpr int PIECE = 16384;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
-    for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes; at += gridDim.x * WARPGROUPS * PIECE) bulk_prefetch(p.prefetch + at, min(PIECE, p.prefetch_bytes - at));
+    for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes;
+         at += gridDim.x * WARPGROUPS * PIECE)
+      bulk_prefetch(p.prefetch + at, min(PIECE, p.prefetch_bytes - at));
 }
 #endif
 
-// Copies by the warpgroup's own threads, without TMA: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With TMA every
-// operation is empty.
+// Copies by the warpgroup's own threads, without TMA: keys of step n into stage 2n, values into 2n + 1, modulo two or
+// four stages. With TMA every operation is empty.
 template <class C>
 struct OwnCopies {
   Copier<C> copier;
   const Work& w;
   uint32_t stages_at;
   int stages;
-  bool early;                            // the first keys are loaded before the previous kernel has ended
+  bool early;  // the first keys are loaded before the previous kernel has ended
   DEV OwnCopies(const AttendArgs& p, const Work& w, int warpgroup, uint32_t stages_at, int stages)
-      : copier{p, warpgroup, 0, 0, evict_first()}, w(w), stages_at(stages_at), stages(stages),
+      : copier{p, warpgroup, 0, 0, evict_first()},
+        w(w),
+        stages_at(stages_at),
+        stages(stages),
         // Every list is waited for, fresh or not: the distinction needs registers that heads of 256 channels lack.
         early(!C::TMA && stages == 4 && w.span.listed < 0 && w.pages > 1) {}
   DEV void load(int n, int value) {
-    if (!C::TMA && n < w.pages + w.recents) copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
+    if (!C::TMA && n < w.pages + w.recents)
+      copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
   }
   DEV bool ahead() const { return !C::TMA && stages == 4; }
-  DEV void two() { load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit(); }
+  DEV void two() {
+    load(0, 0);
+    copy_commit();
+    load(0, 1);
+    load(1, 0);
+    copy_commit();
+  }
   DEV void begin() {
     copier.begin(w);
     if (early) two();
@@ -148,8 +174,17 @@ struct OwnCopies {
   }
   // With four stages: values of the next step and keys of the one after it.
   DEV void next(int n) {
-    if (ahead()) load(n + 1, 1), load(n + 2, 0), copy_commit();
+    if (ahead()) {
+      load(n + 1, 1);
+      load(n + 2, 0);
+      copy_commit();
+    }
   }
   // With two stages: keys and values of one step.
-  DEV void both(int n) { load(n, 0), load(n, 1), copy_commit(), copy_wait<0>(); }
+  DEV void both(int n) {
+    load(n, 0);
+    load(n, 1);
+    copy_commit();
+    copy_wait<0>();
+  }
 };

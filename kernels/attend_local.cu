@@ -1,7 +1,9 @@
-// Decode attention of local layers, whose rows see their last tokens only. Pages before the reach of a span's rows are not read; the first page is masked.
+// Decode attention of local layers, whose rows see their last tokens only. Pages before the reach of a span's rows are
+// not read; the first page is masked.
 #include "attend.cuh"
 
-// attend_local_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs): as attend_* in attend.cu. More rows take several tiles, because a local layer has few pages.
+// attend_local_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs): as attend_* in attend.cu. More rows take several
+// tiles, because a local layer has few pages.
 #define ATTEND_LOCAL(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
   ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM, true)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,16 +1,22 @@
 // The running softmax of a work item's rows: reference maxima, sums, outputs. Included by attend.cuh.
 #pragma once
 
-// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms). So for most pages the warps only
-// vote, and exchange no maxima. p <= 2^REACH, so p times a value scale fits in f16 for value ranges up to some thousands.
+// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms). So for
+// most pages the warps only vote, and exchange no maxima. p <= 2^REACH, so p times a value scale fits in f16 for value
+// ranges up to some thousands.
 constexpr float REACH = 4;
-#define MASKED __uint_as_float(0xff800000u)      // score of a token that a row does not see: -infinity
+#define MASKED __uint_as_float(0xff800000u)  // score of a token that a row does not see: -infinity
 
-DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
-DEV float sum4(uint4 v) { return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)), __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w))); }
+DEV float max4(uint4 v) {
+  return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
+}
+DEV float sum4(uint4 v) {
+  return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)),
+                   __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w)));
+}
 
-// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 / N). The order of the
-// operations does not depend on N.
+// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 /
+// N). The order of the operations does not depend on N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;
@@ -37,24 +43,30 @@ DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
   return TILES == 2 ? fmaxf(y, fmaxf(S[TILES - 1][t][e], S[TILES - 1][t][e + 2])) : y;
 }
 
-// State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z); channels belong to one warp.
+// State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z); channels belong to
+// one warp.
 template <class C>
 struct State {
   static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Warpgroup<C>::NV;
-  float O[NT][TILES_W][4];               // outputs times O_SCALE, without the zero points' contribution
-  float M[NT][2], l[NT][2], z[NT][2];    // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
+  float O[NT][TILES_W][4];  // outputs times O_SCALE, without the zero points' contribution
+  // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
+  float M[NT][2], l[NT][2], z[NT][2];
 
   DEV void reset() {
 #pragma unroll
     for (int t = 0; t < NT; t++) {
 #pragma unroll
       for (int j = 0; j < TILES_W; j++) O[t][j][0] = O[t][j][1] = O[t][j][2] = O[t][j][3] = 0;
-      M[t][0] = M[t][1] = LOG_ZERO, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
+      M[t][0] = M[t][1] = LOG_ZERO;
+      l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
     }
   }
   DEV void scale_outputs(int t, int e, float a) {
 #pragma unroll
-    for (int j = 0; j < TILES_W; j++) O[t][j][e] = __fmul_rn(O[t][j][e], a), O[t][j][e + 2] = __fmul_rn(O[t][j][e + 2], a);
+    for (int j = 0; j < TILES_W; j++) {
+      O[t][j][e] = __fmul_rn(O[t][j][e], a);
+      O[t][j][e + 2] = __fmul_rn(O[t][j][e + 2], a);
+    }
   }
 
   // Rows whose score exceeds the reference get the step's maximum over the warpgroup as reference.
@@ -70,13 +82,17 @@ struct State {
 #pragma unroll
       for (int e = 0; e < E; e++) {
         const float y = max4(lds128(warpgroup.rest + C::RED + warpgroup.row_of(t, e) * 16));
-        const float now = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e], a = exp2_fast(__fadd_rn(M[t][e], -now));
-        M[t][e] = now, l[t][e] = __fmul_rn(l[t][e], a), z[t][e] = __fmul_rn(z[t][e], a);
+        const float now = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e];
+        const float a = exp2_fast(__fadd_rn(M[t][e], -now));
+        M[t][e] = now;
+        l[t][e] = __fmul_rn(l[t][e], a);
+        z[t][e] = __fmul_rn(z[t][e], a);
         scale_outputs(t, e, a);
       }
   }
 
-  // Probabilities times value scale, [token][row] in shared memory; sums stay in the token's warp. `v`: the step's values.
+  // Probabilities times value scale, [token][row] in shared memory; sums stay in the token's warp. `v`: the step's
+  // values.
   template <bool PLAIN, int TILES>
   DEV void weigh(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
 #pragma unroll
@@ -89,34 +105,44 @@ struct State {
         vs = make_float2(f0.x * Warpgroup<C>::V_SCALE, f1.x * Warpgroup<C>::V_SCALE);
         vz = make_float2(__fmaf_rn(f0.x, warpgroup.v_centre, f0.y), __fmaf_rn(f1.x, warpgroup.v_centre, f1.y));
       }
-      constexpr bool CORES = !PLAIN && C::WGMMA;           // [token / 8][row tile], N-major
-      const uint32_t at = warpgroup.rest + C::P + (CORES ? tile * NT * 256 + warpgroup.lane * 4 : (tile * 16 + warpgroup.g) * C::PITCH + warpgroup.c * 4);
+      constexpr bool CORES = !PLAIN && C::WGMMA;  // [token / 8][row tile], N-major
+      const uint32_t at =
+          warpgroup.rest + C::P +
+          (CORES ? tile * NT * 256 + warpgroup.lane * 4 : (tile * 16 + warpgroup.g) * C::PITCH + warpgroup.c * 4);
       constexpr int NEXT_TOKENS = CORES ? NT * 128 : 8 * C::PITCH, NEXT_ROWS = CORES ? 128 : 16;
 #pragma unroll
       for (int t = 0; t < NT; t++) {
-        float a[2] = {0, 0}, b[2] = {0, 0};                // tokens g and g + 8
+        float a[2] = {0, 0}, b[2] = {0, 0};  // tokens g and g + 8
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const float x = exp2_fast(__fmaf_rn(S[i][t][e], scale, -M[t][e])), y = exp2_fast(__fmaf_rn(S[i][t][e + 2], scale, -M[t][e]));
+          const float x = exp2_fast(__fmaf_rn(S[i][t][e], scale, -M[t][e]));
+          const float y = exp2_fast(__fmaf_rn(S[i][t][e + 2], scale, -M[t][e]));
           l[t][e] = __fadd_rn(l[t][e], __fadd_rn(x, y));
           if (!PLAIN) z[t][e] = __fmaf_rn(x, vz.x, __fmaf_rn(y, vz.y, z[t][e]));
-          a[e] = __fmul_rn(x, vs.x), b[e] = __fmul_rn(y, vs.y);
+          a[e] = __fmul_rn(x, vs.x);
+          b[e] = __fmul_rn(y, vs.y);
         }
-        sts32(at + t * NEXT_ROWS, pack_half2(a[0], a[1])), sts32(at + NEXT_TOKENS + t * NEXT_ROWS, pack_half2(b[0], b[1]));
+        sts32(at + t * NEXT_ROWS, pack_half2(a[0], a[1]));
+        sts32(at + NEXT_TOKENS + t * NEXT_ROWS, pack_half2(b[0], b[1]));
       }
     }
   }
 
-  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the warpgroups, into warpgroup 0.
+  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the warpgroups,
+  // into warpgroup 0.
   DEV void merge(const Warpgroup<C>& warpgroup) {
     constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
     const uint32_t rest = warpgroup.rest, tail = warpgroup.tail;
     {
       float x[NV], y[NV];
 #pragma unroll
-      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[warpgroup.tile_of(i)][i % E] : 0.f, y[i] = i < NT * E ? z[warpgroup.tile_of(i)][i % E] : 0.f;
+      for (int i = 0; i < NV; i++) {
+        x[i] = i < NT * E ? l[warpgroup.tile_of(i)][i % E] : 0.f;
+        y[i] = i < NT * E ? z[warpgroup.tile_of(i)][i % E] : 0.f;
+      }
       auto add = [](float a, float b) { return __fadd_rn(a, b); };
-      warpgroup.scatter(C::RED, reduce_scatter(x, add)), warpgroup.scatter(C::C0, reduce_scatter(y, add));
+      warpgroup.scatter(C::RED, reduce_scatter(x, add));
+      warpgroup.scatter(C::C0, reduce_scatter(y, add));
     }
     warpgroup.sync();
 #pragma unroll
@@ -124,14 +150,18 @@ struct State {
 #pragma unroll
       for (int e = 0; e < E; e++) {
         const int r = warpgroup.row_of(t, e);
-        l[t][e] = sum4(lds128(rest + C::RED + r * 16)), z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
+        l[t][e] = sum4(lds128(rest + C::RED + r * 16));
+        z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
         if (WARPGROUPS > 1 && warpgroup.warp == 0 && warpgroup.g == 0) {
           const uint32_t at = tail + C::EXTREMES + (warpgroup.index * ROWS + r) * 8;
-          sts32(at, __float_as_uint(M[t][e])), sts32(at + 4, __float_as_uint(l[t][e]));
+          sts32(at, __float_as_uint(M[t][e]));
+          sts32(at + 4, __float_as_uint(l[t][e]));
         }
 #pragma unroll
-        for (int j = 0; j < TILES_W; j++)
-          O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / Warpgroup<C>::O_SCALE, z[t][e]), O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Warpgroup<C>::O_SCALE, z[t][e]);
+        for (int j = 0; j < TILES_W; j++) {
+          O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / Warpgroup<C>::O_SCALE, z[t][e]);
+          O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Warpgroup<C>::O_SCALE, z[t][e]);
+        }
       }
     if constexpr (WARPGROUPS > 1) {
       __syncwarp();
@@ -151,7 +181,8 @@ struct State {
           }
           const float a = exp2_fast(__fadd_rn(M[t][e], -most));
           scale_outputs(t, e, a);
-          M[t][e] = most, l[t][e] = sum;
+          M[t][e] = most;
+          l[t][e] = sum;
         }
       if (warpgroup.index)
 #pragma unroll
@@ -159,7 +190,8 @@ struct State {
 #pragma unroll
           for (int j = 0; j < TILES_W; j++)
             sts128(rest + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16,
-                   make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]), __float_as_uint(O[t][j][3])));
+                   make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]),
+                              __float_as_uint(O[t][j][3])));
       warpgroup.block_sync();
     }
   }
@@ -172,15 +204,17 @@ struct State {
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int e = 0; e < E; e++) sts32(warpgroup.tail + C::EXTREMES + warpgroup.row_of(t, e) * 4, __float_as_uint(l[t][e]));
+        for (int e = 0; e < E; e++)
+          sts32(warpgroup.tail + C::EXTREMES + warpgroup.row_of(t, e) * 4, __float_as_uint(l[t][e]));
     warpgroup.sync();
 #pragma unroll 1
     for (int r = warpgroup.warp; r < w.tile.rows; r += 4) {
       const int query = w.tile.row + r, row = w.span.row + query / p.group, group = w.head * p.group + query % p.group;
       const float over = __frcp_rn(__uint_as_float(lds32(warpgroup.tail + C::EXTREMES + r * 4)));
       const uint4 v = lds128(warpgroup.rest + (r * C::D + warpgroup.lane * 4) * 4);
-      const Int8Group of = int8_group(make_float4(__fmul_rn(__uint_as_float(v.x), over), __fmul_rn(__uint_as_float(v.y), over),
-                                                  __fmul_rn(__uint_as_float(v.z), over), __fmul_rn(__uint_as_float(v.w), over)));
+      const Int8Group of =
+          int8_group(make_float4(__fmul_rn(__uint_as_float(v.x), over), __fmul_rn(__uint_as_float(v.y), over),
+                                 __fmul_rn(__uint_as_float(v.z), over), __fmul_rn(__uint_as_float(v.w), over)));
       const size_t at = input_index(row, group, p.kv_heads * p.group, p.panels);
       *reinterpret_cast<uint32_t*>(p.codes + at * 128 + input_code(row, warpgroup.lane, p.panels)) = of.codes;
       if (warpgroup.lane == 0) p.scales[at] = make_float2(of.scale, of.sum);
@@ -192,7 +226,7 @@ struct State {
     if (warpgroup.index) return;
     const AttendArgs& p = warpgroup.p;
     const bool direct = C::DIRECT && p.codes;
-    const int total = w.span.queries * p.group;            // query rows of the span
+    const int total = w.span.queries * p.group;  // query rows of the span
     const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
     for (int t = 0; t < NT; t++)
@@ -200,9 +234,12 @@ struct State {
       for (int j = 0; j < TILES_W; j++) {
 #pragma unroll
         for (int i = 1; i < C::WARPGROUPS; i++) {
-          const uint4 x = lds128(warpgroup.rest + i * warpgroup.bytes + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16);
-          O[t][j][0] = __fadd_rn(O[t][j][0], __uint_as_float(x.x)), O[t][j][1] = __fadd_rn(O[t][j][1], __uint_as_float(x.y));
-          O[t][j][2] = __fadd_rn(O[t][j][2], __uint_as_float(x.z)), O[t][j][3] = __fadd_rn(O[t][j][3], __uint_as_float(x.w));
+          const uint4 x = lds128(warpgroup.rest + i * warpgroup.bytes +
+                                 (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16);
+          O[t][j][0] = __fadd_rn(O[t][j][0], __uint_as_float(x.x));
+          O[t][j][1] = __fadd_rn(O[t][j][1], __uint_as_float(x.y));
+          O[t][j][2] = __fadd_rn(O[t][j][2], __uint_as_float(x.z));
+          O[t][j][3] = __fadd_rn(O[t][j][3], __uint_as_float(x.w));
         }
 #pragma unroll
         for (int e = 0; e < E; e++) {
@@ -210,10 +247,12 @@ struct State {
           const int channel = (warpgroup.warp * TILES_W + j) * 16 + warpgroup.g;
           if (direct) {
             const uint32_t to = warpgroup.rest + (r * C::D + channel) * 4;
-            sts32(to, __float_as_uint(O[t][j][e])), sts32(to + 32, __float_as_uint(O[t][j][e + 2]));
+            sts32(to, __float_as_uint(O[t][j][e]));
+            sts32(to + 32, __float_as_uint(O[t][j][e + 2]));
           } else if (r < w.tile.rows) {
             float* out = p.partial + (at + r) * C::D + channel;
-            out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+            out[0] = O[t][j][e];
+            out[8] = O[t][j][e + 2];
           }
         }
       }

@@ -6,48 +6,66 @@
 //     draft_add_i8     GEMM of int8 inputs, added to the hidden stream
 //     draft_add_bf16   GEMM of bfloat16 inputs, added to the hidden stream
 //
-// A draft step of one row is a chain of short memory reads, and separate kernels between them would take as long as the reads. So each block computes
-// the int8 input of its warps itself (a warp needs an eighth) and stores its outputs in their final form. Weights do not depend on the previous
-// kernel: a producer warp fills the pipeline stages in half an SM's shared memory while that kernel still runs in the other half.
+// A draft step of one row is a chain of short memory reads, and separate kernels between them would take as long as the
+// reads. So each block computes the int8 input of its warps itself (a warp needs an eighth) and stores its outputs in
+// their final form. Weights do not depend on the previous kernel: a producer warp fills the pipeline stages in half an
+// SM's shared memory while that kernel still runs in the other half.
 //
-// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs instead of the inputs.
+// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs
+// instead of the inputs.
 //
-// Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
-// two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
+// Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh;
+// kernels named _planes). Then two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
 #include "layout.cuh"
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;  // tiles of a block that share a warp's reads of the inputs, tiles per chunk
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has at least DRAFT_AHEAD stages.
+// tiles of a block that share a warp's reads of the inputs, tiles per chunk
+constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has at least DRAFT_AHEAD
+// stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
-constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
-// Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
-// NEXT_PARAMS further.
+constexpr int DRAFT_ROWS = 2;  // rows are the even columns of an mma, so that a lane has outputs of one row
+// Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS,
+// those of the second half NEXT_PARAMS further.
 template <bool PLANES>
 struct DraftLayout {
-  static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = DRAFT_CHUNK_TILES * HALF;
-  static constexpr int CODES = PLANES ? UPPER_BLOCK : 512, PARAMS = PLANES ? 512 : 1024, NEXT_PARAMS = UPPER_BLOCK, GROUPS = PLANES ? 2 : 1;
+  static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>;
+  static constexpr int HALF = LINEAR_WARPS * BLOCK;
+  static constexpr int CHUNK = DRAFT_CHUNK_TILES * HALF;
+  static constexpr int CODES = PLANES ? UPPER_BLOCK : 512;
+  static constexpr int PARAMS = PLANES ? 512 : 1024;
+  static constexpr int NEXT_PARAMS = UPPER_BLOCK;
+  static constexpr int GROUPS = PLANES ? 2 : 1;
 };
 
-// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages], int8 inputs [row][pitch],
-// [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
+// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages],
+// int8 inputs [row][pitch], [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of
+// both halves}.
 template <bool PLANES>
 struct DraftShared {
   static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
   float *sums, *squares;
   uint32_t stages_at, full, empty, x, xs;
   int groups, pitch;
-  DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {  // 64: neighbouring rows in other banks
-    sums = reinterpret_cast<float*>(shared + stages * CHUNK), squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
-    stages_at = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
-    x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
+  // 64: neighbouring rows in other banks
+  DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {
+    sums = reinterpret_cast<float*>(shared + stages * CHUNK);
+    squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
+    stages_at = shared_address(shared);
+    full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS);
+    empty = full + stages * 8;
+    x = (empty + stages * 8 + 15) & ~15;
+    xs = x + rows * pitch;
   }
-  // Stores one warp's group of a row. Stores are adjacent: the groups' code computations must not be interleaved with them.
+  // Stores one warp's group of a row. Stores are adjacent: the groups' code computations must not be interleaved with
+  // them.
   DEV void put(int row, int group, const Int8Group& of) const {
     const int lane = threadIdx.x & 31;
     sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
-    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(of.scale), PLANES ? of.halves : __float_as_uint(of.sum)));
+    if (lane == 0)
+      sts64(xs + (row * groups + group) * 8,
+            make_uint2(__float_as_uint(of.scale), PLANES ? of.halves : __float_as_uint(of.sum)));
   }
 };
 
@@ -60,7 +78,7 @@ struct FromHidden {
   float eps;
   int width;
   static constexpr int AT_ONCE = 4;
-  float4 kept[AT_ONCE];                                                    // of the weight, loaded before the previous kernel has ended: of groups first, first + 8, ...
+  float4 kept[AT_ONCE];  // of the weight, loaded before the previous kernel has ended: of groups first, first + 8, ...
   DEV float4 factor(int group) const {
     const int k = group * 128 + (threadIdx.x & 31) * 4;
     return k < width ? __ldg(reinterpret_cast<const float4*>(weight + k)) : make_float4(0, 0, 0, 0);
@@ -87,8 +105,10 @@ struct FromHidden {
         Int8Group of[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-          square = __fmaf_rn(v[i].x, v[i].x, square), square = __fmaf_rn(v[i].y, v[i].y, square);
-          square = __fmaf_rn(v[i].z, v[i].z, square), square = __fmaf_rn(v[i].w, v[i].w, square);
+          square = __fmaf_rn(v[i].x, v[i].x, square);
+          square = __fmaf_rn(v[i].y, v[i].y, square);
+          square = __fmaf_rn(v[i].z, v[i].z, square);
+          square = __fmaf_rn(v[i].w, v[i].w, square);
           const float4 f = kept[i];
           of[i] = int8_group(make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
         }
@@ -109,12 +129,12 @@ struct FromBf16 {
   DEV void before(int) {}
   template <bool PLANES>
   DEV void stage(const DraftShared<PLANES>& to, int rows) const {
-    constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are in flight
+    constexpr int AT_ONCE = 7;  // twice that, 14,336 inputs, are in flight
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       uint2 v[AT_ONCE], next[AT_ONCE];
-      auto load = [&](uint2 (&into)[AT_ONCE], int first) {
+      auto load = [&](uint2(&into)[AT_ONCE], int first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
@@ -130,7 +150,8 @@ struct FromBf16 {
         Int8Group of[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-          of[i] = int8_group(make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u), __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u)));
+          of[i] = int8_group(make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u),
+                                         __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u)));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
           if (first + i * LINEAR_WARPS < to.groups) to.put(row, first + i * LINEAR_WARPS, of[i]);
@@ -151,14 +172,15 @@ struct FromInt8 {
     for (int row = 0; row < rows; row++)
 #pragma unroll 1
       for (int first = warp; first < to.groups; first += 4 * LINEAR_WARPS) {
-        const int group = first + lane / 8 * LINEAR_WARPS;                 // eight lanes a group
+        const int group = first + lane / 8 * LINEAR_WARPS;  // eight lanes a group
         if (group >= to.groups && !PLANES) continue;
         uint4 v = make_uint4(0, 0, 0, 0);
         if (group < to.groups) v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
         uint32_t halves = 0;
         if constexpr (PLANES) {
           // A lane has 16 codes; four lanes hold a half.
-          int sum = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, __dp4a((int)v.z, 0x01010101, __dp4a((int)v.w, 0x01010101, 0))));
+          int sum = __dp4a((int)v.x, 0x01010101,
+                           __dp4a((int)v.y, 0x01010101, __dp4a((int)v.z, 0x01010101, __dp4a((int)v.w, 0x01010101, 0))));
           halves = (uint32_t)sum << (lane & 4) * 4;
 #pragma unroll
           for (int step = 4; step; step >>= 1) halves += __shfl_xor_sync(~0u, halves, step);
@@ -166,7 +188,8 @@ struct FromInt8 {
         }
         if (lane % 8 == 0) {
           const float2 s = __ldcg(xs + (size_t)row * to.groups + group);
-          sts64(to.xs + (row * to.groups + group) * 8, make_uint2(__float_as_uint(s.x), PLANES ? halves : __float_as_uint(s.y)));
+          sts64(to.xs + (row * to.groups + group) * 8,
+                make_uint2(__float_as_uint(s.x), PLANES ? halves : __float_as_uint(s.y)));
         }
         sts128(to.x + row * to.pitch + group * 128 + lane % 8 * 16, v);
       }
@@ -195,7 +218,9 @@ struct ToHidden {
   int n;
   DEV Early early(int row, int tile, int j) const {
     const int out = tile * 16 + j;
-    auto at = [&](int o) { return o < n ? __ldcg(hidden + (size_t)row * n + o) + (bias ? __ldg(bias + o) : 0.f) : 0.f; };
+    auto at = [&](int o) {
+      return o < n ? __ldcg(hidden + (size_t)row * n + o) + (bias ? __ldg(bias + o) : 0.f) : 0.f;
+    };
     return make_float2(at(out), at(out + 8));
   }
   DEV void put(int row, int tile, int j, float a, float b, Early old) const {
@@ -243,24 +268,29 @@ struct ToHeads {
   }
   DEV void put(int row, int tile, int j, float a, float b, Early early) const {
     const int head = tile / (D / 16), c = channel(tile, j);
-    a += early.bias.x, b += early.bias.y;
+    a += early.bias.x;
+    b += early.bias.y;
     float x = a * early.angle.x - b * early.angle.y, z = b * early.angle.x + a * early.angle.y;
     uint16_t* to;
     if (head < heads) {
-      to = q + ((size_t)row * heads + head) * D, x *= scale, z *= scale;
+      to = q + ((size_t)row * heads + head) * D;
+      x *= scale;
+      z *= scale;
     } else {
       const int kv = (head - heads) % kv_heads;
-      to = (head < heads + kv_heads ? ring_k : ring_v) + ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
+      to = (head < heads + kv_heads ? ring_k : ring_v) +
+           ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
     }
     const uint16_t low = Half::from_float(x), high = Half::from_float(z);
     const bool low_finite = (low & 0x7c00) != 0x7c00, high_finite = (high & 0x7c00) != 0x7c00;
-    to[c] = low_finite ? low : 0, to[D / 2 + c] = high_finite ? high : 0;
+    to[c] = low_finite ? low : 0;
+    to[D / 2 + c] = high_finite ? high : 0;
     if (!low_finite || !high_finite) atomicOr(flag, FLAG_CACHE);
   }
 };
 
-// A warp's share of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
-// whose sums are not read.
+// A warp's share of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile
+// the stage holds stale data, whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
   static constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
@@ -277,22 +307,31 @@ struct DraftPiece {
 template <bool PLANES>
 struct DraftReader {
   typedef DraftLayout<PLANES> Of;
-  uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the stage; first, end: of the barriers
+  uint32_t codes, bar, first, end;  // codes of this lane; barrier of the stage; first, end: of the barriers
   int phase;
   DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
-    codes = s.stages_at + warp * Of::BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
+    codes = s.stages_at + warp * Of::BLOCK + lane * 16;
+    bar = first = s.full;
+    end = s.empty;
+    phase = 0;
   }
   DEV void fetch(DraftPiece<PLANES>& to, int lane) {
     mbar_wait(bar, phase);
     const uint32_t params = codes + Of::PARAMS - lane * 16 + lane / 4 * 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      to.v[i][0] = lds128(codes + i * Of::HALF), to.v[i][1] = lds128(codes + i * Of::HALF + Of::CODES);
+      to.v[i][0] = lds128(codes + i * Of::HALF);
+      to.v[i][1] = lds128(codes + i * Of::HALF + Of::CODES);
 #pragma unroll
       for (int h = 0; h < Of::GROUPS; h++) to.params[i][h] = lds64(params + i * Of::HALF + h * Of::NEXT_PARAMS);
     }
-    codes += Of::CHUNK, bar += 8;
-    if (bar == end) codes -= (end - first) / 8 * Of::CHUNK, bar = first, phase ^= 1;
+    codes += Of::CHUNK;
+    bar += 8;
+    if (bar == end) {
+      codes -= (end - first) / 8 * Of::CHUNK;
+      bar = first;
+      phase ^= 1;
+    }
   }
   // Releases the stage that `fetch` read `ago` calls ago. Barriers of free stages follow those of full ones.
   DEV void release(int ago, const DraftPiece<PLANES>& piece) const {
@@ -309,27 +348,35 @@ struct DraftInput {
     const int row = lane >> 3, c = lane & 3;
     const uint32_t x = s.x + row * s.pitch + c * 16 + group * 128;
     b[0] = b[1] = make_uint4(0, 0, 0, 0);
-    if (!(lane & 4) && row < rows) b[0] = lds128(x), b[1] = lds128(x + 64);
+    if (!(lane & 4) && row < rows) {
+      b[0] = lds128(x);
+      b[1] = lds128(x + 64);
+    }
     uint2 v = make_uint2(0, 0);
     if (c < rows) v = lds64(s.xs + (c * s.groups + group) * 8);
-    scale = __uint_as_float(v.x), sixteenth = scale * 0.0625f, sum[0] = sum[1] = __uint_as_float(v.y);
+    scale = __uint_as_float(v.x);
+    sixteenth = scale * 0.0625f;
+    sum[0] = sum[1] = __uint_as_float(v.y);
     if (PLANES) {
       const int2 sums = half_sums(v.y);
-      sum[0] = scale * (float)sums.x, sum[1] = scale * (float)sums.y;
+      sum[0] = scale * (float)sums.x;
+      sum[1] = scale * (float)sums.y;
     }
   }
 };
-// Outputs g and g + 8 of two tiles. Row g has the low nibbles; row g + 8 the whole bytes, 16 times the high nibbles plus the low ones, which are
-// subtracted.
+// Outputs g and g + 8 of two tiles. Row g has the low nibbles; row g + 8 the whole bytes, 16 times the high nibbles
+// plus the low ones, which are subtracted.
 template <bool PLANES>
-DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece, const DraftInput<PLANES>& in) {
+DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece,
+                        const DraftInput<PLANES>& in) {
   constexpr uint32_t L = 0x0f0f0f0f;
   constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   int d[2][GROUPS][4];
 #pragma unroll
   for (int t = 0; t < 2; t++)
 #pragma unroll
-    for (int h = 0; h < GROUPS; h++) d[t][h][0] = d[t][h][1] = d[t][h][2] = d[t][h][3] = 0x4b400000;  // 1.5 * 2^23: read as a float the sum is exact
+    // 1.5 * 2^23: read as a float the sum is exact
+    for (int h = 0; h < GROUPS; h++) d[t][h][0] = d[t][h][1] = d[t][h][2] = d[t][h][3] = 0x4b400000;
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -346,14 +393,15 @@ DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<
     for (int h = 0; h < GROUPS; h++) {
       const float2 low = unpack_half2(piece.params[t][h].x), high = unpack_half2(piece.params[t][h].y);
       const float a = __int_as_float(d[t][h][0]), b = __int_as_float(d[t][h][2]);
-      float(&acc)[2] = t ? second : first;
+      float (&acc)[2] = t ? second : first;
       acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum[h], acc[0]));
       acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.sixteenth, __fmaf_rn(high.y, in.sum[h], acc[1]));
     }
 }
 // A warp's groups of TILES tiles.
 template <int TILES, bool PLANES>
-DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reader, const DraftShared<PLANES>& s, int warp, int rows, int lane) {
+DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reader, const DraftShared<PLANES>& s,
+                     int warp, int rows, int lane) {
 #pragma unroll 1
   for (int group = warp; group - warp < s.groups; group += LINEAR_WARPS) {
     DraftPiece<PLANES> pieces[TILES / 2];
@@ -373,15 +421,21 @@ template <bool PLANES, class In, class Out>
 DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled, so that the compiler treats it as uniform in the warp
+  // shuffled, so that the compiler treats it as uniform in the warp
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const DraftShared<PLANES> s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
-  if (threadIdx.x == 0) mbar_init_stages(s.full, s.empty, stages, W * 32), mbar_init_done();
+  if (threadIdx.x == 0) {
+    mbar_init_stages(s.full, s.empty, stages, W * 32);
+    mbar_init_done();
+  }
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32)
+      fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty,
+                                         stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();
@@ -400,14 +454,17 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
     float acc[T][2];
 #pragma unroll
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = 0;
-    if (count > 2) draft_batch<4>(acc, reader, s, warp, rows, lane);
-    else draft_batch<2>(acc, reader, s, warp, rows, lane);
-    if (first) bar_sync(1, W * 32);                                        // the previous batch's sums have been read
+    if (count > 2)
+      draft_batch<4>(acc, reader, s, warp, rows, lane);
+    else
+      draft_batch<2>(acc, reader, s, warp, rows, lane);
+    if (first) bar_sync(1, W * 32);  // the previous batch's sums have been read
 #pragma unroll
     for (int t = 0; t < T; t++)
       if (t < count && c < rows) {
         float* const to = s.sums + ((t * W + warp) * rows + c) * 16 + g;
-        to[0] = acc[t][0], to[8] = acc[t][1];
+        to[0] = acc[t][0];
+        to[8] = acc[t][1];
       }
     bar_sync(1, W * 32);
     if (of < count) {
@@ -415,45 +472,52 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
 #pragma unroll
       for (int v = 0; v < W; v++) {
         const float* sum = s.sums + ((of * W + v) * rows + row) * 16 + j;
-        lower += sum[0], upper += sum[8];
+        lower += sum[0];
+        upper += sum[8];
         if (In::NORM) square += s.squares[v * DRAFT_ROWS + row];
       }
       if constexpr (In::NORM) {
         const float f = __frsqrt_rn(square / (float)in.width + in.eps);
-        lower *= f, upper *= f;
+        lower *= f;
+        upper *= f;
       }
       out.put(row, tile, j, lower, upper, early);
     }
   }
 }
 
-// Grid min(tiles, SMs), 384 threads; 80 registers, so that two blocks and a small one fit on an SM. Shared memory as above.
+// Grid min(tiles, SMs), 384 threads; 80 registers, so that two blocks and a small one fit on an SM. Shared memory as
+// above.
 #define DRAFT KERNEL __maxnreg__(80)
 #define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages
 #define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
 
 // Names end in _planes if the weights are the upper plane of a matrix in nibbles.
-#define DRAFT_HEADS(D, NAME, PLANES)                                                                                                                       \
-  DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,         \
-                              uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                              \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
-                          ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                   \
+#define DRAFT_HEADS(D, NAME, PLANES)                                                                                  \
+  DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin,   \
+                              uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float scale, int heads, int kv_heads,  \
+                              int layer, int slots, uint32_t* flag) {                                                 \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                        \
+                       ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag}); \
   }
-#define DRAFTS(NAME, PLANES)                                                                                                                               \
-  DRAFT_HEADS(64, NAME, PLANES)                                                                                                                            \
-  DRAFT_HEADS(128, NAME, PLANES)                                                                                                                           \
-  DRAFT_HEADS(256, NAME, PLANES)                                                                                                                           \
-  DRAFT draft_rows##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {                                                                                   \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
-  }                                                                                                                                                        \
-  DRAFT draft_gated##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {                                             \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
-  }                                                                                                                                                        \
-  DRAFT draft_add_i8##NAME(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {                                    \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
-  }                                                                                                                                                        \
-  DRAFT draft_add_bf16##NAME(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {                            \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
+#define DRAFTS(NAME, PLANES)                                                                                           \
+  DRAFT_HEADS(64, NAME, PLANES)                                                                                        \
+  DRAFT_HEADS(128, NAME, PLANES)                                                                                       \
+  DRAFT_HEADS(256, NAME, PLANES)                                                                                       \
+  DRAFT draft_rows##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {                                               \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});          \
+  }                                                                                                                    \
+  DRAFT draft_gated##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {         \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                         \
+                       ToGated{x, bias, inner, pitch});                                                                \
+  }                                                                                                                    \
+  DRAFT draft_add_i8##NAME(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias,         \
+                           int n) {                                                                                    \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                    \
+  }                                                                                                                    \
+  DRAFT draft_add_bf16##NAME(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, \
+                             int n) {                                                                                  \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});          \
   }
 DRAFTS(, false)
 DRAFTS(_planes, true)

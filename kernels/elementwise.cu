@@ -1,18 +1,21 @@
-// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, activation * up, the conversions to a GEMM's input type.
+// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, activation * up, the conversions to
+// a GEMM's input type.
 //
-// The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of rows. Kernels that write a
-// GEMM's input exist once per input type:
+// The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of
+// rows. Kernels that write a GEMM's input exist once per input type:
 //
 //     _bf16, _f16, _f32   x row-major, pitch in elements
 //     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, equal to
-//                         quantspec_core::quantize_activations, in the order of panel.cuh (`panels`). Codes past K are zero.
+//                         quantspec_core::quantize_activations, in the order of panel.cuh (`panels`). Codes past K are
+//                         zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `inside`: k is inside the row.
+// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `inside`: k is
+// inside the row.
 template <class T>
 struct Into {
   typename T::Bits* x;
@@ -20,8 +23,10 @@ struct Into {
   DEV void put(int row, int group, int lane, bool inside, float4 v) const {
     if (!inside) return;
     typename T::Bits* to = x + (size_t)row * pitch + group * 128 + lane * 4;
-    if constexpr (sizeof(typename T::Bits) == 4) *(float4*)to = v;
-    else *(uint2*)to = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
+    if constexpr (sizeof(typename T::Bits) == 4)
+      *(float4*)to = v;
+    else
+      *(uint2*)to = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
   }
 };
 struct IntoInt8 {
@@ -29,29 +34,41 @@ struct IntoInt8 {
   float2* xs;
   int groups, panels;
   DEV void put(int row, int group, int lane, bool inside, float4 v) const {
-    const float most = warp_max_nonnegative(inside ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
+    const float most =
+        warp_max_nonnegative(inside ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
     const float scale = __fdiv_rn(most, 127.f);
-    auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0; };
+    auto code = [&](float value) {
+      return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0;
+    };
     const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(inside ? a + b + c + d : 0);
     const size_t index = input_index(row, group, groups, panels);
-    *(int*)(x + index * 128 + input_code(row, lane, panels)) = inside ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
+    *(int*)(x + index * 128 + input_code(row, lane, panels)) =
+        inside ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
     if (lane == 0) xs[index] = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 };
 
-DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)); }
-DEV float4 times(float4 a, float f) { return make_float4(__fmul_rn(a.x, f), __fmul_rn(a.y, f), __fmul_rn(a.z, f), __fmul_rn(a.w, f)); }
+DEV float4 add4(float4 a, float4 b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+DEV float4 times(float4 a, float f) {
+  return make_float4(__fmul_rn(a.x, f), __fmul_rn(a.y, f), __fmul_rn(a.z, f), __fmul_rn(a.w, f));
+}
 
 // ---- embedding ----
 //
-// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width]. A row's token is its own, which is then
-// stored in its window (slot * window_pitch + offset), or the window's. Without `rows` it is tokens[row]. hidden f32 [row][width], times `scale`.
-// Grid (rows), block 256. `load` gives eight values of a row from column k on, a multiple of 8; the last four of a row's last eight may be outside.
+// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width]. A row's
+// token is its own, which is then stored in its window (slot * window_pitch + offset), or the window's. Without `rows`
+// it is tokens[row]. hidden f32 [row][width], times `scale`. Grid (rows), block 256. `load` gives eight values of a row
+// from column k on, a multiple of 8; the last four of a row's last eight may be outside.
 //
 // A step begins with this kernel, so its loads are issued together.
-struct Eight { float4 low, high; };
+struct Eight {
+  float4 low, high;
+};
 template <class Load>
-DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, float scale, Load load) {
+DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab,
+               float scale, Load load) {
   constexpr int AT_ONCE = 4, ACROSS = 256 * 8;
   grid_trigger();
   grid_wait();
@@ -81,22 +98,24 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
     }
   }
 }
-#define EMBED(NAME, T)                                                                                                                                  \
-  KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
-                                             float* hidden, int width, int vocab, float scale) {                                                        \
-    const int atoms = (width + 63) / 64;                                                                                                                \
-    embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {                                                     \
-      const size_t line = ((size_t)(token / 16) * atoms + k / 64) * 16 + token % 16;                                                                    \
-      const uint4 v = __ldg((const uint4*)(table + line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8));                                                      \
-      auto low = [](uint32_t x) { return T::to_float((uint16_t)x); };                                                                                   \
-      auto high = [](uint32_t x) { return T::to_float((uint16_t)(x >> 16)); };                                                                          \
-      return Eight{make_float4(low(v.x), high(v.x), low(v.y), high(v.y)), make_float4(low(v.z), high(v.z), low(v.w), high(v.w))};                       \
-    });                                                                                                                                                 \
+#define EMBED(NAME, T)                                                                                        \
+  KERNEL __launch_bounds__(256)                                                                               \
+      embed_##NAME(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint16_t* table, \
+                   float* hidden, int width, int vocab, float scale) {                                        \
+    const int atoms = (width + 63) / 64;                                                                      \
+    embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {           \
+      const size_t line = ((size_t)(token / 16) * atoms + k / 64) * 16 + token % 16;                          \
+      const uint4 v = __ldg((const uint4*)(table + line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8));            \
+      auto low = [](uint32_t x) { return T::to_float((uint16_t)x); };                                         \
+      auto high = [](uint32_t x) { return T::to_float((uint16_t)(x >> 16)); };                                \
+      return Eight{make_float4(low(v.x), high(v.x), low(v.y), high(v.y)),                                     \
+                   make_float4(low(v.z), high(v.z), low(v.w), high(v.w))};                                    \
+    });                                                                                                       \
   }
 EMBED(bf16, Bf16)
 EMBED(f16, Half)
-KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
-                                        int vocab, float scale) {
+KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens,
+                                        const float* table, float* hidden, int width, int vocab, float scale) {
   embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {
     const float4* from = (const float4*)(table + (size_t)token * width + k);
     return Eight{__ldg(from), k + 4 < width ? __ldg(from + 1) : make_float4(0, 0, 0, 0)};
@@ -104,8 +123,9 @@ KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int windo
 }
 
 // embed_planes: the same for a table in planes.
-KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper, const uint8_t* lower,
-                                           int stride, float* hidden, int width, int vocab, float scale) {
+KERNEL __launch_bounds__(256)
+    embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper,
+                 const uint8_t* lower, int stride, float* hidden, int width, int vocab, float scale) {
   embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {
     float w[8];
     plane_weights(w, upper, lower, token, k, stride);
@@ -116,11 +136,12 @@ KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int wi
 // ---- RMSNorm ----
 constexpr int NORM_THREADS = 512;  // few enough registers to be resident next to a GEMM's block
 //
-// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y f32 [row][width]; bias, weight
-// f32 [width]. Grid (rows), block NORM_THREADS.
+// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y
+// f32 [row][width]; bias, weight f32 [width]. Grid (rows), block NORM_THREADS.
 //
-// A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before the kernel waits for the
-// previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are read a second time.
+// A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before
+// the kernel waits for the previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are
+// read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
   constexpr int WARPS = NORM_THREADS / 32, KEPT = 2;
@@ -129,7 +150,9 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
   const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
   const float4 none = make_float4(0, 0, 0, 0);
   auto inside = [&](int group) { return group * 128 + lane * 4 < width; };
-  auto constant = [&](const float* p, int group) { return inside(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none; };
+  auto constant = [&](const float* p, int group) {
+    return inside(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none;
+  };
   float4 kept[KEPT], scale[KEPT];
 #pragma unroll
   for (int i = 0; i < KEPT; i++) scale[i] = constant(weight, warp + i * WARPS);
@@ -143,19 +166,26 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     if (y) v = add4(v, more);
     if (bias) v = add4(v, constant(bias, group));
     if (y || bias) *(float4*)(h + group * 128 + lane * 4) = v;
-    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
+    sum = __fmaf_rn(v.x, v.x, sum);
+    sum = __fmaf_rn(v.y, v.y, sum);
+    sum = __fmaf_rn(v.z, v.z, sum);
+    sum = __fmaf_rn(v.w, v.w, sum);
     return v;
   };
   // All loads are issued before the first is used: a store in between would order them.
   float4 more[KEPT];
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) kept[i] = loaded(h, warp + i * WARPS), more[i] = added(warp + i * WARPS);
+  for (int i = 0; i < KEPT; i++) {
+    kept[i] = loaded(h, warp + i * WARPS);
+    more[i] = added(warp + i * WARPS);
+  }
 #pragma unroll
   for (int i = 0; i < KEPT; i++) kept[i] = settle(warp + i * WARPS, kept[i], more[i]);
   for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) settle(group, loaded(h, group), added(group));
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   auto finish = [&](int group, float4 v, float4 w) {
-    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
+    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y),
+                                 __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
     if (group < groups) out.put(row, group, lane, inside(group), x);
   };
 #pragma unroll
@@ -164,24 +194,31 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     finish(group, loaded(h, group), constant(weight, group));
 }
 
-// norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all query or key heads in place.
-//   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the channels of a head if x alternates
-//   channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
-KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch, const float* weight, float eps, int width, int paired,
-                                                 int add) {
+// norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all
+// query or key heads in place.
+//   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the
+//   channels of a head if x alternates channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in
+//   quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
+KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch,
+                                                 const float* weight, float eps, int width, int paired, int add) {
   constexpr int WARPS = NORM_THREADS / 32;
   __shared__ float sums[WARPS];
   grid_trigger();
   grid_wait();
-  x += (size_t)blockIdx.x * pitch, to += (size_t)blockIdx.x * to_pitch;
+  x += (size_t)blockIdx.x * pitch;
+  to += (size_t)blockIdx.x * to_pitch;
   float sum = 0;
   for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
     const float4 v = load4(x + k);
-    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
+    sum = __fmaf_rn(v.x, v.x, sum);
+    sum = __fmaf_rn(v.y, v.y, sum);
+    sum = __fmaf_rn(v.z, v.z, sum);
+    sum = __fmaf_rn(v.w, v.w, sum);
   }
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
-    const int in_head = paired ? k % paired : 0, channel = in_head / 16 * 8 + in_head % 8 + in_head / 8 % 2 * (paired / 2);
+    const int in_head = paired ? k % paired : 0;
+    const int channel = in_head / 16 * 8 + in_head % 8 + in_head / 8 % 2 * (paired / 2);
     const float4 w = __ldg((const float4*)(weight + k - in_head + channel)), v = times(load4(x + k), f);
     float4 y = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
     if (add) y = add4(load4(to + k), y);
@@ -191,12 +228,16 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, floa
 
 // ---- the hidden stream as it is: one warp per group of 128 inputs of a row ----
 //
-// convert_*: hidden f32 [row][width] -> x, for models without a norm before the GEMM. Grid (ceil(width / 1024), rows), block 256.
+// convert_*: hidden f32 [row][width] -> x, for models without a norm before the GEMM. Grid (ceil(width / 1024), rows),
+// block 256.
 template <class Out>
 DEV void convert(const float* hidden, int width, Out out) {
   grid_trigger();
   grid_wait();
-  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
+  const int row = blockIdx.y;
+  const int lane = threadIdx.x & 31;
+  const int group = blockIdx.x * 8 + (threadIdx.x >> 5);
+  const int k = group * 128 + lane * 4;
   if (group >= (width + 127) / 128) return;
   const bool inside = k < width;
   out.put(row, group, lane, inside, inside ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
@@ -204,14 +245,17 @@ DEV void convert(const float* hidden, int width, Out out) {
 
 // ---- activation * up: one warp per group of 128 outputs of a row ----
 //
-// {silu,gelu}_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
-// Grid (ceil(width / 1024), rows), block 256.
+// {silu,gelu}_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x
+// [row][width]. width a multiple of 8. Grid (ceil(width / 1024), rows), block 256.
 template <class Activation, class Out>
 DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
   const Activation f;
   grid_trigger();
   grid_wait();
-  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
+  const int row = blockIdx.y;
+  const int lane = threadIdx.x & 31;
+  const int group = blockIdx.x * 8 + (threadIdx.x >> 5);
+  const int k = group * 128 + lane * 4;
   if (group >= (width + 127) / 128) return;
   const bool inside = k < width;
   float4 v = make_float4(0, 0, 0, 0);
@@ -219,46 +263,51 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
     const int at = k / 8 * 16 + k % 8;
     const float* from = y + (size_t)row * 2 * width + at;
     float4 gate = load4(from), up = load4(from + 8);
-    if (bias) gate = add4(gate, *(const float4*)(bias + at)), up = add4(up, *(const float4*)(bias + at + 8));
+    if (bias) {
+      gate = add4(gate, *(const float4*)(bias + at));
+      up = add4(up, *(const float4*)(bias + at + 8));
+    }
     v = make_float4(f(gate.x) * up.x, f(gate.y) * up.y, f(gate.z) * up.z, f(gate.w) * up.w);
   }
   out.put(row, group, lane, inside, v);
 }
-// 48 registers: four warps per scheduler, which fit next to the three of a GEMM's ring (linear.cu) with 104 each. norm_i8 uses 50, allocated as 56,
-// and fits next to the 96 of linear_w4_pipeline_1.
-#define PRODUCERS(NAME, T)                                                                                                                                \
-  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,             \
-                                     int pitch) {                                                                                                         \
-    norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
-  }                                                                                                                                                       \
-  KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
-    activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                                                                \
-  }                                                                                                                                                       \
-  KERNEL __launch_bounds__(256) gelu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
-    activate_mul<Gelu>(y, bias, width, Into<T>{x, pitch});                                                                                                \
-  }                                                                                                                                                       \
-  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch) {                                                   \
-    convert(hidden, width, Into<T>{x, pitch});                                                                                                            \
+// 48 registers: four warps per scheduler, which fit next to the three of a GEMM's ring (linear.cu) with 104 each.
+// norm_i8 uses 50, allocated as 56, and fits next to the 96 of linear_w4_pipeline_1.
+#define PRODUCERS(NAME, T)                                                                                             \
+  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight,            \
+                                     T::Bits* x, float eps, int width, int pitch) {                                    \
+    norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                      \
+  }                                                                                                                    \
+  KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) { \
+    activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                             \
+  }                                                                                                                    \
+  KERNEL __launch_bounds__(256) gelu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) { \
+    activate_mul<Gelu>(y, bias, width, Into<T>{x, pitch});                                                             \
+  }                                                                                                                    \
+  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch) {                \
+    convert(hidden, width, Into<T>{x, pitch});                                                                         \
   }
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
-KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
-                                      int panels) {
+KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, const float* bias, const float* weight,
+                                               int8_t* x, float2* xs, float eps, int width, int panels) {
   norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
-KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
+KERNEL __launch_bounds__(256)
+    silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
   activate_mul<Silu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
-KERNEL __launch_bounds__(256) gelu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
+KERNEL __launch_bounds__(256)
+    gelu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
   activate_mul<Gelu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 KERNEL __launch_bounds__(256) convert_i8(const float* hidden, int8_t* x, float2* xs, int width, int panels) {
   convert(hidden, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
-// coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows), block 32.
-// A group's codes are 128 bytes in any order.
+// coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows),
+// block 32. A group's codes are 128 bytes in any order.
 KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   grid_trigger();
   grid_wait();
@@ -284,7 +333,8 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   }
 }
 
-// coarse_{bf16,f16}: the same for 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits. Grid (groups, rows), block 32.
+// coarse_{bf16,f16}: the same for 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits.
+// Grid (groups, rows), block 32.
 template <class T>
 DEV void coarse(uint16_t* x, int pitch) {
   grid_trigger();
@@ -316,8 +366,8 @@ KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const floa
   *(float4*)(hidden + i) = v;
 }
 
-// read_all: reads `pieces` uint4 once, at memory speed, as the reference for kernel bandwidth. Stores only if the exclusive or of all data is
-// `never`, so that no load is optimised away. Any grid, block 512.
+// read_all: reads `pieces` uint4 once, at memory speed, as the reference for kernel bandwidth. Stores only if the
+// exclusive or of all data is `never`, so that no load is optimised away. Any grid, block 512.
 KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32_t never, uint32_t* to) {
   constexpr int B = 8;
   const uint64_t once = evict_first();
@@ -326,7 +376,8 @@ KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32
   for (int64_t i = (int64_t)blockIdx.x * 512 + threadIdx.x; i < pieces; i += B * step) {
     uint4 v[B];
 #pragma unroll
-    for (int j = 0; j < B; j++) v[j] = i + j * step < pieces ? ldg_once(from + i + j * step, once) : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < B; j++)
+      v[j] = i + j * step < pieces ? ldg_once(from + i + j * step, once) : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < B; j++) all ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
   }
@@ -335,13 +386,15 @@ KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32
 
 // ---- heads: bias, per-head norm, RoPE ----
 //
-// One warp per head of a row. Lane l has channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE rotates together: v[i], v[PAIRS + i].
+// One warp per head of a row. Lane l has channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE rotates together: v[i],
+// v[PAIRS + i].
 template <int D>
 struct Head {
   static constexpr int PAIRS = D / 64;
   float v[2 * PAIRS];
 
-  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired: y alternates channels c .. c + 7 and D / 2 + c
+  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired: y alternates
+  // channels c .. c + 7 and D / 2 + c
   // .. (`weights_w4_*` in quantize.cu).
   DEV Head(const float* y, bool paired, const float* bias, const float* norm, float eps, const float2* angles) {
     const int lane = threadIdx.x & 31;
@@ -364,12 +417,13 @@ struct Head {
       for (int i = 0; i < PAIRS; i++) {
         const float2 a = angles[PAIRS * lane + i];
         const float x = v[i], z = v[PAIRS + i];
-        v[i] = __fsub_rn(__fmul_rn(x, a.x), __fmul_rn(z, a.y)), v[PAIRS + i] = __fadd_rn(__fmul_rn(z, a.x), __fmul_rn(x, a.y));
+        v[i] = __fsub_rn(__fmul_rn(x, a.x), __fmul_rn(z, a.y));
+        v[PAIRS + i] = __fadd_rn(__fmul_rn(z, a.x), __fmul_rn(x, a.y));
       }
   }
   static DEV int channel_of(int lane, int i) { return (i / PAIRS) * (D / 2) + PAIRS * lane + i % PAIRS; }
-  // Stores the head as f16; returns true if a value is not finite. Such a value is stored as 0: earlier rows multiply later entries by zero, and a
-  // failed round is repeated without its drafted rows.
+  // Stores the head as f16; returns true if a value is not finite. Such a value is stored as 0: earlier rows multiply
+  // later entries by zero, and a failed round is repeated without its drafted rows.
   DEV bool put(uint16_t* to, float scale) const {
     const int lane = threadIdx.x & 31;
     bool bad = false;
@@ -385,22 +439,26 @@ struct Head {
 };
 
 // append_{64,128,256}: queries, keys and values of a step's rows.
-//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null;
-//   cos_sin float2 [row][D / 2].
-//   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
-//   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D]
+//   or null; cos_sin float2 [row][D / 2]. q f16 [row][heads][D] times `scale`; keys and values to the rings f16
+//   [layer][slot][kv_heads][RING][D] at the row's position. Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>
-DEV void append(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,
-                uint16_t* ring_v, float eps, float scale, int heads, int kv_heads, int layer, int slots, int paired, uint32_t* flag) {
+DEV void append(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,
+                const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale,
+                int heads, int kv_heads, int layer, int slots, int paired, uint32_t* flag) {
   grid_trigger();
   grid_wait();
   const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (head >= all) return;
   const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
-  const Head<D> h(y + ((size_t)row * all + head) * D, paired, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
-                  is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
+  const Head<D> h(y + ((size_t)row * all + head) * D, paired, bias ? bias + head * D : nullptr,
+                  is_q   ? q_norm
+                  : is_k ? k_norm
+                         : nullptr,
+                  eps, is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
   bool bad;
-  if (is_q) bad = h.put(q + ((size_t)row * heads + head) * D, scale);
+  if (is_q)
+    bad = h.put(q + ((size_t)row * heads + head) * D, scale);
   else {
     const Row r = rows[row];
     const int kv = (head - heads) % kv_heads;
@@ -409,42 +467,55 @@ DEV void append(const Row* rows, const float* y, const float* bias, const float*
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
-// rope_store_{64,128,256}: the same for prompt rows, if the GEMM did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
-// Non-finite values set the flag, since later kernels cannot detect them. Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+// rope_store_{64,128,256}: the same for prompt rows, if the GEMM did not do it: q f16 [row][heads D], unscaled; kv f16
+// [row][2 kv_heads D]. Non-finite values set the flag, since later kernels cannot detect them. Grid (ceil((heads + 2
+// kv_heads) / 4), rows), block 128.
 template <int D>
-DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, float eps,
-                    int heads, int kv_heads, uint32_t* flag) {
+DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,
+                    uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads, uint32_t* flag) {
   const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (head >= all) return;
   const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
-  const Head<D> h(y + ((size_t)row * all + head) * D, false, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
-                  is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
-  if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f)) atomicOr(flag, FLAG_CACHE);
+  const Head<D> h(y + ((size_t)row * all + head) * D, false, bias ? bias + head * D : nullptr,
+                  is_q   ? q_norm
+                  : is_k ? k_norm
+                         : nullptr,
+                  eps, is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
+  if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f))
+    atomicOr(flag, FLAG_CACHE);
 }
 
-// scale_queries: q f16 [row][width] times 1 + beta ln(1 + floor(position / original)), at the positions of `rows`, or at first + row without them.
-// Width a multiple of 8. Grid (ceil(width / 2048), rows), block 256.
-KERNEL __launch_bounds__(256) scale_queries(uint16_t* q, const Row* rows, int first, float beta, int original, int width) {
+// scale_queries: q f16 [row][width] times 1 + beta ln(1 + floor(position / original)), at the positions of `rows`, or
+// at first + row without them. Width a multiple of 8. Grid (ceil(width / 2048), rows), block 256.
+KERNEL __launch_bounds__(256)
+    scale_queries(uint16_t* q, const Row* rows, int first, float beta, int original, int width) {
   grid_trigger();
   grid_wait();
-  const int row = blockIdx.y, k = (blockIdx.x * 256 + threadIdx.x) * 8, whole = (rows ? rows[row].position : first + row) / original;
+  const int row = blockIdx.y;
+  const int k = (blockIdx.x * 256 + threadIdx.x) * 8;
+  const int whole = (rows ? rows[row].position : first + row) / original;
   if (k >= width || whole == 0) return;
   const float factor = 1.f + beta * logf(1.f + (float)whole);
   uint4* at = (uint4*)(q + (size_t)row * width + k);
   const uint4 v = ldg_plain(at);
-  auto scaled = [&](uint32_t x) { return Half::pack(Half::to_float((uint16_t)x) * factor, Half::to_float((uint16_t)(x >> 16)) * factor); };
+  auto scaled = [&](uint32_t x) {
+    return Half::pack(Half::to_float((uint16_t)x) * factor, Half::to_float((uint16_t)(x >> 16)) * factor);
+  };
   *at = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
 }
 
-#define HEADS(D)                                                                                                                                        \
-  KERNEL __launch_bounds__(128) append_##D(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,                 \
-                                           const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale, int heads,   \
-                                           int kv_heads, int layer, int slots, int paired, uint32_t* flag) {                                            \
-    append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots, paired, flag);                      \
-  }                                                                                                                                                     \
-  KERNEL __launch_bounds__(128) rope_store_##D(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,      \
-                                               uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads, uint32_t* flag) {                         \
-    rope_store<D>(y, bias, q_norm, k_norm, cos_sin, q, kv, eps, heads, kv_heads, flag);                                                                 \
+#define HEADS(D)                                                                                                      \
+  KERNEL __launch_bounds__(128)                                                                                       \
+      append_##D(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,        \
+                 const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale,      \
+                 int heads, int kv_heads, int layer, int slots, int paired, uint32_t* flag) {                         \
+    append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots,   \
+              paired, flag);                                                                                          \
+  }                                                                                                                   \
+  KERNEL __launch_bounds__(128) rope_store_##D(const float* y, const float* bias, const float* q_norm,                \
+                                               const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, \
+                                               float eps, int heads, int kv_heads, uint32_t* flag) {                  \
+    rope_store<D>(y, bias, q_norm, k_norm, cos_sin, q, kv, eps, heads, kv_heads, flag);                               \
   }
 HEADS(64)
 HEADS(128)

@@ -1,26 +1,31 @@
 // GEMMs of a step's few rows with weights in planes. All kernels exist on every architecture.
 #include "hierarchy.cuh"
 
-// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs, stride: blocks per tile in
-// memory, tiles of 16 outputs, n, rows, pitch of x in elements, weights to prefetch on Hopper and their bytes): grid and threads as for linear_bf16_{NT}
-// of linear.cu.
-#define PLANES_ARGUMENTS \
-  const uint8_t *upper, const uint8_t *lower, const uint8_t *x, float *y, int groups, int stride, int tiles, int n, int rows, int pitch, \
-      const uint8_t *next, uint32_t next_bytes
+// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs,
+// stride: blocks per tile in memory, tiles of 16 outputs, n, rows, pitch of x in elements, weights to prefetch on
+// Hopper and their bytes): grid and threads as for linear_bf16_{NT} of linear.cu.
+#define PLANES_ARGUMENTS                                                                                            \
+  const uint8_t *upper, const uint8_t *lower, const uint8_t *x, float *y, int groups, int stride, int tiles, int n, \
+      int rows, int pitch, const uint8_t *next, uint32_t next_bytes
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
-#define PLANE_PIPELINE(VIEW, PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                       \
-  static_assert(PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
-  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, bf16, CodesBf16, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>) \
-  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, f16, CodesHalf, NT, CLUSTER, REGISTERS, PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                                                            \
-  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                        \
-    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(PlanePieces<PLANES, DEEP>{upper, lower, stride}, x, nullptr, y, groups,  \
-                                                                        tiles, n, rows, (size_t)pitch * 2, NextWeights{next, next_bytes});   \
+#define PLANE_PIPELINE(VIEW, PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, \
+                       SHARED)                                                                                   \
+  static_assert(PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == \
+                SHARED);                                                                                         \
+  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, bf16, CodesBf16, NT, CLUSTER, REGISTERS,                                 \
+                    PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)      \
+  PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, f16, CodesHalf, NT, CLUSTER, REGISTERS,                                  \
+                    PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                 \
+    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(                                           \
+        PlanePieces<PLANES, DEEP>{upper, lower, stride}, x, nullptr, y, groups, tiles, n, rows, (size_t)pitch * 2, \
+        NextWeights{next, next_bytes});                                                                            \
   }
-// Whole steps of one row are slower with blocks of half an SM (by a tenth), and equal within 1 % with 16 computing warps, one arrival per warp, or
-// SiLU or RoPE in the epilogue.
+// Whole steps of one row are slower with blocks of half an SM (by a tenth), and equal within 1 % with 16 computing
+// warps, one arrival per warp, or SiLU or RoPE in the epilogue.
 PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 4, 1, false, 104, 213728)
 PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 112, 196816)
 PLANE_PIPELINE(both, 2, 4, 2, 1, 4, 6, 3, 2, true, PIPELINE_ENTRY, 212648)
@@ -30,11 +35,12 @@ PLANE_PIPELINE(upper, 1, 2, 2, 2, 4, 8, 2, 2, true, PIPELINE_ENTRY, 221872)
 PLANE_PIPELINE(upper, 1, 4, 4, 1, 4, 5, 3, 2, true, PIPELINE_ENTRY, 200344)
 PLANE_PIPELINE(upper, 1, 8, 1, 1, 2, 12, 2, 2, true, PIPELINE_ENTRY, 196848)
 #else
-#define PLANES_OF(VIEW, PLANES, TYPE, E, NT, DEPTH, PER_SM)                                                                                       \
-  KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                              \
-    linear_planes<E, PLANES, NT, DEPTH>(upper, lower, reinterpret_cast<const uint16_t*>(x), y, groups, stride, tiles, n, rows, pitch); \
+#define PLANES_OF(VIEW, PLANES, TYPE, E, NT, DEPTH, PER_SM)                                                           \
+  KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                             \
+    linear_planes<E, PLANES, NT, DEPTH>(upper, lower, reinterpret_cast<const uint16_t*>(x), y, groups, stride, tiles, \
+                                        n, rows, pitch);                                                              \
   }
-#define VIEW_OF(VIEW, PLANES, NT, DEPTH, PER_SM)                \
+#define VIEW_OF(VIEW, PLANES, NT, DEPTH, PER_SM)              \
   PLANES_OF(VIEW, PLANES, bf16, CodesBf16, NT, DEPTH, PER_SM) \
   PLANES_OF(VIEW, PLANES, f16, CodesHalf, NT, DEPTH, PER_SM)
 VIEW_OF(both, 2, 1, 4, 2)

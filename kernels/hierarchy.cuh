@@ -1,28 +1,31 @@
-// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a 4-bit target) the upper one
-// alone.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a
+// 4-bit target) the upper one alone.
 //
-// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: C 2^-24 in f16, C
-// 2^-133 in bfloat16, both exact (subnormal or nearly so). So unpacking needs masks and byte selects only. bfloat16 inputs are multiplied by 2^64 to
-// keep products normal. The tensor core sums a group from zero; groups are added in f32:
+// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a
+// 16-bit float: C 2^-24 in f16, C 2^-133 in bfloat16, both exact (subnormal or nearly so). So unpacking needs masks and
+// byte selects only. bfloat16 inputs are multiplied by 2^64 to keep products normal. The tensor core sums a group from
+// zero; groups are added in f32:
 //
 //     y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
 #pragma once
 #include "layout.cuh"
 #include "linear.cuh"
 
-// How a 16-bit type multiplies codes. A sum of codes times inputs, as the tensor core returns it, lacks a power of two: TIMES is that factor divided
-// by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0. `input`: a pair of inputs as the mma reads it.
+// How a 16-bit type multiplies codes. A sum of codes times inputs, as the tensor core returns it, lacks a power of two:
+// TIMES is that factor divided by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0. `input`: a
+// pair of inputs as the mma reads it.
 struct CodesBf16 : MmaBf16 {
   static constexpr uint32_t ONES = 0x3f803f80;
-  static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;       // 2^(133 - 64 - 4), 2^-64
+  static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;  // 2^(133 - 64 - 4), 2^-64
   static DEV uint32_t input(uint32_t pair) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair), y = __hmul2(x, __floats2bfloat162_rn(18446744073709551616.f, 18446744073709551616.f));
+    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair),
+                         y = __hmul2(x, __floats2bfloat162_rn(18446744073709551616.f, 18446744073709551616.f));
     return *reinterpret_cast<const uint32_t*>(&y);
   }
 };
 struct CodesHalf : MmaHalf {
   static constexpr uint32_t ONES = 0x3c003c00;
-  static constexpr float TIMES = 1048576.f, OF_X = 1.f;                                      // 2^(24 - 4)
+  static constexpr float TIMES = 1048576.f, OF_X = 1.f;  // 2^(24 - 4)
   static DEV uint32_t input(uint32_t pair) { return pair; }
 };
 
@@ -32,13 +35,15 @@ struct GroupInput {
   uint32_t pairs[8];
   float sum[2];
   DEV void set(uint4 low, uint4 high) {
-    const uint32_t from[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
+    const uint32_t from[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w},
+                   ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
     float d[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < 8; i++) pairs[i] = E::input(from[i]);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) E::mma(d, ones, pairs[i], pairs[i + 1]);
-    sum[0] = d[0] * E::OF_X, sum[1] = d[1] * E::OF_X;
+    sum[0] = d[0] * E::OF_X;
+    sum[1] = d[1] * E::OF_X;
   }
 };
 
@@ -55,9 +60,13 @@ struct GroupCodes {
     uint32_t row = u << 4 & H, row8 = u & H;
     if constexpr (PLANES == 2) {
       const uint32_t l = word(lower);
-      row = select_bits(u << 4, l, H), row8 = select_bits(u, l >> 4, H);
+      row = select_bits(u << 4, l, H);
+      row8 = select_bits(u, l >> 4, H);
     }
-    f[0] = __byte_perm(row, 0, 0x4140), f[1] = __byte_perm(row8, 0, 0x4140), f[2] = __byte_perm(row, 0, 0x4342), f[3] = __byte_perm(row8, 0, 0x4342);
+    f[0] = __byte_perm(row, 0, 0x4140);
+    f[1] = __byte_perm(row8, 0, 0x4140);
+    f[2] = __byte_perm(row, 0, 0x4342);
+    f[3] = __byte_perm(row8, 0, 0x4342);
   }
 };
 
@@ -81,14 +90,15 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) acc[t][2 * h + e] = __fmaf_rn(d[t][2 * h + e], scale, __fmaf_rn(zero, in[t].sum[e], acc[t][2 * h + e]));
+      for (int e = 0; e < 2; e++)
+        acc[t][2 * h + e] = __fmaf_rn(d[t][2 * h + e], scale, __fmaf_rn(zero, in[t].sum[e], acc[t][2 * h + e]));
   }
 }
 
 // A group is a block of 16 outputs x 64 inputs of each plane.
 template <class E, int PLANES, int NT, int DEPTH>
-DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x, float* y, int groups, int stride, int tiles, int n,
-                       int rows, int pitch) {
+DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x,
+                       float* y, int groups, int stride, int tiles, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   GroupCodes<PLANES> codes[DEPTH];
   auto load = [&](int i, int tile, int group) {
@@ -103,7 +113,10 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
     for (int t = 0; t < NT; t++) {
       uint4 low = make_uint4(0, 0, 0, 0), high = low;
       const uint16_t* row = from + (size_t)(t * 8 + g) * pitch + c * 16;
-      if (t * 8 + g < rows) low = ldg_plain(row), high = ldg_plain(row + 8);
+      if (t * 8 + g < rows) {
+        low = ldg_plain(row);
+        high = ldg_plain(row + 8);
+      }
       in[t].set(low, high);
     }
     group_add<E, PLANES, NT>(acc, codes[i], in);
@@ -121,14 +134,15 @@ struct PlanePieces {
   DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
     const size_t at = tile * stride + k;
     bulk_copy(to, upper + at * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
-    if (PLANES == 2) bulk_copy(to + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
+    if (PLANES == 2)
+      bulk_copy(to + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
   }
 };
 
 // `Multiply` of `pipelined_gemm`. A warp keeps its 64 DEEP inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
-  static constexpr bool READS_AGAIN = false, LATE = PLANES == 2 && R::NT == 1;    // LATE: where registers suffice
+  static constexpr bool READS_AGAIN = false, LATE = PLANES == 2 && R::NT == 1;  // LATE: where registers suffice
   uint4 raw[R::DEEP][R::NT][2];
   GroupInput<E> in[R::DEEP][R::NT];
   GroupCodes<PLANES> codes[R::TILES][R::DEEP];
@@ -139,7 +153,8 @@ struct MultiplyPlanes {
 #pragma unroll
       for (int t = 0; t < R::NT; t++) {
         const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
-        raw[d][t][0] = lds128(from), raw[d][t][1] = lds128(from + 16);
+        raw[d][t][0] = lds128(from);
+        raw[d][t][1] = lds128(from + 16);
         seen |= raw[d][t][0].w | raw[d][t][1].w;
         if (!LATE) in[d][t].set(raw[d][t][0], raw[d][t][1]);
       }
@@ -160,9 +175,13 @@ struct MultiplyPlanes {
       for (int d = 0; d < R::DEEP; d++) {
         const uint32_t at = chunk + i * R::HALF, piece = d * LINEAR_WARPS + warp, block = at + piece * UPPER_BLOCK;
         GroupCodes<PLANES>& of = codes[i][d];
-        of.upper = lds128(block + lane * 16), of.params = lds64(block + 512 + (lane >> 2) * 8);
+        of.upper = lds128(block + lane * 16);
+        of.params = lds64(block + 512 + (lane >> 2) * 8);
         seen |= of.upper.w | of.params.x;
-        if (PLANES == 2) of.lower = lds128(at + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16), seen |= of.lower.w;
+        if (PLANES == 2) {
+          of.lower = lds128(at + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16);
+          seen |= of.lower.w;
+        }
       }
     return seen;
   }
@@ -178,5 +197,6 @@ struct MultiplyPlanes {
 
 // Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
 template <int PLANES, int NT, int TILES, int DEEP, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using PlanePipeline = Pipeline<NT, PlanePieces<PLANES, DEEP>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16, DEEP>;
+using PlanePipeline =
+    Pipeline<NT, PlanePieces<PLANES, DEEP>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16, DEEP>;
 #endif

@@ -4,30 +4,35 @@
 #include "linear_wide.cuh"
 #endif
 
-// linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements): grid (blocks
-// that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
+// linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of
+// x in elements): grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over), Pipeline::BYTES of shared memory. Up to
-// 104 registers per thread leave room for a norm's block: three warps per scheduler use 312 of its 512 registers per lane, the norm's four warps 192
-// in all (docs/design/gemm.md).
+// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over),
+// Pipeline::BYTES of shared memory. Up to 104 registers per thread leave room for a norm's block: three warps per
+// scheduler use 312 of its 512 registers per lane, the norm's four warps 192 in all (docs/design/gemm.md).
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
-#define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
-  static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
-  PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
-  PIPELINE_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define PIPELINE_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
-  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {        \
-    pipelined_gemm<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
+#define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)             \
+  static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
+  PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS,                                        \
+              FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                     \
+  PIPELINE_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS,                                         \
+              FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define PIPELINE_OF(name, E, CLUSTER, REGISTERS, ...)                                                                 \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                      \
+      name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {          \
+    pipelined_gemm<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, \
+                                                              rows, (size_t)pitch * 2);                               \
   }
 PIPELINE(1, 4, 12, 2, 1, false, 96, 222448)
 PIPELINE(2, 3, 10, 3, 2, false, 104, 224488)
 PIPELINE(4, 3, 9, 2, 2, false, 128, 225472)
 PIPELINE(8, 3, 5, 2, 2, true, PIPELINE_ENTRY, 229504)
 #else
-#define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                                                                     \
-  KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
-    linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                                                                            \
+#define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                  \
+  KERNEL __launch_bounds__(256, PER_SM)                                                                     \
+      name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) { \
+    linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                         \
   }
 LINEAR(linear_bf16_1, MmaBf16, 1, 4, 2)
 LINEAR(linear_bf16_2, MmaBf16, 2, 4, 2)
@@ -39,11 +44,13 @@ LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 #endif
 
-// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same
-// grid, 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
-#define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                                                                  \
-  KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {          \
-    linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                              \
+// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n],
+// groups, tiles, n, rows): the same grid, 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row
+// tile rows * (groups * 136 + 64) more.
+#define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                       \
+  KERNEL __launch_bounds__(256, PER_SM)                                                                             \
+      name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \
+    linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                   \
   }
 QUANT(linear_w4_1_8, 4, 1, 8, 2)
 QUANT(linear_w4_1_6, 4, 1, 6, 2)
@@ -57,29 +64,32 @@ QUANT(linear_w8_4_4, 8, 4, 4, 2)
 QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be copied; grid, threads and shared memory
-// as above.
-#define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
-  static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
-  DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
-  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
-  linear_w##BITS##_pipeline_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                        \
-    pipelined_gemm<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
+// linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be
+// copied; grid, threads and shared memory as above.
+#define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8) \
+  static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES ==             \
+                (BITS == 4 ? SHARED4 : SHARED8));                                                             \
+  DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS,                                                             \
+                    DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                      \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_w##BITS##_pipeline_##NT(                                  \
+      const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {  \
+    pipelined_gemm<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, \
+                                                                  groups, tiles, n, rows, (size_t)groups * 128);  \
   }
-#define DRAFT_PIPELINES(BITS)                                                                                                                                      \
-  DRAFT_PIPELINE(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \
+#define DRAFT_PIPELINES(BITS)                                    \
+  DRAFT_PIPELINE(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240) \
   DRAFT_PIPELINE(BITS, 2, 4, 7, 4, 2, true, PIPELINE_ENTRY, 205008, 201424)
 DRAFT_PIPELINES(4)
 DRAFT_PIPELINES(8)
 
-// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2 min(tiles, SMs / 2), panels),
-// 640 threads, Wide::BYTES of shared memory.
-#define WIDE(BITS, N, STAGES, SHARED)                                                                                                                          \
-  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                                              \
-  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                                                                                      \
-  linear_w##BITS##_wide_##N(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                         \
-    wide_gemm<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                                                                  \
+// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2
+// min(tiles, SMs / 2), panels), 640 threads, Wide::BYTES of shared memory.
+#define WIDE(BITS, N, STAGES, SHARED)                                                                            \
+  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                         \
+  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY) linear_w##BITS##_wide_##N(                                             \
+      const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) { \
+    wide_gemm<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                       \
   }
 WIDE(4, 32, 4, 229672)
 WIDE(4, 64, 4, 229672)
@@ -87,5 +97,8 @@ WIDE(8, 32, 2, 188584)
 WIDE(8, 64, 3, 225512)
 #endif
 
-// linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded up), 256 threads.
-KERNEL __launch_bounds__(256) linear_f32(const float* w, const float* x, float* y, int k, int n, int rows, int pitch) { linear_single<8>(w, x, y, k, n, rows, pitch); }
+// linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded
+// up), 256 threads.
+KERNEL __launch_bounds__(256) linear_f32(const float* w, const float* x, float* y, int k, int n, int rows, int pitch) {
+  linear_single<8>(w, x, y, k, n, rows, pitch);
+}

@@ -1,11 +1,13 @@
-// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step. Weights are the mma A operand (16 outputs), rows its columns.
+// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step. Weights are the mma A operand (16 outputs), rows its
+// columns.
 //
-// The bits of y depend on the weights and the row alone: K determines a warp's k order, the split of K over the warps of a block and the order of
-// their sum. Rows only add columns.
+// The bits of y depend on the weights and the row alone: K determines a warp's k order, the split of K over the warps
+// of a block and the order of their sum. Rows only add columns.
 //
-// 16-bit weights are stored in atoms of 16 rows x 64 k, [N/16][K/64][16][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7). Lane 4g + c
-// loads pieces c and c + 4 of rows g and g + 8, eight consecutive k each, and the same eight k of row g of x. The order of k inside an mma is free if
-// both operands agree, so x is row-major and needs no packing.
+// 16-bit weights are stored in atoms of 16 rows x 64 k, [N/16][K/64][16][8 pieces of 16 bytes], piece j of row r at
+// position j ^ (r & 7). Lane 4g + c loads pieces c and c + 4 of rows g and g + 8, eight consecutive k each, and the
+// same eight k of row g of x. The order of k inside an mma is free if both operands agree, so x is row-major and needs
+// no packing.
 #pragma once
 #include "numbers.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -18,11 +20,12 @@ struct MmaBf16 {
 struct MmaHalf {
   static DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 };
-constexpr int LINEAR_WARPS = 8;          // warps that share the k of a tile; fixes the order of every sum
+constexpr int LINEAR_WARPS = 8;  // warps that share the k of a tile; fixes the order of every sum
 
 // Adds the warps' tiles of 16 outputs x 8 NT rows in order and stores them.
 template <int NT>
-DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[NT][4], float* y, int tile, int n, int rows) {
+DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[NT][4], float* y, int tile, int n,
+                      int rows) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; t++)
@@ -39,10 +42,12 @@ DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[N
   __syncthreads();
 }
 
-// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups of a warp are in flight:
-// load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by inputs from x on, `unit` inputs per group.
+// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups
+// of a warp are in flight: load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by
+// inputs from x on, `unit` inputs per group.
 template <int NT, int DEPTH, class Load, class Add>
-DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load, Add add) {
+DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load,
+                    Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5, mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
   grid_trigger();
@@ -50,8 +55,10 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
 #pragma unroll
   for (int i = 0; i < DEPTH; i++)
     if (tile < tiles && i < mine) load(i, tile, i * LINEAR_WARPS + warp);
-  grid_wait();                                                             // weights do not depend on the previous kernel, x does
-  x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
+  grid_wait();  // weights do not depend on the previous kernel, x does
+  x += (size_t)blockIdx.y * NT * 8 * pitch;
+  y += (size_t)blockIdx.y * NT * 8 * n;
+  rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
   for (; tile < tiles; tile += gridDim.x) {
     float acc[NT][4];
 #pragma unroll
@@ -59,7 +66,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
     const int next = tile + gridDim.x;
 #pragma unroll 1
     for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are loaded
+      const bool last = i0 + DEPTH >= mine;  // from here on the next tile's groups are loaded
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
         if (i0 + i < mine) add(acc, i, x + ((i0 + i) * LINEAR_WARPS + warp) * unit, rows);
@@ -76,13 +83,18 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
 
 // A group is an atom of 16 outputs x 64 inputs.
 template <class E, int NT, int DEPTH>
-DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
+DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows,
+                   int pitch) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);           // positions of its pieces of row g; row g + 8 is 64 pieces further
+  // positions of its pieces of row g; row g + 8 is 64 pieces further
+  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);
   uint4 a[DEPTH][4];
   auto load = [&](int i, int tile, int atom) {
     const uint4* at = w + ((size_t)tile * atoms + atom) * 128;
-    a[i][0] = ldg_stream(at + low), a[i][1] = ldg_stream(at + 64 + low), a[i][2] = ldg_stream(at + high), a[i][3] = ldg_stream(at + 64 + high);
+    a[i][0] = ldg_stream(at + low);
+    a[i][1] = ldg_stream(at + 64 + low);
+    a[i][2] = ldg_stream(at + high);
+    a[i][3] = ldg_stream(at + 64 + high);
   };
   auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
 #pragma unroll
@@ -93,32 +105,35 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
       for (int t = 0; t < NT; t++) {
         uint4 b = make_uint4(0, 0, 0, 0);
         if (t * 8 + g < rows) b = ldg_plain(from + (size_t)(t * 8 + g) * pitch + c * 8 + h * 32);
-        E::mma(acc[t], f0, b.x, b.y), E::mma(acc[t], f1, b.z, b.w);
+        E::mma(acc[t], f0, b.x, b.y);
+        E::mma(acc[t], f1, b.z, b.w);
       }
     }
   };
   warp_tiles<NT, DEPTH>(x, y, atoms, 64, tiles, n, rows, pitch, load, add);
 }
 
-// Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations int8 per row and 128 k.
+// Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations
+// int8 per row and 128 k.
 //
 //     y += scale * sx * sum(code * xq) + zero * sx * sum(xq)
 //
-// Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h + 16 c + 4 i + b. Eight bits,
-// 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c + 8 p + b, then both at k + 4. Then parameters [g] half
-// {scale, zero of row g, scale, zero of row g + 8}.
+// Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h
+// + 16 c + 4 i + b. Eight bits, 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c +
+// 8 p + b, then both at k + 4. Then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
 template <int BITS>
 constexpr int QUANT_BLOCK = 256 * BITS + 64;
 
-// STAGED: the block first copies the activations to shared memory after the weights, [row][groups * 128 + 64 bytes], then their scales [row][groups].
-// A step of a single row is a chain of memory latencies; this removes one per block.
+// STAGED: the block first copies the activations to shared memory after the weights, [row][groups * 128 + 64 bytes],
+// then their scales [row][groups]. A step of a single row is a chain of memory latencies; this removes one per block.
 template <int BITS, int NT, int STAGES, bool STAGED>
-DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
+DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles,
+                      int n, int rows) {
   constexpr int BLOCK = QUANT_BLOCK<BITS>, PIECES = BLOCK / 16;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;     // groups of this warp: warp, warp + 8, ...
+  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;  // groups of this warp: warp, warp + 8, ...
   const uint32_t stages_at = shared_address(shared) + warp * STAGES * BLOCK;
   const uint64_t once = evict_first();
   grid_trigger();
@@ -130,7 +145,10 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #pragma unroll
       for (int i = 0; i < PIECES; i += 32)
         if (i + lane < PIECES) copy16_once(to + (i + lane) * 16, at + (i + lane) * 16, once);
-      if (++load_group == mine) load_group = 0, load_tile += gridDim.x;
+      if (++load_group == mine) {
+        load_group = 0;
+        load_tile += gridDim.x;
+      }
     }
     copy_commit();
     load_stage = load_stage + 1 == STAGES ? 0 : load_stage + 1;
@@ -138,14 +156,19 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #pragma unroll 1
   for (int i = 0; i < STAGES - 1; i++) load();
   grid_wait();
-  x += (size_t)blockIdx.y * NT * 8 * groups * 128, xs += (size_t)blockIdx.y * NT * 8 * groups, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
-  const int pitch = groups * 128 + 64;                                     // a row's pieces and its neighbour's are in different banks
+  x += (size_t)blockIdx.y * NT * 8 * groups * 128;
+  xs += (size_t)blockIdx.y * NT * 8 * groups;
+  y += (size_t)blockIdx.y * NT * 8 * n;
+  rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
+  const int pitch = groups * 128 + 64;  // a row's pieces and its neighbour's are in different banks
   const uint32_t staged_x = shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
   if (STAGED) {
-    for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32) sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
+    for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32)
+      sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
     for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
       const float2 v = __ldcg(xs + i);
-      sts32(staged_s + i * 8, __float_as_uint(v.x)), sts32(staged_s + i * 8 + 4, __float_as_uint(v.y));
+      sts32(staged_s + i * 8, __float_as_uint(v.x));
+      sts32(staged_s + i * 8 + 4, __float_as_uint(v.y));
     }
     __syncthreads();
   }
@@ -161,14 +184,17 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       float2 sx[NT][2];
 #pragma unroll
       for (int t = 0; t < NT; t++) {
-        b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0), sx[t][0] = sx[t][1] = make_float2(0, 0);
+        b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0);
+        sx[t][0] = sx[t][1] = make_float2(0, 0);
         if (t * 8 + g < rows) {
           if (STAGED) {
             const uint32_t from = staged_x + g * pitch + group * 128 + c * 16;
-            b[t][0] = lds128(from), b[t][1] = lds128(from + 64);
+            b[t][0] = lds128(from);
+            b[t][1] = lds128(from + 64);
           } else {
             const int8_t* from = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
-            b[t][0] = ldg_plain(from), b[t][1] = ldg_plain(from + 64);
+            b[t][0] = ldg_plain(from);
+            b[t][1] = ldg_plain(from + 64);
           }
         }
 #pragma unroll
@@ -182,7 +208,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
             }
           }
       }
-      __syncwarp();                                                        // all lanes have read the next stage to load
+      __syncwarp();  // all lanes have read the next stage to load
       load();
       copy_wait<STAGES - 1>();
       __syncwarp();
@@ -190,12 +216,13 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       int d[NT][4];
 #pragma unroll
-      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;      // 1.5 * 2^23: as a float the sum is exact
+      // 1.5 * 2^23: as a float the sum is exact
+      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if constexpr (BITS == 4) {
           const uint4 v = lds128(at + (h * 32 + lane) * 16);
-          const uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;                   // high nibbles enter as 16 * code, with scale / 16
+          const uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;  // high nibbles enter as 16 * code, with scale / 16
 #pragma unroll
           for (int t = 0; t < NT; t++) {
             mma_u8s8(d[t], v.x & L, v.x & H, v.y & L, v.y & H, b[t][h].x, b[t][h].y);
@@ -218,7 +245,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const float2 s = sx[t][e & 1];
-          acc[t][e] = __fmaf_rn(__fadd_rn(__int_as_float(d[t][e]), -12582912.f), __fmul_rn(e < 2 ? p0.x : s1, s.x), __fmaf_rn(e < 2 ? p0.y : p1.y, s.y, acc[t][e]));
+          acc[t][e] = __fmaf_rn(__fadd_rn(__int_as_float(d[t][e]), -12582912.f), __fmul_rn(e < 2 ? p0.x : s1, s.x),
+                                __fmaf_rn(e < 2 ? p0.y : p1.y, s.y, acc[t][e]));
         }
     }
     reduce_store<NT>(sums, acc, y, tile, n, rows);
@@ -228,19 +256,23 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per SM, with one pipeline (`Pipeline`) for weights and one for x in shared memory, filled by bulk copies ----
-// Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the previous GEMM has released the shared memory.
-// Memory thus stays busy during norms and other small kernels, whose blocks fit in the remaining registers. A second producer warp copies x once per
-// pass, i.e. for as many tiles as registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
-// weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
+// ---- Hopper: a block per SM, with one pipeline (`Pipeline`) for weights and one for x in shared memory, filled by
+// bulk copies ---- Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the
+// previous GEMM has released the shared memory. Memory thus stays busy during norms and other small kernels, whose
+// blocks fit in the remaining registers. A second producer warp copies x once per pass, i.e. for as many tiles as
+// registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
+// weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the
+// copies of x.
 //
-// A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft weights of 128 inputs, or the blocks
-// of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp, of one tile. Chunks of small pieces have several tiles (TILES), or
-// several pieces of a warp and tile (DEEP): more tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The
-// tiles of a pass alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft
+// weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp,
+// of one tile. Chunks of small pieces have several tiles (TILES), or several pieces of a warp and tile (DEEP): more
+// tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The tiles of a pass
+// alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
-// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The first loads of a block
-// compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step, whose small kernels wait for latencies.
+// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
+// first loads of a block compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step,
+// whose small kernels wait for latencies.
 constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3, PIPELINE_AHEAD_FIRST_DRAFT = 2;
 // Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
@@ -248,26 +280,34 @@ static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_W
 // Units of 16 x 8 outputs that are summed at a time.
 constexpr int PIPELINE_UNITS = 2;
 
-// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. DEEP: pieces of a warp and tile in a chunk. SCALES: bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES,
-// X_STAGES: pipeline stages of weights and of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing
-// warps. PAD: bytes between the rows of a chunk of x.
-template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
+// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. DEEP: pieces of a warp and tile in a chunk. SCALES:
+// bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES, X_STAGES: pipeline stages of weights and
+// of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
+// PAD: bytes between the rows of a chunk of x.
+template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_,
+          bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
 struct Pipeline {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, DEEP = DEEP_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
   static constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * PIECE, CHUNK = TILES * HALF;
   // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
-  static constexpr int PITCH = PIECES * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
+  static constexpr int PITCH = PIECES * 128 + PAD_;
+  static constexpr int SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0;
+  static constexpr int X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
   // Activations with scales are copied in pieces of 16 bytes (`fill_inputs`).
   static constexpr bool X_PIECES = CLUSTER == 1 && SCALES > 0;
   static constexpr int AHEAD_FIRST = X_PIECES ? PIPELINE_AHEAD_FIRST_DRAFT : PIPELINE_AHEAD_FIRST;
-  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
-  static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
+  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16],
+  // barriers.
+  static constexpr int X = STAGES * CHUNK;
+  static constexpr int SUMS = X + X_STAGES * X_CHUNK;
+  static constexpr int BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
   static_assert(DEEP == 1 || SCALES == 0);
-  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= AHEAD_FIRST, "a chunk in flight must not be overwritten by a later one");
+  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= AHEAD_FIRST,
+                "a chunk in flight must not be overwritten by a later one");
 };
 
 // Weights stored as [tile][piece].
@@ -282,10 +322,11 @@ struct Pieces {
   }
 };
 
-// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `most_first` chunks are in flight while the stages are
-// filled for the first time, then at most `most_later`.
+// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `most_first` chunks are in
+// flight while the stages are filled for the first time, then at most `most_later`.
 template <int TILES, int TOGETHER, int DEEP = 1, class Weights>
-DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int most_first, int most_later) {
+DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces,
+                      int mine, int most_first, int most_later) {
   constexpr int W = DEEP * LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
@@ -301,26 +342,38 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
           in_flight++;
         } else {
           mbar_wait(full + oldest * 8, oldest_phase);
-          if (++oldest == stages) oldest = 0, oldest_phase ^= 1;
+          if (++oldest == stages) {
+            oldest = 0;
+            oldest_phase ^= 1;
+          }
         }
         mbar_expect(full + stage * 8, tiles * count * Weights::PIECE);
 #pragma unroll 1
-        for (int i = 0; i < tiles; i++) w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + stage * 8, once);
-        if (++stage == stages) stage = 0, phase ^= 1, most = most_later;
+        for (int i = 0; i < tiles; i++)
+          w.copy(stages_at + stage * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count,
+                 full + stage * 8, once);
+        if (++stage == stages) {
+          stage = 0;
+          phase ^= 1;
+          most = most_later;
+        }
       }
 }
 
-// Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales [row][pieces]. In a cluster each block
-// copies every other row to both blocks; barriers `ready`: both blocks have released a stage. X_PIECES: all lanes copy pieces of 16 bytes, because a warp
-// issues the bulk copies of its lanes one after another, which takes longer. The loop over rows is short, so that its instructions are loaded soon.
+// Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales
+// [row][pieces]. In a cluster each block copies every other row to both blocks; barriers `ready`: both blocks have
+// released a stage. X_PIECES: all lanes copy pieces of 16 bytes, because a warp issues the bulk copies of its lanes one
+// after another, which takes longer. The loop over rows is short, so that its instructions are loaded soon.
 template <class R>
-DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
-                     size_t pitch) {
+DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty,
+                     uint32_t ready, int pieces, int passes, int rows, size_t pitch) {
   constexpr int W = R::PIECES;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
   const auto copy = [](uint32_t to, const uint8_t* from, int bytes, uint32_t bar) {
-    if (R::CLUSTER > 1) bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
-    else bulk_copy(to, from, bytes, bar);
+    if (R::CLUSTER > 1)
+      bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
+    else
+      bulk_copy(to, from, bytes, bar);
   };
   int stage = 0, phase = 1;
 #pragma unroll 1
@@ -339,7 +392,9 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
           for (int i = 0; i < W / 4; i++)
             if (i * 4 + lane / 8 < here) copy16(to + row * R::PITCH + i * 512 + lane * 16, from + i * 512);
         const int row = lane / 4, at = lane % 4 * 16;
-        if (row < rows && at < here * R::SCALES) copy16(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH + at, scales + ((size_t)row * pieces + k) * R::SCALES + at);
+        if (row < rows && at < here * R::SCALES)
+          copy16(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH + at,
+                 scales + ((size_t)row * pieces + k) * R::SCALES + at);
         copy_arrive(full + stage * 8);
       } else {
         if (lane == 0) mbar_expect(full + stage * 8, here * (128 + R::SCALES) * rows);
@@ -351,20 +406,26 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 #pragma unroll 1
         for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
           copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + stage * 8);
-          if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + stage * 8);
+          if (R::SCALES)
+            copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
+                 here * R::SCALES, full + stage * 8);
         }
       }
-      if (++stage == R::X_STAGES) stage = 0, phase ^= 1;
+      if (++stage == R::X_STAGES) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
 }
 
-// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs,
-// `load` its weights, `add` adds the products of those that exist to the sums of TILES tiles; each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads
-// x, so that the stage of x is released only after the last tile. LATE: `begin` prepares the inputs after the first chunk of weights is loaded, so that
-// both overlap. `next`: weights to prefetch.
+// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk:
+// `take` reads its inputs, `load` its weights, `add` adds the products of those that exist to the sums of TILES tiles;
+// each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads x, so that the stage of x is released
+// only after the last tile. LATE: `begin` prepares the inputs after the first chunk of weights is loaded, so that both
+// overlap. `next`: weights to prefetch.
 template <class R, class Multiply, class Weights>
-DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch,
-                        NextWeights next = {}) {
+DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles,
+                        int n, int rows, size_t pitch, NextWeights next = {}) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
@@ -372,7 +433,9 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const uint32_t stages_at = shared_address(shared), x_stages_at = stages_at + R::X;
   const uint32_t full = stages_at + R::BARRIERS, empty = full + R::STAGES * 8;
-  const uint32_t x_full = empty + R::STAGES * 8, x_empty = x_full + R::X_STAGES * 8, x_ready = x_empty + R::X_STAGES * 8;
+  const uint32_t x_full = empty + R::STAGES * 8;
+  const uint32_t x_empty = x_full + R::X_STAGES * 8;
+  const uint32_t x_ready = x_empty + R::X_STAGES * 8;
   // All blocks of a cluster make as many passes over x as its first block, which has the most tiles.
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
   const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
@@ -386,17 +449,20 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   }
   __syncthreads();
   if (R::CLUSTER > 1) cluster_arrive_relaxed();
-  const int above = blockIdx.y * R::ROWS;                                  // first row of this block
-  rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
+  const int above = blockIdx.y * R::ROWS;  // first row of this block
+  rows = min(rows - above, R::ROWS);
+  x += above * pitch;
+  y += (size_t)above * n;
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
-      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST, PIPELINE_AHEAD);
+      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST,
+                                         PIPELINE_AHEAD);
       next.prefetch(blockIdx.x, gridDim.x);
     }
     __syncwarp();
-    if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are initialized
+    if (R::CLUSTER > 1) cluster_wait();  // the other block's barriers are initialized
     if (warp == W + 1) {
       grid_wait();
       fill_inputs<R>(x, scales, x_stages_at, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
@@ -416,7 +482,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
         for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
 #pragma unroll 1
       for (int k = 0; k < pieces; k += R::PIECES) {
-        const int left = pieces - k - warp;                                // a warp has pieces 0, 8, ... of these
+        const int left = pieces - k - warp;  // a warp has pieces 0, 8, ... of these
         Multiply multiply;
         // Missing rows hold stale data, in columns that are never stored; so does the missing second tile of a chunk.
         const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
@@ -430,27 +496,39 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
             const uint32_t loaded = multiply.load(stages_at + stage * R::CHUNK, warp, lane);
             if (Multiply::LATE && i == 0) release_stage(x_empty + x_stage * 8, seen);
             release_stage(empty + stage * 8, loaded);
-            if (++stage == R::STAGES) stage = 0, phase ^= 1;
+            if (++stage == R::STAGES) {
+              stage = 0;
+              phase ^= 1;
+            }
             if (left > 0) {
               if (Multiply::LATE && i == 0) multiply.begin();
               seen |= multiply.add(acc, i, x_at, warp, lane, left);
             }
           }
         if (Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
-        if (++x_stage == R::X_STAGES) x_stage = 0, x_phase ^= 1;
+        if (++x_stage == R::X_STAGES) {
+          x_stage = 0;
+          x_phase ^= 1;
+        }
       }
-      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs rotated by eight for odd c, to avoid bank conflicts.
+      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs rotated by eight for odd
+      // c, to avoid bank conflicts.
 #pragma unroll
       for (int unit = 0; unit < T * NT; unit += PIPELINE_UNITS)
         if (unit / NT < count) {
-          if (pass || unit) bar_sync(1, W * 32);                           // the previous sums have been read
+          if (pass || unit) bar_sync(1, W * 32);  // the previous sums have been read
 #pragma unroll
           for (int u = 0; u < PIPELINE_UNITS; u++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-              sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] = acc[(unit + u) / NT][(unit + u) % NT][e];
+              sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] =
+                  acc[(unit + u) / NT][(unit + u) % NT][e];
           bar_sync(1, W * 32);
-          const int u = threadIdx.x >> 7, i = (unit + u) / NT, r = threadIdx.x >> 4 & 7, j = threadIdx.x & 15, row = (unit + u) % NT * 8 + r;
+          const int u = threadIdx.x >> 7;
+          const int i = (unit + u) / NT;
+          const int r = threadIdx.x >> 4 & 7;
+          const int j = threadIdx.x & 15;
+          const int row = (unit + u) % NT * 8 + r;
           const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + j;
           if (i < count && row < rows && out < n) {
             const float* const of = sums + u * W * 128 + (r ^ (r >> 2)) * 16 + (j ^ (r & 2) * 4);
@@ -476,14 +554,22 @@ struct MultiplyFull {
 #pragma unroll
     for (int t = 0; t < R::NT; t++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) in[t][h] = lds128(x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + h * 64 + (lane & 3) * 16), seen |= in[t][h].w;
+      for (int h = 0; h < 2; h++) {
+        in[t][h] = lds128(x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + h * 64 + (lane & 3) * 16);
+        seen |= in[t][h].w;
+      }
     return seen;
   }
   DEV void begin() {}
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    const uint32_t atom = chunk + warp * R::PIECE, low = atom + (g * 8 + (c ^ g)) * 16, high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
-    a[0] = lds128(low), a[1] = lds128(low + 1024), a[2] = lds128(high), a[3] = lds128(high + 1024);
+    const uint32_t atom = chunk + warp * R::PIECE;
+    const uint32_t low = atom + (g * 8 + (c ^ g)) * 16;
+    const uint32_t high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
+    a[0] = lds128(low);
+    a[1] = lds128(low + 1024);
+    a[2] = lds128(high);
+    a[3] = lds128(high + 1024);
     return a[0].w | a[1].w | a[2].w | a[3].w;
   }
   DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int, int) const {
@@ -494,18 +580,20 @@ struct MultiplyFull {
         const uint4 r = a[h * 2], s = a[h * 2 + 1];
         const uint32_t f[4] = {half ? r.z : r.x, half ? s.z : s.x, half ? r.w : r.y, half ? s.w : s.y};
 #pragma unroll
-        for (int t = 0; t < R::NT; t++) E::mma(acc[i][t], f, half ? in[t][h].z : in[t][h].x, half ? in[t][h].w : in[t][h].y);
+        for (int t = 0; t < R::NT; t++)
+          E::mma(acc[i][t], f, half ? in[t][h].z : in[t][h].x, half ? in[t][h].w : in[t][h].y);
       }
     return 0;
   }
 };
 
-// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for sums. Same bits as
-// `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
+// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for
+// sums. Same bits as `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes,
+// from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
   static constexpr bool READS_AGAIN = true, LATE = false;
-  static constexpr int WORDS = BITS / 2;                                   // 16-byte words per lane and tile
+  static constexpr int WORDS = BITS / 2;  // 16-byte words per lane and tile
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
@@ -516,8 +604,12 @@ struct MultiplyDraft {
 #pragma unroll
     for (int i = 0; i < R::TILES; i++) {
 #pragma unroll
-      for (int j = 0; j < WORDS; j++) v[i][j] = lds128(block + i * R::HALF + (j * 32 + lane) * 16), seen |= v[i][j].w;
-      params[i] = lds64(block + i * R::HALF + R::PIECE - 64 + (lane >> 2) * 8), seen |= params[i].x;
+      for (int j = 0; j < WORDS; j++) {
+        v[i][j] = lds128(block + i * R::HALF + (j * 32 + lane) * 16);
+        seen |= v[i][j].w;
+      }
+      params[i] = lds64(block + i * R::HALF + R::PIECE - 64 + (lane >> 2) * 8);
+      seen |= params[i].x;
     }
     return seen;
   }
@@ -527,31 +619,38 @@ struct MultiplyDraft {
     uint32_t seen = 0;
 #pragma unroll
     for (int t = 0; t < R::NT; t++) {
-      const uint32_t codes = x + (t * 8 + g) * R::PITCH + warp * 128 + c * 16, scales = x + R::ROWS * R::PITCH + (t * 8 + 2 * c) * R::SCALES_PITCH + warp * 8;
+      const uint32_t codes = x + (t * 8 + g) * R::PITCH + warp * 128 + c * 16;
+      const uint32_t scales = x + R::ROWS * R::PITCH + (t * 8 + 2 * c) * R::SCALES_PITCH + warp * 8;
       const uint4 b[2] = {lds128(codes), lds128(codes + 64)};
       const uint2 s[2] = {lds64(scales), lds64(scales + R::SCALES_PITCH)};
       seen |= b[0].w | b[1].w | s[0].x | s[1].x;
 #pragma unroll
       for (int i = 0; i < R::TILES; i++) {
-        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};       // 1.5 * 2^23: as a float the sum is exact
+        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};  // 1.5 * 2^23: as a float the sum is exact
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if constexpr (BITS == 4) {
             const uint4 p = v[i][h];
-            mma_u8s8(d, p.x & L, p.x, p.y & L, p.y, b[h].x, b[h].y), mma_u8s8(d, p.z & L, p.z, p.w & L, p.w, b[h].z, b[h].w);
+            mma_u8s8(d, p.x & L, p.x, p.y & L, p.y, b[h].x, b[h].y);
+            mma_u8s8(d, p.z & L, p.z, p.w & L, p.w, b[h].z, b[h].w);
           } else {
             const uint4 p = v[i][2 * h], q = v[i][2 * h + 1];
-            mma_u8s8(d, p.x, p.y, p.z, p.w, b[h].x, b[h].y), mma_u8s8(d, q.x, q.y, q.z, q.w, b[h].z, b[h].w);
+            mma_u8s8(d, p.x, p.y, p.z, p.w, b[h].x, b[h].y);
+            mma_u8s8(d, q.x, q.y, q.z, q.w, b[h].z, b[h].w);
           }
         }
         const float2 low = unpack_half2(params[i].x), high = unpack_half2(params[i].y);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float scale = __uint_as_float(s[e].x), sum = __uint_as_float(s[e].y), lower = __int_as_float(d[e]), upper = __int_as_float(d[2 + e]);
+          const float scale = __uint_as_float(s[e].x);
+          const float sum = __uint_as_float(s[e].y);
+          const float lower = __int_as_float(d[e]);
+          const float upper = __int_as_float(d[2 + e]);
           const float rest = BITS == 4 ? __fadd_rn(upper, -lower) : __fadd_rn(upper, -12582912.f);
-          float(&to)[4] = acc[first + i][t];
+          float (&to)[4] = acc[first + i][t];
           to[e] = __fmaf_rn(__fadd_rn(lower, -12582912.f), __fmul_rn(low.x, scale), __fmaf_rn(low.y, sum, to[e]));
-          to[2 + e] = __fmaf_rn(rest, __fmul_rn(BITS == 4 ? high.x * 0.0625f : high.x, scale), __fmaf_rn(high.y, sum, to[2 + e]));
+          to[2 + e] = __fmaf_rn(rest, __fmul_rn(BITS == 4 ? high.x * 0.0625f : high.x, scale),
+                                __fmaf_rn(high.y, sum, to[2 + e]));
         }
       }
     }
@@ -565,13 +664,16 @@ template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER,
 using DraftPipeline = Pipeline<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif
 
-// f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints stored in f32, which are small.
+// f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints stored in f32, which are
+// small.
 template <int ROWS>
 DEV void linear_single(const float* __restrict__ w, const float* x, float* y, int k, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, out = blockIdx.x * LINEAR_WARPS + (threadIdx.x >> 5);
   grid_trigger();
   grid_wait();
-  x += (size_t)blockIdx.y * ROWS * pitch, y += (size_t)blockIdx.y * ROWS * n, rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
+  x += (size_t)blockIdx.y * ROWS * pitch;
+  y += (size_t)blockIdx.y * ROWS * n;
+  rows = min(rows - (int)blockIdx.y * ROWS, ROWS);
   if (out >= n) return;
   float acc[ROWS];
 #pragma unroll

@@ -1,13 +1,17 @@
-// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the weights in registers (operand A).
+// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the weights in
+// registers (operand A).
 //
-// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order, and then the classes are added
-// in order. A cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
+// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order,
+// and then the classes are added in order. A cluster of two blocks has one warpgroup per class, so that a block reads
+// half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
-//     warps 16-19   load: each fills the stages {x, scales, weights of the tiles} of one warpgroup, one group of 128 inputs per stage
+//     warps 16-19   load: each fills the stages {x, scales, weights of the tiles} of one warpgroup, one group of 128
+//     inputs per stage
 //
-// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a barrier), adds its class and signals the
-// next one. From block 0 to block 1 it goes by st.async; the last warpgroup of block 1 stores y.
+// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a barrier),
+// adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last warpgroup of block 1
+// stores y.
 //
 // x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
 #pragma once
@@ -28,12 +32,19 @@ struct Wide {
   static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
   // Units of 64 outputs (four tiles) that share a stage of x: as many as registers allow.
   static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
-  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms start at multiples of 1024.
-  static constexpr int PIECE = QUANT_BLOCK<BITS>, SCALES = N * 128, WEIGHTS = SCALES + N * 8, STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
+  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms start at multiples of
+  // 1024.
+  static constexpr int PIECE = QUANT_BLOCK<BITS>;
+  static constexpr int SCALES = N * 128;
+  static constexpr int WEIGHTS = SCALES + N * 8;
+  static constexpr int STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
   static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE, SUM = N / 8 * 128 * 16;
   // Barriers: full and empty of each stage, the token of each warpgroup, and "block 1 has read its sums".
-  static constexpr int BARRIERS = SUMS + UNITS * SUM, EMPTY = WIDE_GROUPS * STAGES * 8, TOKENS = BARRIERS + 2 * EMPTY, SUMS_FREE = TOKENS + WIDE_GROUPS * 8;
+  static constexpr int BARRIERS = SUMS + UNITS * SUM;
+  static constexpr int EMPTY = WIDE_GROUPS * STAGES * 8;
+  static constexpr int TOKENS = BARRIERS + 2 * EMPTY;
+  static constexpr int SUMS_FREE = TOKENS + WIDE_GROUPS * 8;
   static constexpr int BYTES = SUMS_FREE + 8;
   // Number of this cluster's tiles of 16 outputs; consecutive ones are as many tiles apart as there are clusters.
   static DEV int tiles_of_cluster(int tiles) {
@@ -48,18 +59,21 @@ DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// Stores 16 bytes in another block's shared memory and counts them at its barrier. `to` and `bar` are results of `at_rank`.
+// Stores 16 bytes in another block's shared memory and counts them at its barrier. `to` and `bar` are results of
+// `at_rank`.
 DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]),
-               "r"(bar)
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to),
+               "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar)
                : "memory");
 }
 
-#define INTS8(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
-#define WGMMA_CODES(N, LIST, P, A, B, ...)                                                                                   \
+#define INTS8(d, i)                                                                                           \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+      "+r"(d[i + 7])
+#define WGMMA_CODES(N, LIST, P, A, B, ...)                                                                            \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N "k32.s32.u8.s8 {" LIST \
-               "},{" A "}," B ",p;\n}"                                                                               \
-               : __VA_ARGS__                                                                                         \
+               "},{" A "}," B ",p;\n}"                                                                                \
+               : __VA_ARGS__                                                                                          \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate))
 // d[64 x N] (+)= A[64 x 32] (registers, as mma.m16n8k32, 16 rows a warp) B[N x 32]^T (shared memory, K-major).
 DEV void wgmma_codes(int (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
@@ -69,12 +83,16 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lanes 0 and 1 also x and its scales.
+// One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lanes 0 and
+// 1 also x and its scales.
 template <class S>
-DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles, int height) {
+DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles,
+                   int height) {
   const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3, of_class = cluster_rank() * WIDE_GROUPS + j;
-  const uint32_t stages_at = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
-  const int apart = gridDim.x / 2 * groups * S::PIECE;                      // bytes from one tile of the cluster to the next
+  const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
+  const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8;
+  const uint32_t empty = full + S::EMPTY;
+  const int apart = gridDim.x / 2 * groups * S::PIECE;  // bytes from one tile of the cluster to the next
   int mine = of_class < groups ? S::tiles_of_cluster(tiles) : 0;
   const uint8_t* of_tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * apart;
   const uint8_t* const input = lane ? xs : x;
@@ -84,19 +102,28 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
     const int tiles = min(S::TILES, mine);
     if (lane == 0) mbar_expect(full + stage * 8, tiles * S::PIECE + height * 136);
     __syncwarp();
-    if (lane < tiles) bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE, full + stage * 8, once);
+    if (lane < tiles)
+      bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE,
+                full + stage * 8, once);
   };
   const auto inputs = [&](int stage, int group) {
     if (lane < 2) bulk_copy(stages_at + stage * S::STAGE + to, input + (size_t)group * bytes, bytes, full + stage * 8);
   };
   int group = of_class;
   const auto advance = [&]() {
-    if ((group += CLASSES) >= groups) group = of_class, mine -= S::TILES, of_tile += (size_t)S::TILES * apart;
+    if ((group += CLASSES) >= groups) {
+      group = of_class;
+      mine -= S::TILES;
+      of_tile += (size_t)S::TILES * apart;
+    }
   };
   // Weights do not depend on the previous kernel: those of all stages are loaded before it ends.
   int early = 0;
 #pragma unroll 1
-  for (; early < S::STAGES && mine > 0; early++) weights(early, group), advance();
+  for (; early < S::STAGES && mine > 0; early++) {
+    weights(early, group);
+    advance();
+  }
   grid_wait();
   int from = of_class;
 #pragma unroll 1
@@ -108,15 +135,20 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
 #pragma unroll 1
   while (mine > 0) {
     mbar_wait(empty + stage * 8, phase);
-    weights(stage, group), inputs(stage, group), advance();
-    if (++stage == S::STAGES) stage = 0, phase ^= 1;
+    weights(stage, group);
+    inputs(stage, group);
+    advance();
+    if (++stage == S::STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
 }
 
 // A lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
 struct WideCodes {
-  uint32_t a[4][4];                                                         // operand A of each wgmma (32 inputs)
+  uint32_t a[4][4];  // operand A of each wgmma (32 inputs)
   uint2 params;
   // With 4 bits, rows g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
@@ -128,7 +160,10 @@ struct WideCodes {
     for (int s = 0; s < 4; s++) {
       const uint4 p = v[BITS == 4 ? s / 2 : s];
       const uint32_t q = s & 1 ? p.z : p.x, r = s & 1 ? p.w : p.y;
-      a[s][0] = BITS == 4 ? q & 0x0f0f0f0f : p.x, a[s][1] = BITS == 4 ? q : p.y, a[s][2] = BITS == 4 ? r & 0x0f0f0f0f : p.z, a[s][3] = BITS == 4 ? r : p.w;
+      a[s][0] = BITS == 4 ? q & 0x0f0f0f0f : p.x;
+      a[s][1] = BITS == 4 ? q : p.y;
+      a[s][2] = BITS == 4 ? r & 0x0f0f0f0f : p.z;
+      a[s][3] = BITS == 4 ? r : p.w;
     }
     // All registers are written before wgmma_fence: a write between two wgmmas would serialise them.
 #pragma unroll
@@ -141,10 +176,11 @@ struct WideCodes {
     for (int s = 0; s < 4; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 2 * s, s > 0);
     wgmma_commit();
   }
-  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was loaded (`release_stage`).
+  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was
+  // loaded (`release_stage`).
   template <int D>
   DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t scales, int c) const {
-    constexpr int ONE_AND_A_HALF = 0x4b400000;                              // 1.5 * 2^23: read as a float the sum is exact
+    constexpr int ONE_AND_A_HALF = 0x4b400000;  // 1.5 * 2^23: read as a float the sum is exact
     const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);
     const float upper_scale = BITS == 4 ? high.x * 0.0625f : high.x;
     uint32_t seen = params.x;
@@ -157,26 +193,38 @@ struct WideCodes {
         const float scale = __uint_as_float(e ? s.z : s.x), sum = __uint_as_float(e ? s.w : s.y);
         const int lower = d[4 * j + e], upper = BITS == 4 ? d[4 * j + 2 + e] - lower : d[4 * j + 2 + e];
         float &to = acc[4 * j + e], &to8 = acc[4 * j + 2 + e];
-        to = __fmaf_rn(__fadd_rn(__int_as_float(lower + ONE_AND_A_HALF), -12582912.f), __fmul_rn(low.x, scale), __fmaf_rn(low.y, sum, to));
-        to8 = __fmaf_rn(__fadd_rn(__int_as_float(upper + ONE_AND_A_HALF), -12582912.f), __fmul_rn(upper_scale, scale), __fmaf_rn(high.y, sum, to8));
+        to = __fmaf_rn(__fadd_rn(__int_as_float(lower + ONE_AND_A_HALF), -12582912.f), __fmul_rn(low.x, scale),
+                       __fmaf_rn(low.y, sum, to));
+        to8 = __fmaf_rn(__fadd_rn(__int_as_float(upper + ONE_AND_A_HALF), -12582912.f), __fmul_rn(upper_scale, scale),
+                        __fmaf_rn(high.y, sum, to8));
       }
     }
     return seen;
   }
 };
 
-// One warpgroup: multiplies its class, adds it to the running sum of the classes before; the last class stores y [rows][n].
+// One warpgroup: multiplies its class, adds it to the running sum of the classes before; the last class stores y
+// [rows][n].
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp >> 2, of_class = cluster_rank() * WIDE_GROUPS + j;
-  const uint32_t stages_at = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
-  const uint32_t tokens = base + S::TOKENS, sums_free = base + S::SUMS_FREE, sums = base + S::SUMS + (threadIdx.x & 127) * 16;
+  const int warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31;
+  const int g = lane >> 2;
+  const int c = lane & 3;
+  const int j = warp >> 2;
+  const int of_class = cluster_rank() * WIDE_GROUPS + j;
+  const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
+  const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8;
+  const uint32_t empty = full + S::EMPTY;
+  const uint32_t tokens = base + S::TOKENS;
+  const uint32_t sums_free = base + S::SUMS_FREE;
+  const uint32_t sums = base + S::SUMS + (threadIdx.x & 127) * 16;
   const int mine = S::tiles_of_cluster(tiles);
   int stage = 0, phase = 0, pass = 0;
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
-    const int here = mine - first;                                          // tiles left, one per warp; the results of further warps are not stored
+    const int here = mine - first;  // tiles left, one per warp; the results of further warps are not stored
     float acc[S::UNITS][S::N / 2];
 #pragma unroll
     for (int i = 0; i < S::UNITS; i++)
@@ -199,12 +247,15 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
           seen |= codes.add(acc[i], d, stage_at + S::SCALES, c);
         }
       release_stage(empty + stage * 8, seen);
-      if (++stage == S::STAGES) stage = 0, phase ^= 1;
+      if (++stage == S::STAGES) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
     // ---- add the classes ----
     if (first > 0 || of_class > 0) {
       if (of_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
-      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);            // class 0 waits for class 3 of the previous pass
+      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);  // class 0 waits for class 3 of the previous pass
     }
     uint32_t seen = 0;
     if (of_class > 0)
@@ -213,13 +264,18 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
         const uint4 s = lds128(sums + i * 128 * 16);
         float* const to = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
         seen |= s.x;
-        to[0] = __fadd_rn(__uint_as_float(s.x), to[0]), to[1] = __fadd_rn(__uint_as_float(s.y), to[1]);
-        to[2] = __fadd_rn(__uint_as_float(s.z), to[2]), to[3] = __fadd_rn(__uint_as_float(s.w), to[3]);
+        to[0] = __fadd_rn(__uint_as_float(s.x), to[0]);
+        to[1] = __fadd_rn(__uint_as_float(s.y), to[1]);
+        to[2] = __fadd_rn(__uint_as_float(s.z), to[2]);
+        to[3] = __fadd_rn(__uint_as_float(s.w), to[3]);
       }
     if (of_class == CLASSES - 1) {
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++) {
-        const int tile = 4 * i + (warp & 3), out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g, end = tile < here ? n : 0, left = rows - 2 * c;
+        const int tile = 4 * i + (warp & 3);
+        const int out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g;
+        const int end = tile < here ? n : 0;
+        const int left = rows - 2 * c;
         float* to = y + (size_t)(2 * c) * n + out;
 #pragma unroll
         for (int e = 0; e < S::N / 2; e += 4, to += 8 * (size_t)n) {
@@ -240,12 +296,14 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       mbar_wait(sums_free, pass ^ 1);
       const uint32_t to = at_rank(sums, 1), bar = at_rank(tokens, 1);
 #pragma unroll
-      for (int i = 0; i < S::UNITS * S::N / 8; i++) store_async(to + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, bar);
+      for (int i = 0; i < S::UNITS * S::N / 8; i++)
+        store_async(to + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, bar);
     } else {
 #pragma unroll
       for (int i = 0; i < S::UNITS * S::N / 8; i++) {
         const float* const of = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
-        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]), __float_as_uint(of[3])));
+        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]),
+                                               __float_as_uint(of[3])));
       }
     }
     mbar_arrive(tokens + (j + 1) % WIDE_GROUPS * 8);
@@ -254,7 +312,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 
 // y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
 template <class S>
-DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
+DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
+                   int rows) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   grid_trigger();
@@ -266,7 +325,7 @@ DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float*
   }
   __syncthreads();
   cluster_arrive_relaxed();
-  const size_t above = blockIdx.y * PANEL_ROWS;                             // rows of earlier panels
+  const size_t above = blockIdx.y * PANEL_ROWS;  // rows of earlier panels
   rows = min(rows - (int)above, PANEL_ROWS);
   if (threadIdx.x >= WIDE_GROUPS * 128) {
     registers_give<WIDE_KEPT>();
@@ -275,8 +334,8 @@ DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float*
     cluster_wait();
   } else {
     registers_take<WIDE_TAKEN>();
-    cluster_wait();                                                         // the other block has initialised its barriers
-    grid_wait();                                                            // the previous kernel may read y
+    cluster_wait();  // the other block has initialised its barriers
+    grid_wait();     // the previous kernel may read y
     wide_multiply<S>(y + above * n, base, groups, tiles, n, rows);
   }
 }

@@ -1,20 +1,24 @@
-// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of `Pages::Snap` choose pages.
+// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of `Pages::Snap`
+// choose pages.
 #include "layout.cuh"
 #include "numbers.cuh"
 
 constexpr int BATCH = 32;          // queries that page_sums has in shared memory at a time
 constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
-
-// page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) / sqrt(D), of query rows at
-// `position` ..; tokens after a row's position do not count.
-//   q: f16 [rows][kv_heads group][D] of the first row; kv: f16 [token][2 kv_heads D], keys first, up to the last row's position at least.
-//   sums: f32 [kv head][queries][pages], these rows from query `first` on, query = row * group + head of the group.
-//   grid (pages, kv heads), 128 threads: one per token of the page.
+// page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) /
+// sqrt(D), of query rows at `position` ..; tokens after a row's position do not count.
+//   q: f16 [rows][kv_heads group][D] of the first row; kv: f16 [token][2 kv_heads D], keys first, up to the last row's
+//   position at least. sums: f32 [kv head][queries][pages], these rows from query `first` on, query = row * group +
+//   head of the group. grid (pages, kv heads), 128 threads: one per token of the page.
 template <int D>
-DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries, int kv_heads, int group, float scale) {
+DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries,
+                   int kv_heads, int group, float scale) {
   __shared__ float batch[BATCH][D], by_warp[BATCH][4];
-  const int token = blockIdx.x * PAGE + threadIdx.x, head = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int token = blockIdx.x * PAGE + threadIdx.x;
+  const int head = blockIdx.y;
+  const int warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31;
   uint4 key[D / 8] = {};
   if (token < position + rows) {
     const uint16_t* from = kv + ((size_t)token * 2 * kv_heads + head) * D;
@@ -27,7 +31,9 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
     __syncthreads();
     for (int i = threadIdx.x; i < count * D; i += PAGE) {
       const int query = start + i / D;
-      batch[i / D][i % D] = Half::to_float(q[((size_t)(query / group) * kv_heads * group + head * group + query % group) * D + i % D]) * scale;
+      batch[i / D][i % D] =
+          Half::to_float(q[((size_t)(query / group) * kv_heads * group + head * group + query % group) * D + i % D]) *
+          scale;
     }
     __syncthreads();
 #pragma unroll 1
@@ -56,23 +62,27 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
       float total = 0;
 #pragma unroll
       for (int i = 0; i < 4; i++) total += exp2_fast(sums_of_warps[i] - most);
-      sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] = most > LOG_ZERO ? most + __log2f(total) : LOG_ZERO;
+      sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] =
+          most > LOG_ZERO ? most + __log2f(total) : LOG_ZERO;
     }
   }
 }
-#define PAGE_SUMS(D)                                                                                                                              \
-  KERNEL __launch_bounds__(PAGE) page_sums_##D(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first,      \
-                                                      int queries, int kv_heads, int group, float scale) {                                        \
-    page_sums<D>(q, kv, sums, rows, position, first, queries, kv_heads, group, scale);                                                            \
+#define PAGE_SUMS(D)                                                                                       \
+  KERNEL __launch_bounds__(PAGE)                                                                           \
+      page_sums_##D(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, \
+                    int queries, int kv_heads, int group, float scale) {                                   \
+    page_sums<D>(q, kv, sums, rows, position, first, queries, kv_heads, group, scale);                     \
   }
 PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible` pages. The mass of a page is
-// the sum, over queries first .. queries - 1, of its share of the query's attention to all pages. sums: the result of page_sums. Grid (kv heads),
-// block MASS_THREADS, dynamic shared memory: a float for each query from `first` on.
-KERNEL __launch_bounds__(MASS_THREADS) page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible`
+// pages. The mass of a page is the sum, over queries first .. queries - 1, of its share of the query's attention to all
+// pages. sums: the result of page_sums. Grid (kv heads), block MASS_THREADS, dynamic shared memory: a float for each
+// query from `first` on.
+KERNEL __launch_bounds__(MASS_THREADS)
+    page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* of_head = sums + ((size_t)blockIdx.x * queries + first) * pages;

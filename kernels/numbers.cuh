@@ -1,7 +1,7 @@
 // Element types and numeric helpers on top of ptx.cuh.
 //
-// Operations whose bits must equal quantspec-core's use the round-to-nearest intrinsics (__fmul_rn, __fadd_rn, __fdiv_rn), which the compiler never
-// contracts into fused multiply-adds.
+// Operations whose bits must equal quantspec-core's use the round-to-nearest intrinsics (__fmul_rn, __fadd_rn,
+// __fdiv_rn), which the compiler never contracts into fused multiply-adds.
 #pragma once
 #include "ptx.cuh"
 
@@ -53,7 +53,8 @@ DEV float4 load4(const float* p) {
 
 // x * sigmoid(x). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
-// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). As for `silu`; the factor is -2 sqrt(2 / pi) log2(e).
+// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). As for `silu`; the factor is
+// -2 sqrt(2 / pi) log2(e).
 DEV float gelu(float x) { return __fdividef(x, 1.f + exp2_fast((x + 0.044715f * x * x * x) * -2.3022081987f)); }
 struct Silu {
   DEV float operator()(float x) const { return silu(x); }
@@ -105,14 +106,15 @@ DEV float warp_max_nonnegative(float x) {
 #endif
 }
 
-// 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|). quantspec_core::quantize divides by the scale
-// instead, so a code may differ by one; only drafts are affected. The zero point of a weight is multiplied by the sum of the codes, not of the
-// inputs. So y is exactly W times the rounded inputs. Rounding errors are then multiplied by weights, whose mean is near zero, instead of by the
-// weights' distances from the zero point.
+// 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|).
+// quantspec_core::quantize divides by the scale instead, so a code may differ by one; only drafts are affected. The
+// zero point of a weight is multiplied by the sum of the codes, not of the inputs. So y is exactly W times the rounded
+// inputs. Rounding errors are then multiplied by weights, whose mean is near zero, instead of by the weights' distances
+// from the zero point.
 struct Int8Group {
-  uint32_t codes;                        // four, of this lane
-  float scale, sum;                      // of the group; sum: scale times the sum of the codes
-  uint32_t halves;                       // sums of the codes of inputs 0 to 63 and 64 to 127, 16 bits each (`half_sums`)
+  uint32_t codes;    // four, of this lane
+  float scale, sum;  // of the group; sum: scale times the sum of the codes
+  uint32_t halves;   // sums of the codes of inputs 0 to 63 and 64 to 127, 16 bits each (`half_sums`)
 };
 // The two sums in Int8Group::halves: of lanes 0 to 15, and of lanes 16 to 31.
 DEV int2 half_sums(uint32_t halves) {
@@ -124,7 +126,8 @@ DEV Int8Group int8_group(float4 v) {
   const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
   // With 1.5 * 2^23 added, the low byte of the float is the code.
   auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
-  const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
+  const uint32_t codes =
+      __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
   // Both sums in one word: the upper one is shifted by 16 bits, and a negative lower one borrows from it.
   const int of_lane = __dp4a((int)codes, 0x01010101, 0);
   const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
@@ -132,7 +135,8 @@ DEV Int8Group int8_group(float4 v) {
   return {codes, scale, scale * (float)(sums.x + sums.y), halves};
 }
 
-// Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared memory. Contains two barriers.
+// Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared
+// memory. Contains two barriers.
 template <int WARPS>
 DEV float block_sum(float x, float* scratch) {
   x = warp_sum(x);
@@ -142,8 +146,9 @@ DEV float block_sum(float x, float* scratch) {
   return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
-// Bits of the device's error flag: a key, value or page parameter is not finite in f16; a logit is NaN or +infinity; no token may be chosen.
-// (4 is FLAG_WEIGHTS of quantize.cu.) Kernels only set bits; the host reads and clears the flag when it synchronises.
+// Bits of the device's error flag: a key, value or page parameter is not finite in f16; a logit is NaN or +infinity; no
+// token may be chosen. (4 is FLAG_WEIGHTS of quantize.cu.) Kernels only set bits; the host reads and clears the flag
+// when it synchronises.
 constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
 
 // Copies 16 bytes to shared memory, asynchronously (`copy_commit`), or stores zeros if not `valid`.

@@ -1,13 +1,15 @@
-// Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty and
+// Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by
+// quantspec_core::penalty and
 // ::grammar.
 //
-// Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top bit: the token occurred; other
-// bits: its count in the answer). Drafted tokens are those of the slot's window before the row.
+// Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top
+// bit: the token occurred; other bits: its count in the answer). Drafted tokens are those of the slot's window before
+// the row.
 #include "layout.cuh"
 #include "numbers.cuh"
 
-// A slot's penalties and its committed text. on: penalties apply; ngram: n of no-repeat-n-gram, 0 for off; length, prompt: committed tokens, and how
-// many of them are the prompt's. 32 bytes.
+// A slot's penalties and its committed text. on: penalties apply; ngram: n of no-repeat-n-gram, 0 for off; length,
+// prompt: committed tokens, and how many of them are the prompt's. 32 bytes.
 struct History {
   int on, ngram;
   float repetition, frequency, presence;
@@ -16,18 +18,19 @@ struct History {
 // The host's update for a slot. 160 bytes.
 constexpr int COMMIT_TOKENS = 30;
 struct Commit {
-  int slot, more;            // more: number of new tokens, the last of the text
-  History history;           // including the new tokens
-  int tokens[COMMIT_TOKENS]; // the new tokens, if they fit
+  int slot, more;             // more: number of new tokens, the last of the text
+  History history;            // including the new tokens
+  int tokens[COMMIT_TOKENS];  // the new tokens, if they fit
 };
 static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
 
 constexpr uint32_t OCCURRED = 1u << 31;
 constexpr int PENALTY_THREADS = 256, PENALTY_TOKENS = 1024, NGRAM_MAX = 100, WINDOW_MAX = 32;
 
-// penalty_commit: counts new committed tokens. If they fit in `Commit::tokens`, they are also copied to `texts`; otherwise the host has written them
-// there. Grid (commits), block 256.
-KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
+// penalty_commit: counts new committed tokens. If they fit in `Commit::tokens`, they are also copied to `texts`;
+// otherwise the host has written them there. Grid (commits), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS)
+    penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
   const Commit& commit = commits[blockIdx.x];
   const History h = commit.history;
   const int slot = commit.slot, more = commit.more, first = h.length - more;
@@ -42,9 +45,11 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, 
 }
 
 // penalty_apply: repetition, frequency and presence.
-//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at index i + 1. Grid (ceil(vocab / 1024), rows), block 256.
-KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows, int window_pitch,
-                                                        float* logits, int vocab) {
+//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at index i + 1. Grid
+//   (ceil(vocab / 1024), rows), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS)
+    penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows,
+                  int window_pitch, float* logits, int vocab) {
   __shared__ int drafted[WINDOW_MAX];
   grid_trigger();
   grid_wait();
@@ -70,10 +75,11 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const H
   }
 }
 
-// penalty_forbid: no-repeat-n-gram, after penalty_apply. Compares the end of every earlier n-gram with the row's last n - 1 tokens. Grid (any, rows),
-// block 256.
-KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const History* histories, const int* texts, int text_pitch, const int* windows,
-                                                         int window_pitch, float* logits, int vocab) {
+// penalty_forbid: no-repeat-n-gram, after penalty_apply. Compares the end of every earlier n-gram with the row's last n
+// - 1 tokens. Grid (any, rows), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS)
+    penalty_forbid(const Row* rows, const History* histories, const int* texts, int text_pitch, const int* windows,
+                   int window_pitch, float* logits, int vocab) {
   __shared__ int last[NGRAM_MAX];
   grid_trigger();
   grid_wait();
@@ -93,8 +99,8 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const 
 }
 
 // penalty_mask: tokens that may not follow, after the penalties.
-//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid (ceil(vocab / 1024), rows),
-//   block 256.
+//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid
+//   (ceil(vocab / 1024), rows), block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_mask(const uint32_t* masks, int words, float* logits, int vocab) {
   grid_trigger();
   grid_wait();

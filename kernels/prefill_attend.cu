@@ -1,11 +1,13 @@
 // Causal attention of prompt rows over full-precision keys and values, with grouped query heads.
 //
-// Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the numbers that
-// the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals. Sums are f32; O has the weights'
-// type. Keys run upward in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's position in its tile.
+// Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys
+// and values are the numbers that the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its
+// tail out of the subnormals. Sums are f32; O has the weights' type. Keys run upward in tiles of fixed width, so a
+// query row's bits do not depend on q0, n or the row's position in its tile.
 //
-// LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped. Scores of hidden keys are minus
-// infinity: a tile of which a row sees nothing then leaves the row's sums as they are to the bit, before its first visible key, too.
+// LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped.
+// Scores of hidden keys are minus infinity: a tile of which a row sees nothing then leaves the row's sums as they are
+// to the bit, before its first visible key, too.
 //
 // sm_90a uses wgmma and TMA, except for heads of 256 channels. Those and other architectures use mma.sync and cp.async.
 #include "layout.cuh"
@@ -13,10 +15,15 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant in addition (barriers, alignment).
-constexpr int PROMPT_WGMMA_CHANNEL = 1280, PROMPT_WGMMA_MORE = 1096, PROMPT_MMA_CHANNEL = 512, PROMPT_MMA_CHANNEL_256 = 384;
+// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant in addition (barriers,
+// alignment).
+constexpr int PROMPT_WGMMA_CHANNEL = 1280;
+constexpr int PROMPT_WGMMA_MORE = 1096;
+constexpr int PROMPT_MMA_CHANNEL = 512;
+constexpr int PROMPT_MMA_CHANNEL_256 = 384;
 
-// Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees, so a finite number suffices.
+// Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees, so a finite number
+// suffices.
 template <bool LOCAL>
 DEV float hidden_score() {
   return LOCAL ? __uint_as_float(0xff800000) : LOG_ZERO;
@@ -27,9 +34,9 @@ DEV float hidden_score() {
 
 namespace wgmma_attention {
 
-// A CTA takes 64 or 128 query rows of a head: a consumer warpgroup per 64 rows, and a producer that loads K and V tiles of 128 keys. While one
-// warpgroup computes exponentials, the tensor cores serve the other. S of tile j is issued before P V of tile j - 1 is awaited. Blocks of few rows
-// take 64, so that twice as many SMs work.
+// A CTA takes 64 or 128 query rows of a head: a consumer warpgroup per 64 rows, and a producer that loads K and V tiles
+// of 128 keys. While one warpgroup computes exponentials, the tensor cores serve the other. S of tile j is issued
+// before P V of tile j - 1 is awaited. Blocks of few rows take 64, so that twice as many SMs work.
 enum { KEYS = 128, STAGES = 2 };
 constexpr int threads(int consumers) { return 128 * (consumers + 1); }
 
@@ -39,23 +46,42 @@ struct Tile {
   static constexpr int SLICE = 128 * 128, SLICES = D / 64, BYTES = SLICE * SLICES;
 };
 
-// Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}. Q and O
-// have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer, the second half of Q's box is loaded in vain.
+// Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1};
+// O: box {64, 64, 1}. Q and O have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer,
+// the second half of Q's box is loaded in vain.
 template <int D, bool LOCAL, int CONSUMERS, class T>
-DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2, int reach) {
-  constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE, SLICES = Tile<D>::SLICES, ROWS = 64 * CONSUMERS, WARPS = 4 * CONSUMERS;
-  static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D && 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);  // barriers; room to align
+DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0,
+                int group, float scale_log2, int reach) {
+  constexpr int BYTES = Tile<D>::BYTES;
+  constexpr int SLICE = Tile<D>::SLICE;
+  constexpr int SLICES = Tile<D>::SLICES;
+  constexpr int ROWS = 64 * CONSUMERS;
+  constexpr int WARPS = 4 * CONSUMERS;
+  // barriers; room to align
+  static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D &&
+                8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);
   extern __shared__ char raw[];
   const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
-  const uint32_t q_full = v_at + STAGES * BYTES, k_full = q_full + 8, k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+  const uint32_t q_full = v_at + STAGES * BYTES;
+  const uint32_t k_full = q_full + 8;
+  const uint32_t k_empty = k_full + 8 * STAGES;
+  const uint32_t v_full = k_empty + 8 * STAGES;
+  const uint32_t v_empty = v_full + 8 * STAGES;
   const int warpgroup = threadIdx.x >> 7;
-  // Grid: KV head slowest, then query tiles from the last (longest) down, then the heads of the group, which share K and V in L2.
+  // Grid: KV head slowest, then query tiles from the last (longest) down, then the heads of the group, which share K
+  // and V in L2.
   const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
   const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
-  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0, tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
+  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
+  const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   if (threadIdx.x == 0) {
     mbar_init(q_full, 1);
-    for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(v_full + 8 * s, 1), mbar_init(k_empty + 8 * s, WARPS), mbar_init(v_empty + 8 * s, WARPS);
+    for (int s = 0; s < STAGES; s++) {
+      mbar_init(k_full + 8 * s, 1);
+      mbar_init(v_full + 8 * s, 1);
+      mbar_init(k_empty + 8 * s, WARPS);
+      mbar_init(v_empty + 8 * s, WARPS);
+    }
     mbar_init_done();
   }
   __syncthreads();
@@ -84,7 +110,8 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
   } else {
     if constexpr (CONSUMERS > 1) registers_take<240>();
     const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);  // position of this thread's first row; the second is 8 later
+    // position of this thread's first row; the second is 8 later
+    const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);
     // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
     const int unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
     const int shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
@@ -110,7 +137,8 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
       wgmma_commit();
     };
-    auto softmax = [&](int j, float& keep0, float& keep1) {  // s becomes 2^(s - max + P_SHIFT); keep: the factor for the earlier sums
+    // s becomes 2^(s - max + P_SHIFT); keep: the factor for the earlier sums
+    auto softmax = [&](int j, float& keep0, float& keep1) {
       if (j >= unmasked || (LOCAL && j < shown)) {
 #pragma unroll
         for (int i = 0; i < 64; i++) {
@@ -120,17 +148,30 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       }
       float m0 = max0, m1 = max1;
 #pragma unroll
-      for (int i = 0; i < 64; i += 4) m0 = fmaxf(m0, fmaxf(s[i], s[i + 1])), m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+      for (int i = 0; i < 64; i += 4) {
+        m0 = fmaxf(m0, fmaxf(s[i], s[i + 1]));
+        m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
+      }
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1));
+      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2));
+      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
       const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
-      keep0 = exp2_fast((max0 - m0) * scale_log2), keep1 = exp2_fast((max1 - m1) * scale_log2);  // exactly 1 where the maximum stays
-      max0 = m0, max1 = m1, sum0 *= keep0, sum1 *= keep1;
+      // exactly 1 where the maximum stays
+      keep0 = exp2_fast((max0 - m0) * scale_log2);
+      keep1 = exp2_fast((max1 - m1) * scale_log2);
+      max0 = m0;
+      max1 = m1;
+      sum0 *= keep0;
+      sum1 *= keep1;
 #pragma unroll
       for (int i = 0; i < 64; i += 4) {
-        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -c0)), s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -c0));
-        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -c1)), s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -c1));
-        sum0 += s[i] + s[i + 1], sum1 += s[i + 2] + s[i + 3];
+        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -c0));
+        s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -c0));
+        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -c1));
+        s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -c1));
+        sum0 += s[i] + s[i + 1];
+        sum1 += s[i + 2] + s[i + 3];
       }
     };
     auto pack = [&]() {
@@ -160,15 +201,28 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       // Only if a maximum of the warp moved; otherwise the factor is exactly 1.
       if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
 #pragma unroll
-        for (int i = 0; i < D / 2; i += 4) o[i] *= keep0, o[i + 1] *= keep0, o[i + 2] *= keep1, o[i + 3] *= keep1;
+        for (int i = 0; i < D / 2; i += 4) {
+          o[i] *= keep0;
+          o[i + 1] *= keep0;
+          o[i + 2] *= keep1;
+          o[i + 3] *= keep1;
+        }
       pack();
-      if (++ks == STAGES) ks = 0, k_parity ^= 1;
-      if (++vs == STAGES) vs = 0, v_parity ^= 1;
+      if (++ks == STAGES) {
+        ks = 0;
+        k_parity ^= 1;
+      }
+      if (++vs == STAGES) {
+        vs = 0;
+        v_parity ^= 1;
+      }
     }
     mbar_wait(v_full + 8 * vs, v_parity);
     values(vs);
-    sum0 += __shfl_xor_sync(~0u, sum0, 1), sum1 += __shfl_xor_sync(~0u, sum1, 1);
-    sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
+    sum0 += __shfl_xor_sync(~0u, sum0, 1);
+    sum1 += __shfl_xor_sync(~0u, sum1, 1);
+    sum0 += __shfl_xor_sync(~0u, sum0, 2);
+    sum1 += __shfl_xor_sync(~0u, sum1, 2);
     const float f0 = 1.f / sum0, f1 = 1.f / sum1;
     wgmma_wait<0>();
     bar_sync(1 + w, 128);  // the whole warpgroup has read its 64 rows of Q, which O overwrites
@@ -176,8 +230,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
       float* v = o + i * 8;
-      stmatrix4(q_at + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4), T::pack(v[0] * f0, v[1] * f0),
-                T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0), T::pack(v[6] * f1, v[7] * f1));
+      stmatrix4(q_at + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4),
+                T::pack(v[0] * f0, v[1] * f0), T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0),
+                T::pack(v[6] * f1, v[7] * f1));
     }
     fence_async();
     bar_sync(1 + w, 128);
@@ -192,18 +247,20 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 
 }  // namespace wgmma_attention
 
-// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e), reach), prefill_attend_{64,128}_local_*: the suffix is O's
-// type; `reach` is read by local kernels. Grid: ceil(n / 128) * heads; block 384; dynamic shared memory as above. prefill_attend_few_*: the same with
-// grid ceil(n / 64) * heads, block 256.
-#define KERNEL_OF(NAME, D, T, LOCAL, CONSUMERS)                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(wgmma_attention::threads(CONSUMERS), 1)                                                              \
-      prefill_attend_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,          \
-                            const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2, int reach) {                           \
-    wgmma_attention::attend<D, LOCAL, CONSUMERS, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                                               \
+// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e), reach),
+// prefill_attend_{64,128}_local_*: the suffix is O's type; `reach` is read by local kernels. Grid: ceil(n / 128) *
+// heads; block 384; dynamic shared memory as above. prefill_attend_few_*: the same with grid ceil(n / 64) * heads,
+// block 256.
+#define KERNEL_OF(NAME, D, T, LOCAL, CONSUMERS)                                                                      \
+  extern "C" __global__ void __launch_bounds__(wgmma_attention::threads(CONSUMERS), 1) prefill_attend_##NAME(        \
+      const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V, \
+      const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2, int reach) {                  \
+    wgmma_attention::attend<D, LOCAL, CONSUMERS, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                \
   }
-#define ENTRY(D, NAME, T)                                                                       \
-  KERNEL_OF(D##_##NAME, D, T, false, 2) KERNEL_OF(D##_local_##NAME, D, T, true, 2)              \
-  KERNEL_OF(few_##D##_##NAME, D, T, false, 1) KERNEL_OF(few_##D##_local_##NAME, D, T, true, 1)
+#define ENTRY(D, NAME, T)                                                                \
+  KERNEL_OF(D##_##NAME, D, T, false, 2)                                                  \
+  KERNEL_OF(D##_local_##NAME, D, T, true, 2) KERNEL_OF(few_##D##_##NAME, D, T, false, 1) \
+      KERNEL_OF(few_##D##_local_##NAME, D, T, true, 1)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
@@ -216,9 +273,10 @@ ENTRY(128, f16, Half)
 
 namespace mma_attention {
 
-// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory reads would be the limit), keys upward in tiles of 64.
-// Shared memory: Q, one tile of K (the next loads during P V) and one of V (loads during Q K^T); two CTAs per SM. Heads of 256 channels have
-// registers for only 16 rows per warp; they use this kernel on Hopper, too.
+// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory reads would be the limit),
+// keys upward in tiles of 64. Shared memory: Q, one tile of K (the next loads during P V) and one of V (loads during Q
+// K^T); two CTAs per SM. Heads of 256 channels have registers for only 16 rows per warp; they use this kernel on
+// Hopper, too.
 enum { KEYS = 64, THREADS = 128 };
 
 template <int D>
@@ -232,20 +290,22 @@ DEV void arrived() {
 }
 
 template <int D, bool LOCAL, class Store>
-DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, int reach,
-                Store store) {
-  constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;                // blocks of 16 rows of a warp
+DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row,
+                int64_t kv_row, float scale_log2, int reach, Store store) {
+  constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;  // blocks of 16 rows of a warp
   constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
   static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
   const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
   const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
-  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0, tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
+  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
+  const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
   auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
     for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
-      copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8, first + i < end);
+      copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8,
+                     first + i < end);
     copy_commit();
   };
   const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
@@ -253,13 +313,18 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   load(base, Q + head * D, q_row, row0, n, ROWS);
   load(k_at, k_head, kv_row, first_key, keys, KEYS);
   // Rows query + 16 m + 8 h. `unmasked` and `shown` as in `wgmma_attention`, for the warp's rows.
-  const int first_row = q0 + row0 + warp * 16 * BLOCKS, query = first_row + (lane >> 2), unmasked = (first_row + 1 - first_key) / KEYS;
+  const int first_row = q0 + row0 + warp * 16 * BLOCKS;
+  const int query = first_row + (lane >> 2);
+  const int unmasked = (first_row + 1 - first_key) / KEYS;
   const int shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
   float o[BLOCKS][D / 8][4], top[BLOCKS][2], sum[BLOCKS][2];
 #pragma unroll
   for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * BLOCKS; i++) top[i >> 1][i & 1] = LOG_ZERO, sum[i >> 1][i & 1] = 0;
+  for (int i = 0; i < 2 * BLOCKS; i++) {
+    top[i >> 1][i & 1] = LOG_ZERO;
+    sum[i >> 1][i & 1] = 0;
+  }
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
     load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
@@ -276,7 +341,10 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         uint32_t b[4];
         ldmatrix4(b, k_at + swizzled<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++) mma(s[m][2 * i], q[m], b[0], b[1]), mma(s[m][2 * i + 1], q[m], b[2], b[3]);
+        for (int m = 0; m < BLOCKS; m++) {
+          mma(s[m][2 * i], q[m], b[0], b[1]);
+          mma(s[m][2 * i + 1], q[m], b[2], b[3]);
+        }
       }
     }
     arrived();  // V of tile j; K of tile j has been used
@@ -284,7 +352,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
     if (j >= unmasked || (LOCAL && j < shown)) {
 #pragma unroll
       for (int i = 0; i < 32 * BLOCKS; i++) {
-        const int key = first_key + j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1), row = query + (i >> 5) * 16 + (i & 2) * 4;
+        const int key = first_key + j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
+        const int row = query + (i >> 5) * 16 + (i & 2) * 4;
         if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
       }
     }
@@ -293,21 +362,38 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
     for (int m = 0; m < BLOCKS; m++) {
       float m0 = top[m][0], m1 = top[m][1];
 #pragma unroll
-      for (int i = 0; i < 8; i++) m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1])), m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+      for (int i = 0; i < 8; i++) {
+        m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1]));
+        m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
+      }
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1));
+      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2));
+      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
       const float keep0 = exp2_fast((top[m][0] - m0) * scale_log2), keep1 = exp2_fast((top[m][1] - m1) * scale_log2);
       const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
-      top[m][0] = m0, top[m][1] = m1, sum[m][0] *= keep0, sum[m][1] *= keep1;
+      top[m][0] = m0;
+      top[m][1] = m1;
+      sum[m][0] *= keep0;
+      sum[m][1] *= keep1;
       if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
 #pragma unroll
-        for (int i = 0; i < D / 8; i++) o[m][i][0] *= keep0, o[m][i][1] *= keep0, o[m][i][2] *= keep1, o[m][i][3] *= keep1;
+        for (int i = 0; i < D / 8; i++) {
+          o[m][i][0] *= keep0;
+          o[m][i][1] *= keep0;
+          o[m][i][2] *= keep1;
+          o[m][i][3] *= keep1;
+        }
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -c0)), e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -c0));
-        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -c1)), e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -c1));
-        sum[m][0] += e0 + e1, sum[m][1] += e2 + e3;
-        p[m][i >> 1][(i & 1) * 2] = Half::pack(e0, e1), p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
+        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -c0));
+        const float e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -c0));
+        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -c1));
+        const float e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -c1));
+        sum[m][0] += e0 + e1;
+        sum[m][1] += e2 + e3;
+        p[m][i >> 1][(i & 1) * 2] = Half::pack(e0, e1);
+        p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
       }
     }
 #pragma unroll
@@ -317,7 +403,10 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         uint32_t b[4];
         ldmatrix4_trans(b, v_at + swizzled<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
-        for (int m = 0; m < BLOCKS; m++) mma(o[m][2 * i], p[m][k], b[0], b[1]), mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
+        for (int m = 0; m < BLOCKS; m++) {
+          mma(o[m][2 * i], p[m][k], b[0], b[1]);
+          mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
+        }
       }
   }
 #pragma unroll
@@ -325,27 +414,30 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float total = sum[m][h];
-      total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
       const float f = 1.f / total;
       const int row = row0 + warp * 16 * BLOCKS + 16 * m + 8 * h + (lane >> 2);
       if (row < n)
 #pragma unroll
-        for (int i = 0; i < D / 8; i++) store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
+        for (int i = 0; i < D / 8; i++)
+          store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
     }
 }
 
 }  // namespace mma_attention
 
-// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2, reach), prefill_attend_{64,128,256}_local_*: q_row,
-// kv_row and o_row are row strides in elements; a head's channels are contiguous and 16-byte aligned; the suffix is O's type; `reach` is read by local
-// kernels. Grid: ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads; block 128; dynamic shared memory as above.
-#define KERNEL_OF(NAME, D, T, LOCAL)                                                                                                                \
-  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                             \
-      prefill_attend_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,          \
-                            int64_t kv_row, int64_t o_row, float scale_log2, int reach) {                                                           \
-    mma_attention::attend<D, LOCAL>(Q, K, V, n, q0, group, q_row, kv_row, scale_log2, reach, [&](int row, int column, float x, float y) {           \
-      *(uint32_t*)(O + row * o_row + column) = T::pack(x, y);                                                                                       \
-    });                                                                                                                                             \
+// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2, reach),
+// prefill_attend_{64,128,256}_local_*: q_row, kv_row and o_row are row strides in elements; a head's channels are
+// contiguous and 16-byte aligned; the suffix is O's type; `reach` is read by local kernels. Grid: ceil(n / 128) *
+// heads, or with 256 channels ceil(n / 64) * heads; block 128; dynamic shared memory as above.
+#define KERNEL_OF(NAME, D, T, LOCAL)                                                                                \
+  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                             \
+      prefill_attend_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0,    \
+                            int group, int64_t q_row, int64_t kv_row, int64_t o_row, float scale_log2, int reach) { \
+    mma_attention::attend<D, LOCAL>(                                                                                \
+        Q, K, V, n, q0, group, q_row, kv_row, scale_log2, reach,                                                    \
+        [&](int row, int column, float x, float y) { *(uint32_t*)(O + row * o_row + column) = T::pack(x, y); });    \
   }
 #define ENTRY(D, NAME, T) KERNEL_OF(D##_##NAME, D, T, false) KERNEL_OF(D##_local_##NAME, D, T, true)
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)

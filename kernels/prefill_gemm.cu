@@ -1,19 +1,21 @@
 // GEMMs of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
 //
-// sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain
-// and elementwise.cu's `rope_store` replace qkv). sm_75 has no bfloat16 tensor cores: there prefill_plain_bf16, without them, is the only bf16 kernel.
-// prefill_plain_f32 exists everywhere.
+// sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels
+// prefill_{plain,residual,gated}_* (plain and elementwise.cu's `rope_store` replace qkv). sm_75 has no bfloat16 tensor
+// cores: there prefill_plain_bf16, without them, is the only bf16 kernel. prefill_plain_f32 exists everywhere.
 //
 //     A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
-//     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded with zeros. This equals TMA's
+//     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded
+//     with zeros. This equals TMA's
 //        128-byte swizzle, so tiles are wgmma operands as they are.
 //
-// Each output is summed over k in one fixed order, whatever M, the row's position and the tile's shape. So a row's bits depend on the row alone.
+// Each output is summed over k in one fixed order, whatever M, the row's position and the tile's shape. So a row's bits
+// depend on the row alone.
 //
 //     Epilogues:
-//     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
-//     residual  hidden[M][N] f32 += C + bias
-//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, in the weights'
+//     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim
+//     64, 128 or 256. residual  hidden[M][N] f32 += C + bias gated     W's rows are gate and up interleaved by 8 (rows
+//     16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, in the weights'
 //               type
 //     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
@@ -23,21 +25,26 @@
 
 namespace wgmma_gemm {
 
-// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a share and multicasts it).
+// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a share
+// and multicasts it).
 template <class T_, int COLUMNS_, int CONSUMERS_, int CLUSTER_, int STAGES_>
 struct Config {
   typedef T_ T;
   static constexpr int COLUMNS = COLUMNS_, CONSUMERS = CONSUMERS_, CLUSTER = CLUSTER_, STAGES = STAGES_;
   static constexpr int ROWS = 64 * CONSUMERS, TILE_ROWS = ROWS * CLUSTER, BLOCK_K = 64, THREADS = 128 * (CONSUMERS + 1);
   static constexpr int A_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + W_BYTES;
-  static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 output staging blocks, per warpgroup
-  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;  // barriers, alignment
-  static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
+  // 64 x 64 output staging blocks, per warpgroup
+  static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;
+  // barriers, alignment
+  static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;
+  static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;  // the producer gives registers to the consumers
 };
-// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs; slim pairs and single CTAs if
-// wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies these rows for the launcher.
-#define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED)                      \
-  template <class T> using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;    \
+// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs;
+// slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies these
+// rows for the launcher.
+#define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED) \
+  template <class T>                                            \
+  using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;  \
   static_assert(NAME<Half>::SHARED_BYTES == SHARED);
 TILE(Wide, 256, 2, 2, 4, 230464)
 TILE(Middle, 128, 2, 2, 6, 230496)
@@ -49,22 +56,29 @@ TILE(Narrow, 64, 1, 1, 12, 206016)
 struct TileIndex {
   int row, column;  // in tiles
 };
-// Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square block, so L2 serves most loads.
+// Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square block, so L2 serves
+// most loads.
 DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
-  const int per = group * tile_columns, g = tile / per, first = g * group, high = min(group, tile_rows - first), r = tile - g * per;
+  const int per = group * tile_columns;
+  const int g = tile / per;
+  const int first = g * group;
+  const int high = min(group, tile_rows - first);
+  const int r = tile - g * per;
   return {first + r % high, r / high};
 }
 
-// Position of a warpgroup's accumulators in C, and shared memory for blocks of 16-bit outputs or f32 sums that TMA stores.
+// Position of a warpgroup's accumulators in C, and shared memory for blocks of 16-bit outputs or f32 sums that TMA
+// stores.
 struct Corner {
-  int row;     // first of the warpgroup's 64 rows
-  int column;  // first of its COLUMNS columns
-  uint32_t out;    // shared memory for outgoing blocks
-  int barrier;     // named barrier of this warpgroup
-  int sent;        // blocks sent so far
+  int row;       // first of the warpgroup's 64 rows
+  int column;    // first of its COLUMNS columns
+  uint32_t out;  // shared memory for outgoing blocks
+  int barrier;   // named barrier of this warpgroup
+  int sent;      // blocks sent so far
 };
 
-// Stores one 64 x 64 block of 16-bit values, columns 64 j .. of `d`, at (column, row) of a matrix; several stores may be in flight.
+// Stores one 64 x 64 block of 16-bit values, columns 64 j .. of `d`, at (column, row) of a matrix; several stores may
+// be in flight.
 template <class C, class Pack>
 DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column, int row, Pack pack) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, r = warp * 16 + (lane & 15), half = lane >> 4;
@@ -74,7 +88,8 @@ DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column,
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // 16 columns each; lane l addresses row l % 16, the left or right 8 columns
     const float* v = d + i * 8;
-    stmatrix4(block + r * 128 + (((2 * i + half) ^ (r & 7)) << 4), pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+    stmatrix4(block + r * 128 + (((2 * i + half) ^ (r & 7)) << 4), pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]),
+              pack(v[6], v[7]));
   }
   fence_async();
   bar_sync(at.barrier, 128);
@@ -87,16 +102,17 @@ DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column,
 
 template <int HEAD_DIM>
 struct Qkv {
-  const TensorMap *q, *kv;     // [M][q_width] and [M][2 kv_width] f16; boxes 64 x 64
-  const float* bias;           // [N] or null
+  const TensorMap *q, *kv;       // [M][q_width] and [M][2 kv_width] f16; boxes 64 x 64
+  const float* bias;             // [N] or null
   const float *q_norm, *k_norm;  // [HEAD_DIM] or null
-  const float2* cos_sin;       // [M][HEAD_DIM / 2]
+  const float2* cos_sin;         // [M][HEAD_DIM / 2]
   float eps;
   int heads, kv_heads, M;
 
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
-    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;  // accumulators of a head; distance between the two that RoPE rotates together
+    // accumulators of a head; distance between the two that RoPE rotates together
+    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;
     const int lane = threadIdx.x & 31, c = lane & 3, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
     for (int h = 0; h < C::COLUMNS / HEAD_DIM; h++) {
@@ -107,7 +123,10 @@ struct Qkv {
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; j++) {
           const float2 b = *(const float2*)(bias + column + 8 * j + 2 * c);
-          v[4 * j] += b.x, v[4 * j + 1] += b.y, v[4 * j + 2] += b.x, v[4 * j + 3] += b.y;
+          v[4 * j] += b.x;
+          v[4 * j + 1] += b.y;
+          v[4 * j + 2] += b.x;
+          v[4 * j + 3] += b.y;
         }
       if (head >= heads + kv_heads) continue;  // values
       const float* norm = head < heads ? q_norm : k_norm;
@@ -118,13 +137,18 @@ struct Qkv {
           s0 += v[4 * j] * v[4 * j] + v[4 * j + 1] * v[4 * j + 1];
           s1 += v[4 * j + 2] * v[4 * j + 2] + v[4 * j + 3] * v[4 * j + 3];
         }
-        s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
-        s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
+        s0 += __shfl_xor_sync(~0u, s0, 1);
+        s1 += __shfl_xor_sync(~0u, s1, 1);
+        s0 += __shfl_xor_sync(~0u, s0, 2);
+        s1 += __shfl_xor_sync(~0u, s1, 2);
         const float f0 = rsqrtf(s0 / HEAD_DIM + eps), f1 = rsqrtf(s1 / HEAD_DIM + eps);
 #pragma unroll
         for (int j = 0; j < HEAD_DIM / 8; j++) {
           const float2 w = *(const float2*)(norm + 8 * j + 2 * c);
-          v[4 * j] *= f0 * w.x, v[4 * j + 1] *= f0 * w.y, v[4 * j + 2] *= f1 * w.x, v[4 * j + 3] *= f1 * w.y;
+          v[4 * j] *= f0 * w.x;
+          v[4 * j + 1] *= f0 * w.y;
+          v[4 * j + 2] *= f1 * w.x;
+          v[4 * j + 3] *= f1 * w.y;
         }
       }
 #pragma unroll
@@ -135,8 +159,10 @@ struct Qkv {
           const float4 a = __ldg(angles + 4 * j);  // cos, sin of channel 8j + 2c, then of the next
           float *x = v + 4 * j + 2 * r, *y = x + PAIR;
           const float x0 = x[0], x1 = x[1];
-          x[0] = x0 * a.x - y[0] * a.y, x[1] = x1 * a.z - y[1] * a.w;
-          y[0] = y[0] * a.x + x0 * a.y, y[1] = y[1] * a.z + x1 * a.w;
+          x[0] = x0 * a.x - y[0] * a.y;
+          x[1] = x1 * a.z - y[1] * a.w;
+          y[0] = y[0] * a.x + x0 * a.y;
+          y[1] = y[1] * a.z + x1 * a.w;
         }
       }
     }
@@ -146,7 +172,8 @@ struct Qkv {
       const int column = at.column + 64 * j;
       if (column >= width) break;
       const bool is_q = column < q_width;
-      send_block<C>(at, d + 32 * j, is_q ? q : kv, is_q ? column : column - q_width, at.row, [](float a, float b) { return Half::pack(a, b); });
+      send_block<C>(at, d + 32 * j, is_q ? q : kv, is_q ? column : column - q_width, at.row,
+                    [](float a, float b) { return Half::pack(a, b); });
     }
   }
 };
@@ -156,7 +183,8 @@ struct Residual {
   const float* bias;        // [N] or null
   int N;
 
-  // TMA adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so the order does not matter.
+  // TMA adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so the
+  // order does not matter.
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
     const int lane = threadIdx.x & 31, c = lane & 3, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
@@ -203,19 +231,24 @@ struct Gated {
     for (int j = 0; j < C::COLUMNS / 16; j++) {
       float2 g = make_float2(0, 0), u = g;
       const int column = at.column + 16 * j + 2 * c;
-      if (bias && column < N) g = *(const float2*)(bias + column), u = *(const float2*)(bias + column + 8);
+      if (bias && column < N) {
+        g = *(const float2*)(bias + column);
+        u = *(const float2*)(bias + column + 8);
+      }
 #pragma unroll
-      for (int i = 0; i < 4; i++) d[4 * j + i] = f(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
+      for (int i = 0; i < 4; i++)
+        d[4 * j + i] = f(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
     }
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 128; j++)
       if (at.column + 128 * j < N)
-        send_block<C>(at, d + 32 * j, x, at.column / 2 + 64 * j, at.row, [](float a, float b) { return C::T::pack(a, b); });
+        send_block<C>(at, d + 32 * j, x, at.column / 2 + 64 * j, at.row,
+                      [](float a, float b) { return C::T::pack(a, b); });
   }
 };
 
-// Grid: a multiple of CLUSTER, at most as many CTAs as are resident. Tensor maps: A {K, M}, box {64, ROWS}, 128-byte swizzle;
-// W {64, 16, K/64, N/16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle.
+// Grid: a multiple of CLUSTER, at most as many CTAs as are resident. Tensor maps: A {K, M}, box {64, ROWS}, 128-byte
+// swizzle; W {64, 16, K/64, N/16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle.
 template <class C, class Epilogue>
 DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, int group, const Epilogue& epilogue) {
   constexpr int STAGES = C::STAGES, SHARE = C::W_BYTES / C::CLUSTER;
@@ -223,29 +256,43 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
   const uint32_t base = (shared_address(raw) + 1023) & ~1023u, out = base + STAGES * C::STAGE_BYTES;
   const uint32_t full = out + C::CONSUMERS * C::OUT_BUFFERS * C::OUT_BYTES, empty = full + STAGES * 8;
   const int rank = C::CLUSTER > 1 ? cluster_rank() : 0, warpgroup = threadIdx.x >> 7;
-  const int tile_rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS, tile_columns = (N + C::COLUMNS - 1) / C::COLUMNS, tiles = tile_rows * tile_columns;
+  const int tile_rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS;
+  const int tile_columns = (N + C::COLUMNS - 1) / C::COLUMNS;
+  const int tiles = tile_rows * tile_columns;
   const int blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K, first = blockIdx.x / C::CLUSTER, hop = gridDim.x / C::CLUSTER;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 4 * C::CONSUMERS * C::CLUSTER);  // one arrival per consumer warp
+    // one arrival per consumer warp
+    for (int s = 0; s < STAGES; s++) {
+      mbar_init(full + 8 * s, 1);
+      mbar_init(empty + 8 * s, 4 * C::CONSUMERS * C::CLUSTER);
+    }
     mbar_init_done();
   }
-  if (C::CLUSTER > 1) cluster_sync();
-  else __syncthreads();
+  if (C::CLUSTER > 1)
+    cluster_sync();
+  else
+    __syncthreads();
   if (warpgroup == C::CONSUMERS) {
     if (C::SHIFT_REGISTERS) registers_give<40>();
     if ((threadIdx.x & 127) == 0) {
       int s = 0, phase = 0;
       for (int t = first; t < tiles; t += hop) {
         const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
-        const int row = at.row * C::TILE_ROWS + rank * C::ROWS, column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
+        const int row = at.row * C::TILE_ROWS + rank * C::ROWS;
+        const int column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
         for (int kb = 0; kb < blocks; kb++) {
           mbar_wait(empty + 8 * s, phase ^ 1);
           const uint32_t stage = base + s * C::STAGE_BYTES, w = stage + C::A_BYTES + rank * SHARE, bar = full + 8 * s;
           mbar_expect(bar, C::STAGE_BYTES);
           tma_load(stage, A, kb * C::BLOCK_K, row, bar);
-          if (C::CLUSTER > 1) tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
-          else tma_load(w, W, 0, 0, kb, column / 16, bar);
-          if (++s == STAGES) s = 0, phase ^= 1;
+          if (C::CLUSTER > 1)
+            tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
+          else
+            tma_load(w, W, 0, 0, kb, column / 16, bar);
+          if (++s == STAGES) {
+            s = 0;
+            phase ^= 1;
+          }
         }
       }
     }
@@ -261,7 +308,8 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     for (int t = first; t < tiles; t += hop) {
       const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
       int previous = 0;
-      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma (C7515).
+      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma
+      // (C7515).
 #pragma unroll
       for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
       for (int kb = 0; kb < blocks; kb++) {
@@ -275,7 +323,10 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
         wgmma_wait<1>();  // the previous block is complete, so its stage may be refilled
         if (kb) release(previous);
         previous = s;
-        if (++s == STAGES) s = 0, phase ^= 1;
+        if (++s == STAGES) {
+          s = 0;
+          phase ^= 1;
+        }
       }
       wgmma_wait<0>();
       release(previous);
@@ -291,56 +342,57 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
 }  // namespace wgmma_gemm
 using namespace wgmma_gemm;
 
-// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads,
-// kv_heads, M, N, K, group)
+// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm,
+// k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
 //
 //     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
-//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group) with SiLU, prefill_gated_gelu_* with GELU
+//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group) with SiLU, prefill_gated_gelu_*
+//     with GELU
 //
 // Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: SHARED_BYTES.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
-#define QKV(D, NAME, CONFIG, CLUSTERED)                                                                                                             \
-  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                            \
-      prefill_qkv_##D##_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap Q,        \
-                               const __grid_constant__ TensorMap KV, const float* bias, const float* q_norm, const float* k_norm,                   \
-                               const float2* cos_sin, float eps, int heads, int kv_heads, int M, int N, int K, int group) {                         \
-    multiply<CONFIG>(&A, &W, M, N, K, group, Qkv<D>{&Q, &KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M});                              \
+#define QKV(D, NAME, CONFIG, CLUSTERED)                                                                                \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED) prefill_qkv_##D##_##NAME(                                     \
+      const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap Q,   \
+      const __grid_constant__ TensorMap KV, const float* bias, const float* q_norm, const float* k_norm,               \
+      const float2* cos_sin, float eps, int heads, int kv_heads, int M, int N, int K, int group) {                     \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Qkv<D>{&Q, &KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M}); \
   }
-#define RESIDUAL(NAME, CONFIG, CLUSTERED)                                                                                                      \
-  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                       \
-      prefill_residual_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W,                                        \
-                              const __grid_constant__ TensorMap hidden, const float* bias, int M, int N, int K, int group) {                   \
-    multiply<CONFIG>(&A, &W, M, N, K, group, Residual{&hidden, bias, N});                                                                      \
+#define RESIDUAL(NAME, CONFIG, CLUSTERED)                                                            \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED) prefill_residual_##NAME(                    \
+      const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W,                      \
+      const __grid_constant__ TensorMap hidden, const float* bias, int M, int N, int K, int group) { \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Residual{&hidden, bias, N});                            \
   }
-#define GATED(NAME, ACTIVATION, CONFIG, CLUSTERED)                                                                                            \
-  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                      \
-      prefill_gated_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap X,     \
-                           const float* bias, int M, int N, int K, int group) {                                                               \
-    multiply<CONFIG>(&A, &W, M, N, K, group, Gated<ACTIVATION>{&X, bias, N});                                                                 \
+#define GATED(NAME, ACTIVATION, CONFIG, CLUSTERED)                                                                   \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                             \
+      prefill_gated_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W,                 \
+                           const __grid_constant__ TensorMap X, const float* bias, int M, int N, int K, int group) { \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Gated<ACTIVATION>{&X, bias, N});                                        \
   }
-#define ENTRIES(NAME, T)                                                                                             \
-  QKV(64, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                        \
-  QKV(64, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                    \
-  QKV(64, NAME##_tall, Tall<T>, SINGLE)                                                                             \
-  QKV(64, NAME##_small, Small<T>, SINGLE)                                                                            \
-  QKV(128, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
-  QKV(128, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
-  QKV(128, NAME##_tall, Tall<T>, SINGLE)                                                                             \
-  QKV(128, NAME##_small, Small<T>, SINGLE)                                                                           \
-  QKV(256, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
-  RESIDUAL(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
-  RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
-  RESIDUAL(NAME##_slim, Slim<T>, CLUSTER_PAIR)                                                                       \
-  RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                                                                         \
-  GATED(NAME##_wide, Silu, Wide<T>, CLUSTER_PAIR)                                                                    \
-  GATED(NAME##_middle, Silu, Middle<T>, CLUSTER_PAIR)                                                                \
-  GATED(NAME##_tall, Silu, Tall<T>, SINGLE)                                                                          \
-  GATED(NAME##_small, Silu, Small<T>, SINGLE)                                                                        \
-  GATED(gelu_##NAME##_wide, Gelu, Wide<T>, CLUSTER_PAIR)                                                             \
-  GATED(gelu_##NAME##_middle, Gelu, Middle<T>, CLUSTER_PAIR)                                                         \
-  GATED(gelu_##NAME##_tall, Gelu, Tall<T>, SINGLE)                                                                   \
+#define ENTRIES(NAME, T)                                     \
+  QKV(64, NAME##_wide, Wide<T>, CLUSTER_PAIR)                \
+  QKV(64, NAME##_middle, Middle<T>, CLUSTER_PAIR)            \
+  QKV(64, NAME##_tall, Tall<T>, SINGLE)                      \
+  QKV(64, NAME##_small, Small<T>, SINGLE)                    \
+  QKV(128, NAME##_wide, Wide<T>, CLUSTER_PAIR)               \
+  QKV(128, NAME##_middle, Middle<T>, CLUSTER_PAIR)           \
+  QKV(128, NAME##_tall, Tall<T>, SINGLE)                     \
+  QKV(128, NAME##_small, Small<T>, SINGLE)                   \
+  QKV(256, NAME##_wide, Wide<T>, CLUSTER_PAIR)               \
+  RESIDUAL(NAME##_wide, Wide<T>, CLUSTER_PAIR)               \
+  RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)           \
+  RESIDUAL(NAME##_slim, Slim<T>, CLUSTER_PAIR)               \
+  RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                 \
+  GATED(NAME##_wide, Silu, Wide<T>, CLUSTER_PAIR)            \
+  GATED(NAME##_middle, Silu, Middle<T>, CLUSTER_PAIR)        \
+  GATED(NAME##_tall, Silu, Tall<T>, SINGLE)                  \
+  GATED(NAME##_small, Silu, Small<T>, SINGLE)                \
+  GATED(gelu_##NAME##_wide, Gelu, Wide<T>, CLUSTER_PAIR)     \
+  GATED(gelu_##NAME##_middle, Gelu, Middle<T>, CLUSTER_PAIR) \
+  GATED(gelu_##NAME##_tall, Gelu, Tall<T>, SINGLE)           \
   GATED(gelu_##NAME##_small, Gelu, Small<T>, SINGLE)
 ENTRIES(bf16, Bf16)
 ENTRIES(f16, Half)
@@ -351,8 +403,17 @@ constexpr int MMA_SHARED = 65536;  // bytes of dynamic shared memory
 
 namespace mma_gemm {
 
-// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through 4 stages (64 KB) filled by cp.async; two CTAs per SM.
-enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4, THREADS = 128, TILE_BYTES = 128 * BLOCK_K * 2, SHARED = STAGES * 2 * TILE_BYTES };
+// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through 4 stages (64 KB) filled by cp.async; two CTAs per
+// SM.
+enum {
+  ROWS = 128,
+  COLUMNS = 128,
+  BLOCK_K = 32,
+  STAGES = 4,
+  THREADS = 128,
+  TILE_BYTES = 128 * BLOCK_K * 2,
+  SHARED = STAGES * 2 * TILE_BYTES
+};
 static_assert(SHARED == MMA_SHARED);
 
 // A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece cover all banks.
@@ -361,13 +422,16 @@ DEV uint32_t swizzled(int row, int piece) { return row * 64 + ((piece ^ (row >> 
 DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
 
-// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M that this thread holds; with
-// GATED it calls store_gated(row, column, gate pair, up pair) instead.
+// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M
+// that this thread holds; with GATED it calls store_gated(row, column, gate pair, up pair) instead.
 template <class T, bool GATED, class Store>
 DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pitch, int group, Store store) {
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
-  const int tile_rows = (M + ROWS - 1) / ROWS, tile_columns = (N + COLUMNS - 1) / COLUMNS, per = group * tile_columns, g = blockIdx.x / per;
+  const int tile_rows = (M + ROWS - 1) / ROWS;
+  const int tile_columns = (N + COLUMNS - 1) / COLUMNS;
+  const int per = group * tile_columns;
+  const int g = blockIdx.x / per;
   const int first = g * group, high = min(group, tile_rows - first), r = blockIdx.x - g * per;
   const int row0 = (first + r % high) * ROWS, column0 = r / high * COLUMNS;
   const int t = threadIdx.x, lane = t & 31, wm = (t >> 5 & 1) * 64, wn = (t >> 6) * 64;
@@ -381,7 +445,8 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
         const int row = load_row + 32 * i, a = row0 + row, w = column0 + row, j = (kb & 1) * 4 + piece;
         copy16_or_zero(dst + swizzled(row, piece), A + (size_t)min(a, M - 1) * pitch + kb * BLOCK_K + piece * 8, a < M);
         const int wc = min(w, padded_n - 1);
-        copy16_or_zero(dst + TILE_BYTES + swizzled(row, piece), W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
+        copy16_or_zero(dst + TILE_BYTES + swizzled(row, piece),
+                       W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
       }
     copy_commit();
   };
@@ -394,7 +459,8 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 #pragma unroll
     for (int i = 0; i < 4; i++) ldmatrix4(a[k][i], a_at + swizzled(wm + 16 * i + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
-    for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + swizzled(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+    for (int i = 0; i < 4; i++)
+      ldmatrix4(b[k][i], w_at + swizzled(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
   };
   auto gemm = [&](int k) {
 #pragma unroll
@@ -428,41 +494,49 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
       for (int j = 0; j < 8; j += GATED ? 2 : 1) {
         const int column = column0 + wn + 8 * j + (lane & 3) * 2;
         if (column >= N) continue;
-        if constexpr (GATED) store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1], d[i][j + 1][2 * h], d[i][j + 1][2 * h + 1]);
-        else store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1]);
+        if constexpr (GATED)
+          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1], d[i][j + 1][2 * h], d[i][j + 1][2 * h + 1]);
+        else
+          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1]);
       }
     }
 }
 
 }  // namespace mma_gemm
 
-// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch,
-// ...), prefill_gated_gelu_*(likewise): pitch and x_pitch are row strides of A and X in elements, group is that of `tile_at` in tile rows.
-// N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared memory.
-#define GATED(NAME, ACTIVATION, T)                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(128, 2) prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias,       \
-                                                                            int x_pitch, int M, int N, int K, int pitch, int group) {                \
-    mma_gemm::multiply<T, true>(A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {                      \
-      const ACTIVATION f;                                                                                                                            \
-      if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];                                          \
-      *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(f(g0) * u0, f(g1) * u1);                                    \
-    });                                                                                                                                              \
+// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...),
+// prefill_gated_*(A, W, X, bias, x_pitch,
+// ...), prefill_gated_gelu_*(likewise): pitch and x_pitch are row strides of A and X in elements, group is that of
+// `tile_at` in tile rows. N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared
+// memory.
+#define GATED(NAME, ACTIVATION, T)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                                \
+      prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias, int x_pitch, int M,     \
+                           int N, int K, int pitch, int group) {                                                      \
+    mma_gemm::multiply<T, true>(                                                                                      \
+        A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {               \
+          const ACTIVATION f;                                                                                         \
+          if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];       \
+          *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(f(g0) * u0, f(g1) * u1); \
+        });                                                                                                           \
   }
-#define ENTRIES(NAME, T)                                                                                                                             \
-  extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
-      prefill_plain_##NAME(const uint16_t* A, const uint4* W, float* Y, int M, int N, int K, int pitch, int group) {                                 \
-    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group,                                                                                        \
-                                 [&](int row, int column, float x, float y) { *(float2*)(Y + (size_t)row * N + column) = make_float2(x, y); });      \
-  }                                                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
-      prefill_residual_##NAME(const uint16_t* A, const uint4* W, float* hidden, const float* bias, int M, int N, int K, int pitch, int group) {      \
-    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group, [&](int row, int column, float x, float y) {                                           \
-      float2* h = (float2*)(hidden + (size_t)row * N + column);                                                                                      \
-      const float2 old = *h, b = bias ? *(const float2*)(bias + column) : make_float2(0, 0);                                                         \
-      *h = make_float2(old.x + (x + b.x), old.y + (y + b.y));                                                                                        \
-    });                                                                                                                                              \
-  }                                                                                                                                                  \
-  GATED(NAME, Silu, T)                                                                                                                               \
+#define ENTRIES(NAME, T)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                               \
+      prefill_plain_##NAME(const uint16_t* A, const uint4* W, float* Y, int M, int N, int K, int pitch, int group) { \
+    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group, [&](int row, int column, float x, float y) {           \
+      *(float2*)(Y + (size_t)row * N + column) = make_float2(x, y);                                                  \
+    });                                                                                                              \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                               \
+      prefill_residual_##NAME(const uint16_t* A, const uint4* W, float* hidden, const float* bias, int M, int N,     \
+                              int K, int pitch, int group) {                                                         \
+    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group, [&](int row, int column, float x, float y) {           \
+      float2* h = (float2*)(hidden + (size_t)row * N + column);                                                      \
+      const float2 old = *h, b = bias ? *(const float2*)(bias + column) : make_float2(0, 0);                         \
+      *h = make_float2(old.x + (x + b.x), old.y + (y + b.y));                                                        \
+    });                                                                                                              \
+  }                                                                                                                  \
+  GATED(NAME, Silu, T)                                                                                               \
   GATED(gelu_##NAME, Gelu, T)
 #ifdef QS_SM80
 ENTRIES(bf16, Bf16)
@@ -500,14 +574,18 @@ DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int 
       if (row0 + r + i < M && column0 + c + j < N) Y[(size_t)(row0 + r + i) * N + column0 + c + j] = d[i][j];
 }
 
-// Checkpoints in single precision: A [M][pitch], W row-major [N][K], Y [M][N]. Grid: (ceil(N / 64), ceil(M / 64)), block 256.
-extern "C" __global__ void __launch_bounds__(256) prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
-  multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; }, [&](int row, int k) { return W[(size_t)row * K + k]; }, Y, M, N, K);
+// Checkpoints in single precision: A [M][pitch], W row-major [N][K], Y [M][N]. Grid: (ceil(N / 64), ceil(M / 64)),
+// block 256.
+extern "C" __global__ void __launch_bounds__(256)
+    prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
+  multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; },
+                 [&](int row, int k) { return W[(size_t)row * K + k]; }, Y, M, N, K);
 }
 
 #ifndef QS_SM80
 // Turing has no bfloat16 tensor cores. A [M][pitch] bf16, W atoms, Y [M][N]; grid and block as above.
-extern "C" __global__ void __launch_bounds__(256) prefill_plain_bf16(const uint16_t* A, const uint16_t* W, float* Y, int M, int N, int K, int pitch) {
+extern "C" __global__ void __launch_bounds__(256)
+    prefill_plain_bf16(const uint16_t* A, const uint16_t* W, float* Y, int M, int N, int K, int pitch) {
   const int atoms = (K + 63) / 64;
   multiply_plain([&](int row, int k) { return Bf16::to_float(A[(size_t)row * pitch + k]); },
                  [&](int row, int k) {

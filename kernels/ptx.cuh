@@ -29,9 +29,10 @@ typedef unsigned long long uint64_t;
 
 // ---- programmatic dependent launch ----
 //
-// Every kernel of a step first calls `grid_trigger`, so that the next kernel's blocks can start early. It calls `grid_wait` in every thread before it
-// accesses anything that another kernel of the step writes or reads. Since each kernel waits, waiting for the last one waits for all. The first
-// kernel of a step, `embed_*`, is launched without overlap, so results of earlier steps are complete and may be read before the wait.
+// Every kernel of a step first calls `grid_trigger`, so that the next kernel's blocks can start early. It calls
+// `grid_wait` in every thread before it accesses anything that another kernel of the step writes or reads. Since each
+// kernel waits, waiting for the last one waits for all. The first kernel of a step, `embed_*`, is launched without
+// overlap, so results of earlier steps are complete and may be read before the wait.
 DEV void grid_wait() {
 #ifdef QS_SM90
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -51,7 +52,9 @@ DEV uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
   return r;
 }
 DEV uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) { return lop3<(0xf0 & 0xcc) | 0xaa>(a, mask, b); }
-DEV uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return lop3<(0xf0 & 0xaa) | (0xcc & 0x55)>(a, b, mask); }
+DEV uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
+  return lop3<(0xf0 & 0xaa) | (0xcc & 0x55)>(a, b, mask);
+}
 DEV uint32_t pack_half2(float low, float high) {
   const half2 v = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&v);
@@ -90,16 +93,23 @@ DEV uint32_t lds32(uint32_t a) {
   asm volatile("ld.shared.u32 %0,[%1];" : "=r"(r) : "r"(a) : "memory");
   return r;
 }
-DEV void sts128(uint32_t a, uint4 v) { asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
-DEV void sts64(uint32_t a, uint2 v) { asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory"); }
+DEV void sts128(uint32_t a, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEV void sts64(uint32_t a, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
+}
 DEV void sts32(uint32_t a, uint32_t v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory"); }
 // Weights and pages: read once per pass, so they stay out of L1.
 DEV uint4 ldg_stream(const void* p) {
   uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
   return r;
 }
-// Data that another kernel of the step wrote: not through the non-coherent path, whose lines may be from before `grid_wait`.
+// Data that another kernel of the step wrote: not through the non-coherent path, whose lines may be from before
+// `grid_wait`.
 DEV uint4 ldg_plain(const void* p) {
   uint4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
@@ -123,17 +133,21 @@ DEV uint64_t evict_first() {
 DEV uint4 ldg_once(const void* p, uint64_t policy) {
 #ifdef QS_SM80
   uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p), "l"(policy));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p), "l"(policy));
   return r;
 #else
   return ldg_stream(p);
 #endif
 }
-// The hint is for Hopper only. On sm_80 to sm_120 ptxas (12.9 and 13.0) adds a uniform base to the address with it. With an offset as well, it
-// encodes an illegal instruction (`LDGSTS [R3+UR0+0x1200], desc[UR1]`); tools/check_sass.py detects it.
+// The hint is for Hopper only. On sm_80 to sm_120 ptxas (12.9 and 13.0) adds a uniform base to the address with it.
+// With an offset as well, it encodes an illegal instruction (`LDGSTS [R3+UR0+0x1200], desc[UR1]`); tools/check_sass.py
+// detects it.
 DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy)
+               : "memory");
 #else
   copy16(shared, global);
 #endif
@@ -150,45 +164,62 @@ DEV void copy_wait() {
 #endif
 }
 DEV void ldmatrix4(uint32_t (&r)[4], uint32_t a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(a)
+               : "memory");
 }
 DEV void ldmatrix4_trans(uint32_t (&r)[4], uint32_t a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(a)
+               : "memory");
 }
 DEV void ldmatrix2_trans(uint32_t (&r)[2], uint32_t a) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(a)
+               : "memory");
 }
 
 // ---- mma of one warp; lane = 4 g + c ----
 //
-// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8, 2c + 8..), b0 = (k 2c..2c+1,
-// column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8, ..).
+// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8,
+// 2c + 8..), b0 = (k 2c..2c+1, column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8,
+// ..).
 DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b0));
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
-// The same in bfloat16. Turing has no bfloat16 tensor cores: there, multiply-adds are done one by one, in a fixed order.
+// The same in bfloat16. Turing has no bfloat16 tensor cores: there, multiply-adds are done one by one, in a fixed
+// order.
 DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   auto low = [](uint32_t v) { return __uint_as_float(v << 16); };
   auto high = [](uint32_t v) { return __uint_as_float(v & 0xffff0000u); };
 #pragma unroll
   for (int half = 0; half < 2; half++)
-#pragma unroll 1                                             // unrolled, it takes minutes to compile
+#pragma unroll 1  // unrolled, it takes minutes to compile
     for (int from = 0; from < 4; from++) {
-      const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from), row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
-      const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from), column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);
+      const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from);
+      const uint32_t row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
+      const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from);
+      const uint32_t column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);
       d[0] = __fmaf_rn(high(row), high(column), __fmaf_rn(low(row), low(column), d[0]));
       d[1] = __fmaf_rn(high(row), high(column1), __fmaf_rn(low(row), low(column1), d[1]));
       d[2] = __fmaf_rn(high(row8), high(column), __fmaf_rn(low(row8), low(column), d[2]));
@@ -196,16 +227,22 @@ DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
     }
 #endif
 }
-// d[16 x 8] += a[16 x 32] * b[32 x 8] in integers, a unsigned and b signed bytes: a0 = (row g, k 4c..4c+3), a1 = (g + 8, 4c..),
-// a2 = (g, 4c + 16..), a3 = (g + 8, 4c + 16..), b0 = (k 4c.., column g), b1 = (4c + 16.., g).
+// d[16 x 8] += a[16 x 32] * b[32 x 8] in integers, a unsigned and b signed bytes: a0 = (row g, k 4c..4c+3), a1 = (g +
+// 8, 4c..), a2 = (g, 4c + 16..), a3 = (g + 8, 4c + 16..), b0 = (k 4c.., column g), b1 = (4c + 16.., g).
 DEV void mma_u8s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
   auto half = [](int& x, int& y, uint32_t a, uint32_t b) {
-    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};" : "+r"(x), "+r"(y) : "r"(a), "r"(b));
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};"
+        : "+r"(x), "+r"(y)
+        : "r"(a), "r"(b));
   };
-  half(d[0], d[1], a0, b0), half(d[0], d[1], a2, b1), half(d[2], d[3], a1, b0), half(d[2], d[3], a3, b1);
+  half(d[0], d[1], a0, b0);
+  half(d[0], d[1], a2, b1);
+  half(d[2], d[3], a1, b0);
+  half(d[2], d[3], a3, b1);
 #endif
 }

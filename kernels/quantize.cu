@@ -1,7 +1,9 @@
-// Quantisers: pages of the cache into nibble planes, weights into the layouts of the GEMMs, draft weights into 4 and 8 bits.
+// Quantisers: pages of the cache into nibble planes, weights into the layouts of the GEMMs, draft weights into 4 and 8
+// bits.
 //
-// Codes and parameters equal quantspec_core::quantize to the bit (except for the sign of a zero parameter in groups with zeros of both signs).
-// Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error flag; their output is meaningless.
+// Codes and parameters equal quantspec_core::quantize to the bit (except for the sign of a zero parameter in groups
+// with zeros of both signs). Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error
+// flag; their output is meaningless.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -16,8 +18,10 @@ struct Group {
 
 DEV Group rounded(float scale, float zero) {
   Group p;
-  p.scale_bits = Half::from_float(scale), p.zero_bits = Half::from_float(zero);
-  p.scale = Half::to_float(p.scale_bits), p.zero = Half::to_float(p.zero_bits);
+  p.scale_bits = Half::from_float(scale);
+  p.zero_bits = Half::from_float(zero);
+  p.scale = Half::to_float(p.scale_bits);
+  p.zero = Half::to_float(p.zero_bits);
   p.ok = is_finite(p.scale) && is_finite(p.zero);
   return p;
 }
@@ -35,7 +39,8 @@ DEV Group cache_group(float low, float high, bool balanced) {
 DEV uint32_t cache_code(float x, float scale, float zero, bool balanced) {
   if (scale == 0.f) return 8;
   const float offset = __fsub_rn(x, zero);
-  if (balanced) return (uint32_t)((int)fminf(fmaxf(rintf(__fdiv_rn(offset, __fmul_rn(scale, 0.0625f))), -8.f), 247.f) + 8);
+  if (balanced)
+    return (uint32_t)((int)fminf(fmaxf(rintf(__fdiv_rn(offset, __fmul_rn(scale, 0.0625f))), -8.f), 247.f) + 8);
   const float steps = __fdiv_rn(offset, scale), upper = fminf(fmaxf(rintf(steps), 0.f), 15.f);
   const float lower = fminf(fmaxf(rintf(__fmul_rn(16.f, __fsub_rn(steps, upper))), -8.f), 7.f);
   return (uint32_t)upper << 4 | (uint32_t)((int)lower + 8);
@@ -44,7 +49,10 @@ DEV uint32_t cache_code(float x, float scale, float zero, bool balanced) {
 // Eight bytes of cache_code as the words of the two planes.
 struct Words {
   uint32_t upper = 0, lower = 0;
-  DEV void put(int nibble, uint32_t code) { upper |= (code >> 4) << (4 * nibble), lower |= (code & 15) << (4 * nibble); }
+  DEV void put(int nibble, uint32_t code) {
+    upper |= (code >> 4) << (4 * nibble);
+    lower |= (code & 15) << (4 * nibble);
+  }
   DEV uint32_t lower_word() const { return __funnelshift_r(lower, lower, 4); }
 };
 
@@ -56,7 +64,8 @@ struct Page {
 // Dynamic shared memory of flush_* and store_* in bytes: PAGE_SHARED_CHANNEL D + PAGE_SHARED.
 constexpr int PAGE_SHARED_CHANNEL = 256, PAGE_SHARED = 4096;
 
-// One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D f16, `stride` elements apart.
+// One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D f16, `stride` elements
+// apart.
 template <int D, bool VALUES>
 DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
   constexpr int PITCH = D + 8;  // so that fragments are read without bank conflicts
@@ -79,7 +88,9 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   __syncthreads();
   auto take = [&](float& low, float& high, uint16_t bits) {
     const float x = Half::to_float(bits);
-    bad |= !is_finite(x), low = fminf(low, x), high = fmaxf(high, x);
+    bad |= !is_finite(x);
+    low = fminf(low, x);
+    high = fmaxf(high, x);
   };
   if (VALUES) {
     uint16_t* out = (uint16_t*)(page.upper + v_params_at(D));
@@ -87,12 +98,16 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
       float low = __int_as_float(0x7f800000), high = -low;
       for (int i = lane; i < D; i += 32) take(low, high, tile[token * PITCH + i]);
 #pragma unroll
-      for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+      for (int step = 16; step; step >>= 1) {
+        low = fminf(low, __shfl_xor_sync(~0u, low, step));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+      }
       if (lane == 0) {
         const Group p = cache_group(low, high, balanced);
         bad |= !p.ok;
         params[token] = make_float2(p.scale, p.zero);
-        out[v_param(token)] = p.scale_bits, out[v_param(token) + 1] = p.zero_bits;
+        out[v_param(token)] = p.scale_bits;
+        out[v_param(token) + 1] = p.zero_bits;
       }
     }
   } else {
@@ -103,7 +118,8 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
       const Group p = cache_group(low, high, balanced);
       bad |= !p.ok;
       params[channel] = make_float2(p.scale, p.zero);
-      out[k_param(channel)] = p.scale_bits, out[k_param(channel) + 8] = p.zero_bits;
+      out[k_param(channel)] = p.scale_bits;
+      out[k_param(channel) + 8] = p.zero_bits;
     }
   }
   if (bad) atomicOr(flag, FLAG_CACHE);
@@ -112,11 +128,13 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   uint32_t* lower = page.lower ? (uint32_t*)(page.lower + (VALUES ? lower_v_at(D) : 0)) : nullptr;
   for (int i = t; i < PAGE * D / 8; i += 256) {  // words in the order of memory: the inverse of k_word and v_word
     const int n = i & 3, owner = i >> 2 & 31, quartet = i >> 7, g = owner >> 2, c = owner & 3;
-    const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64), ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
+    const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64);
+    const int ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
     Words w;
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-      const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];  // K tiles: tokens x channels, V tiles: channels x tokens
+      // K tiles: tokens x channels, V tiles: channels x tokens
+      const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];
       const int token = tt * 16 + (VALUES ? column : row), channel = ct * 16 + (VALUES ? row : column);
       const float2 p = params[VALUES ? token : channel];
       w.put(e, cache_code(Half::to_float(tile[token * PITCH + channel]), p.x, p.y, balanced));
@@ -132,41 +150,47 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
           full ? full + block * (full_bytes(D) / 2) : nullptr};
 }
 
-// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its index in the pools.
-//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 1 for
-//   rounding balanced, 0 for paper.
-//   Grid (heads, layers, 2: keys, values), block 256.
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its index in
+// the pools.
+//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or
+//   null; balanced: 1 for rounding balanced, 0 for paper. Grid (heads, layers, 2: keys, values), block 256.
 template <int D>
-DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages, int slots, int slot, int page,
-               int physical, int balanced, uint32_t* flag) {
+DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full,
+               int pages, int slots, int slot, int page, int physical, int balanced, uint32_t* flag) {
   const int head = blockIdx.x, layer = blockIdx.y, heads = gridDim.x;
-  const size_t from = ring_at(layer, slot, head, page * PAGE, slots, heads, D), block = ((size_t)layer * pages + physical) * heads + head;
+  const size_t from = ring_at(layer, slot, head, page * PAGE, slots, heads, D);
+  const size_t block = ((size_t)layer * pages + physical) * heads + head;
   grid_trigger();
   grid_wait();
   const Page to = page_at<D>(upper, lower, full, block);
-  if (blockIdx.z) quantize_page<D, true>(ring_v + from, D, to, balanced, flag);
-  else quantize_page<D, false>(ring_k + from, D, to, balanced, flag);
+  if (blockIdx.z)
+    quantize_page<D, true>(ring_v + from, D, to, balanced, flag);
+  else
+    quantize_page<D, false>(ring_k + from, D, to, balanced, flag);
 }
 
-// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values). upper, lower, full:
-// the layer's pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
-// block 256.
+// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then
+// values). upper, lower, full: the layer's pools, [pages][heads], or null; table: physical page of each logical page of
+// the slot. Grid (heads, number of pages, 2), block 256.
 template <int D>
-DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first, int balanced, uint32_t* flag) {
+DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first,
+               int balanced, uint32_t* flag) {
   const int head = blockIdx.x, page = first + blockIdx.y, heads = gridDim.x;
   const int64_t stride = 2 * heads * D;
   grid_trigger();
   grid_wait();
   const Page to = page_at<D>(upper, lower, full, (size_t)table[page] * heads + head);
   const uint16_t* from = scratch + (int64_t)page * PAGE * stride + head * D;
-  if (blockIdx.z) quantize_page<D, true>(from + heads * D, stride, to, balanced, flag);
-  else quantize_page<D, false>(from, stride, to, balanced, flag);
+  if (blockIdx.z)
+    quantize_page<D, true>(from + heads * D, stride, to, balanced, flag);
+  else
+    quantize_page<D, false>(from, stride, to, balanced, flag);
 }
 
-// keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings, for any number of heads and any width d
-// that is a multiple of 8. Grid (count, 2: keys, values), block 128.
-KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* ring_k, uint16_t* ring_v, int layer, int slots, int slot, int heads, int d,
-                                          int first, uint32_t* flag) {
+// keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings, for any
+// number of heads and any width d that is a multiple of 8. Grid (count, 2: keys, values), block 128.
+KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* ring_k, uint16_t* ring_v, int layer,
+                                          int slots, int slot, int heads, int d, int first, uint32_t* flag) {
   grid_trigger();
   grid_wait();
   const int token = first + blockIdx.x, pieces = heads * d / 8;
@@ -181,14 +205,15 @@ KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* rin
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
-#define PAGES(D)                                                                                                                                       \
-  KERNEL __launch_bounds__(256) flush_##D(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages,   \
-                                          int slots, int slot, int page, int physical, int balanced, uint32_t* flag) {                                 \
-    flush<D>(ring_k, ring_v, upper, lower, full, pages, slots, slot, page, physical, balanced, flag);                                                  \
-  }                                                                                                                                                    \
-  KERNEL __launch_bounds__(256) store_##D(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first,        \
-                                          int balanced, uint32_t* flag) {                                                                              \
-    store<D>(scratch, upper, lower, full, table, first, balanced, flag);                                                                               \
+#define PAGES(D)                                                                                                   \
+  KERNEL __launch_bounds__(256)                                                                                    \
+      flush_##D(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full,    \
+                int pages, int slots, int slot, int page, int physical, int balanced, uint32_t* flag) {            \
+    flush<D>(ring_k, ring_v, upper, lower, full, pages, slots, slot, page, physical, balanced, flag);              \
+  }                                                                                                                \
+  KERNEL __launch_bounds__(256) store_##D(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, \
+                                          const int* table, int first, int balanced, uint32_t* flag) {             \
+    store<D>(scratch, upper, lower, full, table, first, balanced, flag);                                           \
   }
 PAGES(64)
 PAGES(128)
@@ -196,15 +221,19 @@ PAGES(256)
 
 // ---- weights ----
 //
-// Row of the device's matrix for row n of a tensor. interleave: 0 the same row; 1 and 2 gate and up, which alternate by eight rows.
+// Row of the device's matrix for row n of a tensor. interleave: 0 the same row; 1 and 2 gate and up, which alternate by
+// eight rows.
 DEV int matrix_row(int n, int interleave) { return interleave ? n / 8 * 16 + n % 8 + (interleave == 2 ? 8 : 0) : n; }
 
 // 16-byte piece j of row n in a matrix of atoms.
-DEV size_t atom_piece(int n, int j, int atoms) { return (((size_t)(n / 16) * atoms + j / 8) * 16 + n % 16) * 8 + ((j % 8) ^ (n & 7)); }
+DEV size_t atom_piece(int n, int j, int atoms) {
+  return (((size_t)(n / 16) * atoms + j / 8) * 16 + n % 16) * 8 + ((j % 8) ^ (n & 7));
+}
 
-// weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`. Padding rows and columns must
-// be zero already. Grid ceil(rows * ceil(K / 8) / 256), block 256.
-KERNEL __launch_bounds__(256) weights_atoms(const uint16_t* src, uint4* dst, int first, int rows, int K, int interleave) {
+// weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`.
+// Padding rows and columns must be zero already. Grid ceil(rows * ceil(K / 8) / 256), block 256.
+KERNEL __launch_bounds__(256)
+    weights_atoms(const uint16_t* src, uint4* dst, int first, int rows, int K, int interleave) {
   const int pieces = (K + 7) / 8, atoms = (K + 63) / 64;
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i >= (int64_t)rows * pieces) return;
@@ -236,11 +265,11 @@ struct FromRows {
   }
 };
 
-// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP: largest code, 15 or 255. Codes
-// past K are 0, as are scale and zero of rows past N.
+// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP:
+// largest code, 15 or 255. Codes past K are 0, as are scale and zero of rows past N.
 //
-// `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c .. of a head, which RoPE rotates
-// together. `paired_row` gives the matrix row that output n stands for.
+// `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c ..
+// of a head, which RoPE rotates together. `paired_row` gives the matrix row that output n stands for.
 DEV int paired_row(int n, int paired) {
   if (!paired) return n;
   const int in = n % paired;
@@ -255,28 +284,38 @@ struct Shrink {
 constexpr Shrink SHRINK = {0.03125f, 0, 3}, TARGET_SHRINK = {0.015625f, -1, 5};
 constexpr int FITS = 2;
 
-// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums have quantspec_core::quantize's order: per
-// lane, then a tree over the lanes.
+// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums have
+// quantspec_core::quantize's order: per lane, then a tree over the lanes.
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
-  float x[EACH], low, high;              // low, high: of the elements inside the matrix
+  float x[EACH], low, high;  // low, high: of the elements inside the matrix
   bool inside[EACH], finite;
   int count;
   // Of row n, from k0 on. `finite` is each lane's own.
   template <class T, class From>
   DEV void read(const void* src, int n, int k0, int N, int K, int paired) {
     const int lane = threadIdx.x & 31;
-    count = min(K - k0, 32 * EACH), low = __int_as_float(0x7f800000), high = -low, finite = true;
+    count = min(K - k0, 32 * EACH);
+    low = __int_as_float(0x7f800000);
+    high = -low;
+    finite = true;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
       const int k = k0 + i * 32 + lane;
       inside[i] = n < N && k < K;
       x[i] = inside[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
-      if (inside[i]) finite &= is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+      if (inside[i]) {
+        finite &= is_finite(x[i]);
+        low = fminf(low, x[i]);
+        high = fmaxf(high, x[i]);
+      }
     }
 #pragma unroll
-    for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+    for (int step = 16; step; step >>= 1) {
+      low = fminf(low, __shfl_xor_sync(~0u, low, step));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+    }
   }
 };
 DEV float sum_of_lanes(float v) {
@@ -310,10 +349,15 @@ DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   for (int i = 0; i < EACH; i++)
     if (w.inside[i]) {
       const float rest = __fsub_rn(w.x[i], p.zero), code = trial_code(rest, inverse);
-      codes = __fadd_rn(codes, code), squares = __fadd_rn(squares, __fmul_rn(code, code));
-      values = __fadd_rn(values, rest), products = __fadd_rn(products, __fmul_rn(code, rest));
+      codes = __fadd_rn(codes, code);
+      squares = __fadd_rn(squares, __fmul_rn(code, code));
+      values = __fadd_rn(values, rest);
+      products = __fadd_rn(products, __fmul_rn(code, rest));
     }
-  codes = sum_of_lanes(codes), squares = sum_of_lanes(squares), values = sum_of_lanes(values), products = sum_of_lanes(products);
+  codes = sum_of_lanes(codes);
+  squares = sum_of_lanes(squares);
+  values = sum_of_lanes(values);
+  products = sum_of_lanes(products);
   const float count = w.count, spread = __fsub_rn(__fmul_rn(count, squares), __fmul_rn(codes, codes));
   if (!(spread > 0.f)) return false;
   const float scale = __fdiv_rn(__fsub_rn(__fmul_rn(count, products), __fmul_rn(codes, values)), spread);
@@ -330,7 +374,10 @@ struct Best {
   DEV Best(const Weights<EACH>& w, const Group& first) : w(w), best(first), least(squared_error(w, first)) {}
   DEV void consider(const Group& p) {
     const float error = squared_error(w, p);
-    if (p.ok && error < least) least = error, best = p;
+    if (p.ok && error < least) {
+      least = error;
+      best = p;
+    }
   }
 };
 
@@ -341,7 +388,8 @@ DEV Group search(const Weights<EACH>& w, const Group& whole, Shrink shrink) {
   const float low = w.low, high = w.high, range = __fsub_rn(high, low);
 #pragma unroll 1
   for (int at = 0; at < shrink.count * shrink.count; at++) {
-    const float below = (shrink.first + at / shrink.count) * shrink.step, above = (shrink.first + at % shrink.count) * shrink.step;
+    const float below = (shrink.first + at / shrink.count) * shrink.step;
+    const float above = (shrink.first + at % shrink.count) * shrink.step;
     const float zero = __fadd_rn(low, __fmul_rn(below, range)), last = __fsub_rn(high, __fmul_rn(above, range));
     found.consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
   }
@@ -365,13 +413,15 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
     Weights<4> w;
     w.read<T, From>(src, n, group * 128, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
-    if (n < N) p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
+    if (n < N)
+      p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
     if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
     if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, p, SHRINK);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const bool coded = w.inside[i] && p.scale != 0.f;
-      codes[row][i * 32 + lane] = coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(w.x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
+      codes[row][i * 32 + lane] =
+          coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(w.x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
     }
     if (lane == 0) ((uint32_t*)(block + CODES))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
   }
@@ -393,14 +443,16 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src in the device's layout (atoms, or row-major for f32). Grid (ceil(K / 128), ceil(N
-// / 16)), block 128.
-#define WEIGHTS(NAME, T, FROM)                                                                                                        \
-  KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \
-    quantize_weights<T, FROM, 15>(src, dst, N, K, paired, flag);                                                                      \
-  }                                                                                                                                   \
-  KERNEL __launch_bounds__(128) weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \
-    quantize_weights<T, FROM, 255>(src, dst, N, K, paired, flag);                                                                     \
+// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src in the device's layout (atoms, or row-major for
+// f32). Grid (ceil(K / 128), ceil(N / 16)), block 128.
+#define WEIGHTS(NAME, T, FROM)                                                                     \
+  KERNEL __launch_bounds__(128)                                                                    \
+      weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) { \
+    quantize_weights<T, FROM, 15>(src, dst, N, K, paired, flag);                                   \
+  }                                                                                                \
+  KERNEL __launch_bounds__(128)                                                                    \
+      weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) { \
+    quantize_weights<T, FROM, 255>(src, dst, N, K, paired, flag);                                  \
   }
 WEIGHTS(bf16, Bf16, FromAtoms)
 WEIGHTS(f16, Half, FromAtoms)
@@ -408,13 +460,14 @@ WEIGHTS(f32, Single, FromRows)
 
 // ---- weights in planes (layout.cuh) ----
 //
-// The code that the n-th try, n = 1 .. 7, gives a group's smallest weight; the try before them gives it 8 (quantspec_core::weights::FIRST_CODES).
+// The code that the n-th try, n = 1 .. 7, gives a group's smallest weight; the try before them gives it 8
+// (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
 
 // One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.
 template <class T, class From>
 DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {
-  __shared__ __align__(16) uint8_t codes[16][64];                          // 16 U + L + 8
+  __shared__ __align__(16) uint8_t codes[16][64];  // 16 U + L + 8
   const int tile = blockIdx.y, group = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const size_t block = (size_t)tile * gridDim.x + group;
   upper += block * UPPER_BLOCK;
@@ -425,7 +478,9 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N && w.count > 0) {
       const float range = __fsub_rn(w.high, w.low), step = __fdiv_rn(range, 240.f);
-      auto from = [&](int first) { return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step))); };
+      auto from = [&](int first) {
+        return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step)));
+      };
       p = w.low == w.high ? rounded(0.f, w.low) : lower ? from(8) : weights_group(__fdiv_rn(range, 15.f), w.low);
       if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
       if (p.ok && p.scale != 0.f) {
@@ -444,8 +499,10 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
       uint32_t code = 8;
       if (w.inside[i] && p.scale != 0.f) {
         const float offset = __fsub_rn(w.x[i], p.zero);
-        code = lower ? (uint32_t)((int)rintf(fminf(fmaxf(__fdiv_rn(offset, __fmul_rn(p.scale, 0.0625f)), -8.f), 247.f)) + 8)
-                     : 16 * (uint32_t)rintf(fminf(fmaxf(__fdiv_rn(offset, p.scale), 0.f), 15.f)) + 8;
+        code =
+            lower
+                ? (uint32_t)((int)rintf(fminf(fmaxf(__fdiv_rn(offset, __fmul_rn(p.scale, 0.0625f)), -8.f), 247.f)) + 8)
+                : 16 * (uint32_t)rintf(fminf(fmaxf(__fdiv_rn(offset, p.scale), 0.f), 15.f)) + 8;
       }
       codes[row][i * 32 + lane] = (uint8_t)code;
     }
@@ -464,18 +521,20 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as for weights_w4_*. Grid (blocks per tile, ceil(N / 16)),
-// block 128.
-#define PLANES(NAME, T, FROM)                                                                                                                                   \
-  KERNEL __launch_bounds__(128) planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {                     \
-    quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                                                                            \
+// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as for weights_w4_*. Grid
+// (blocks per tile, ceil(N / 16)), block 128.
+#define PLANES(NAME, T, FROM)                                                                                    \
+  KERNEL __launch_bounds__(128)                                                                                  \
+      planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) { \
+    quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                             \
   }
 PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired): the dequantised matrix, rounded to 16 bits, rows in the
-// order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired): the dequantised matrix,
+// rounded to 16 bits, rows in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has
+// eight weights of a row.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;
@@ -484,9 +543,11 @@ DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst,
   const uint4 out = make_uint4(T::pack(w[0], w[1]), T::pack(w[2], w[3]), T::pack(w[4], w[5]), T::pack(w[6], w[7]));
   dst[atom_piece(n < N ? paired_row(n, paired) : n, k / 8, gridDim.x)] = out;
 }
-KERNEL __launch_bounds__(128) atoms_bf16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
+KERNEL __launch_bounds__(128)
+    atoms_bf16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   planes_to_atoms<Bf16>(upper, lower, dst, N, stride, paired);
 }
-KERNEL __launch_bounds__(128) atoms_f16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
+KERNEL __launch_bounds__(128)
+    atoms_f16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   planes_to_atoms<Half>(upper, lower, dst, N, stride, paired);
 }

@@ -1,8 +1,9 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}. A token uses word token mod 4.
-// The choice of a row is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses are summed
-// in fixed point, so cuts do not depend on the order of threads.
+// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}.
+// A token uses word token mod 4. The choice of a row is the largest (score, then lower id), so the number of blocks
+// that search a row does not matter. Probability masses are summed in fixed point, so cuts do not depend on the order
+// of threads.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -17,8 +18,8 @@ struct Sampler {
   int accept, unused[3];
 };
 
-// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p, with
-// z = (logit - most) / temperature. `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
+// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p,
+// with z = (logit - most) / temperature. `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
 struct Cut {
   float most, cutoff;
   int cutoff_id, unused;
@@ -28,7 +29,7 @@ struct Cut {
 // The rows of a slot in a verify step. 20 bytes, written by the host.
 struct Turn {
   int slot, first_row, gamma, position;  // position: of the first drafted token
-  int one_hot;                           // the drafter has no distribution: q is one at each drafted token, and q_logits and q_cuts are not read
+  int one_hot;  // the drafter has no distribution: q is one at each drafted token, and q_logits and q_cuts are not read
 };
 struct Verdict {
   int accepted, token;
@@ -37,9 +38,10 @@ struct Verdict {
 constexpr int CUT_BYTES = 24, RACE_BYTES = 16;
 static_assert(sizeof(Cut) == CUT_BYTES);
 
-constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
+// 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
+constexpr float MASS_UNIT = 1.7592186044416e13f;
 constexpr int SAMPLE_CHUNK = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
-constexpr int SAMPLE_VOCAB_MAX = 524287;                  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
+constexpr int SAMPLE_VOCAB_MAX = 524287;  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -51,15 +53,24 @@ DEV uint32_t ordered(float x) {
 }
 DEV float unordered(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-DEV float scaled(float logit, float most, float temperature) { return logit == most ? 0.f : __fdiv_rn(__fsub_rn(logit, most), temperature); }
+DEV float scaled(float logit, float most, float temperature) {
+  return logit == most ? 0.f : __fdiv_rn(__fsub_rn(logit, most), temperature);
+}
 
 DEV uint4 noise(const Sampler& s, int position, Stream stream, uint32_t block) {
   uint32_t a = position, b = s.sequence[0], c = s.sequence[1] << 2 | stream, d = block, k = s.seed[0], l = s.seed[1];
 #pragma unroll
   for (int round = 0; round < 10; round++) {
-    const uint32_t left_high = __umulhi(0xD2511F53u, a), left = 0xD2511F53u * a, right_high = __umulhi(0xCD9E8D57u, c), right = 0xCD9E8D57u * c;
-    a = right_high ^ b ^ k, b = right, c = left_high ^ d ^ l, d = left;
-    k += 0x9E3779B9u, l += 0xBB67AE85u;
+    const uint32_t left_high = __umulhi(0xD2511F53u, a);
+    const uint32_t left = 0xD2511F53u * a;
+    const uint32_t right_high = __umulhi(0xCD9E8D57u, c);
+    const uint32_t right = 0xCD9E8D57u * c;
+    a = right_high ^ b ^ k;
+    b = right;
+    c = left_high ^ d ^ l;
+    d = left;
+    k += 0x9E3779B9u;
+    l += 0xBB67AE85u;
   }
   return make_uint4(a, b, c, d);
 }
@@ -74,7 +85,8 @@ constexpr float ESTIMATE_ERROR = 1e-3f;
 // The least z that min_p keeps.
 DEV float least_kept(const Sampler& s) { return s.min_p == 0.f ? minus_infinity() : logf(s.min_p); }
 DEV bool kept(const Cut& cut, float least, float logit, int id, float z) {
-  return ((logit > cut.cutoff) | ((logit == cut.cutoff) & (id <= cut.cutoff_id))) & (logit != minus_infinity()) & (z >= least);
+  return ((logit > cut.cutoff) | ((logit == cut.cutoff) & (id <= cut.cutoff_id))) & (logit != minus_infinity()) &
+         (z >= least);
 }
 // Warped probability of a token.
 DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
@@ -84,8 +96,9 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 
 // ---- cuts ----
 //
-// One block finds a row's cut: the maximum; a histogram of z in bins of 1/64 nat with counts and masses; the bin at the limit; and the position in
-// that bin, by comparing its few tokens. Only if one bin has more than LIST tokens, bisection over the whole row finds the limit.
+// One block finds a row's cut: the maximum; a histogram of z in bins of 1/64 nat with counts and masses; the bin at the
+// limit; and the position in that bin, by comparing its few tokens. Only if one bin has more than LIST tokens,
+// bisection over the whole row finds the limit.
 
 constexpr int BINS = 2048, LIST = 1024;
 constexpr float BINS_PER_NAT = 64;
@@ -135,7 +148,8 @@ struct Tokens {
   }
   // Sum of 1, or of the mass, over tokens with ordered(logit) >= key.
   DEV uint64_t above(uint64_t key, bool by_mass) const {
-    return sum([&](int, float x) { return ordered(x) >= key && x != minus_infinity() ? (by_mass ? mass(x) : 1ull) : 0ull; });
+    return sum(
+        [&](int, float x) { return ordered(x) >= key && x != minus_infinity() ? (by_mass ? mass(x) : 1ull) : 0ull; });
   }
   // The largest key whose tokens and those above it make up `goal`; 0 if all together do not.
   DEV uint32_t reach(uint64_t goal, bool by_mass) const {
@@ -149,8 +163,10 @@ struct Tokens {
     int low = 0, high = vocab - 1;
     while (low < high) {
       const int middle = low + (high - low) / 2;
-      if (sum([&](int id, float x) { return (uint64_t)(ordered(x) == key && id <= middle); }) >= n) high = middle;
-      else low = middle + 1;
+      if (sum([&](int id, float x) { return (uint64_t)(ordered(x) == key && id <= middle); }) >= n)
+        high = middle;
+      else
+        low = middle + 1;
     }
     return low;
   }
@@ -159,16 +175,17 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t fixed[BINS];  // sums of exp(z - top of the bin) in units that let a vocabulary fit (`fixed_unit`): independent of order
-    double mass[BINS];     // sums of exp(z)
+    // sums of exp(z - top of the bin) in units that let a vocabulary fit (`fixed_unit`): independent of order
+    uint32_t fixed[BINS];
+    double mass[BINS];  // sums of exp(z)
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
   uint32_t masses[LIST];  // their masses, in units of 2^-26 of the top of the bin
-  uint32_t listed;       // tokens of that bin, more than LIST if they do not fit
-  int edge, cutoff_id;      // edge: the bin at the limit; cutoff, cutoff_id: those of the cut
+  uint32_t listed;        // tokens of that bin, more than LIST if they do not fit
+  int edge, cutoff_id;    // edge: the bin at the limit; cutoff, cutoff_id: those of the cut
   float cutoff;
-  double before;         // weight of the bins before `edge`
+  double before;  // weight of the bins before `edge`
 
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
   static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }
@@ -209,7 +226,8 @@ struct Histogram {
     return own;
   }
 
-  // Sets `edge` to the first bin whose weight, with that of all bins before it, reaches goal(sum of all); `before` to the weight before it.
+  // Sets `edge` to the first bin whose weight, with that of all bins before it, reaches goal(sum of all); `before` to
+  // the weight before it.
   template <class Weight, class Goal>
   DEV void find(Weight weight, Goal goal_of) {
     if (threadIdx.x < 32) {
@@ -222,17 +240,21 @@ struct Histogram {
       }
       const double goal = goal_of(run);
       const uint32_t reached = __ballot_sync(~0u, mine + own >= goal), present = __ballot_sync(~0u, own > 0);
-      const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);  // below the goal by rounding: the last non-empty bin
+      // below the goal by rounding: the last non-empty bin
+      const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);
       if (threadIdx.x == lane) {
         int last = -1;
         double sum = mine, until = mine;
         for (int i = 0; i < BINS / 32; i++) {
           const int b = lane * (BINS / 32) + i;
           if (weight(b) <= 0) continue;
-          last = b, until = sum, sum += weight(b);
+          last = b;
+          until = sum;
+          sum += weight(b);
           if (sum >= goal) break;
         }
-        edge = last, before = until;
+        edge = last;
+        before = until;
       }
       if (threadIdx.x == 0) listed = 0;
     }
@@ -245,16 +267,21 @@ struct Histogram {
     each_token(t.row, t.vocab, [&](int id, float x) {
       if (x == minus_infinity() || bin(t.depth(x)) != wanted) return;
       const uint32_t at = atomicAdd(&listed, 1);
-      if (at < LIST) list[at] = x, ids[at] = id, masses[at] = (uint32_t)(inside(t.depth(x), wanted) * 67108864.f);
+      if (at < LIST) {
+        list[at] = x;
+        ids[at] = id;
+        masses[at] = (uint32_t)(inside(t.depth(x), wanted) * 67108864.f);
+      }
     });
     __syncthreads();
     return listed <= LIST;
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32 [row][vocab] -> cuts [row]; their
-// `total` only for samplers of rejection. Grid (rows), block 1024.
-KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
+// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32
+// [row][vocab] -> cuts [row]; their `total` only for samplers of rejection. Grid (rows), block 1024.
+KERNEL __launch_bounds__(1024)
+    sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
   __shared__ uint32_t top;
@@ -291,14 +318,19 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
   if (cut_k || cut_p) h.fill(t, cut_k, cut_p);
   if (cut_k) {
     h.find([&](int b) { return (double)h.count[b]; }, [&](double) { return (double)s.top_k; });
-    bin_k = h.edge, listed = h.collect(t);
+    bin_k = h.edge;
+    listed = h.collect(t);
     if (listed) {
       const int need = s.top_k - (int)h.before, n = h.listed;
       const int i = threadIdx.x;
       if (i < n) {
         int greater = 0, equal = 0;
-        for (int j = 0; j < n; j++) greater += h.list[j] > h.list[i], equal += h.list[j] == h.list[i];
-        if (greater < need && greater + equal >= need) h.cutoff = h.list[i];  // all writing threads store the same value
+        for (int j = 0; j < n; j++) {
+          greater += h.list[j] > h.list[i];
+          equal += h.list[j] == h.list[i];
+        }
+        // all writing threads store the same value
+        if (greater < need && greater + equal >= need) h.cutoff = h.list[i];
       }
       __syncthreads();
       cutoff = h.cutoff;
@@ -324,7 +356,8 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
       if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its fixed-point masses
         double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
         for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
-        if (threadIdx.x == 0) h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
+        if (threadIdx.x == 0)
+          h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
       }
       __syncthreads();
       listed = h.collect(t);
@@ -343,21 +376,31 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
           if (x >= cutoff && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
         }
       __syncthreads();
-      if (in && before < need && before + mine >= need) h.cutoff = h.list[i], h.cutoff_id = h.ids[i];
+      if (in && before < need && before + mine >= need) {
+        h.cutoff = h.list[i];
+        h.cutoff_id = h.ids[i];
+      }
       __syncthreads();
-      cutoff = h.cutoff, cutoff_id = h.cutoff_id;
+      cutoff = h.cutoff;
+      cutoff_id = h.cutoff_id;
     } else {
       const uint32_t floor = ordered(cutoff);
-      const uint64_t total = t.above(floor, true), goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
+      const uint64_t total = t.above(floor, true);
+      const uint64_t goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
       const uint32_t key = max(floor, t.reach(goal, true));
-      const uint64_t before = t.above((uint64_t)key + 1, true), each = max(1ull, (unsigned long long)t.mass(unordered(key)));
-      const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1, equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
+      const uint64_t before = t.above((uint64_t)key + 1, true);
+      const uint64_t each = max(1ull, (unsigned long long)t.mass(unordered(key)));
+      const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1;
+      const uint64_t equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
       cutoff = unordered(key);
       if (need < equal) cutoff_id = t.nth(key, need);
     }
   }
   Cut cut{most, cutoff, cutoff_id, 0, 1.0};
-  if (s.accept == REJECTION) cut.total = (double)t.sum([&](int id, float x) { return kept(cut, least_kept(s), x, id, t.z(x)) ? t.mass(x) : 0ull; }) / (double)MASS_UNIT;
+  if (s.accept == REJECTION)
+    cut.total = (double)t.sum([&](int id, float x) {
+      return kept(cut, least_kept(s), x, id, t.z(x)) ? t.mass(x) : 0ull;
+    }) / (double)MASS_UNIT;
   if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
@@ -366,15 +409,16 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
 // A candidate, comparable as one number: the larger score wins, then the lower id.
 DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) << 32 | (uint32_t)~id; }
 
-// A runner-up as a number: a losing candidate, by its score; or, below all of those, a token that the warpers do not keep, by its score without
-// noise. 0: none.
+// A runner-up as a number: a losing candidate, by its score; or, below all of those, a token that the warpers do not
+// keep, by its score without noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
 // The best candidate so far and the best runner-up.
 struct Race {
   uint64_t first, second;
   DEV void enter(uint64_t candidate, uint64_t runner_up) {
     const uint64_t lower = min(first, candidate);
-    first = max(first, candidate), second = max(second, max(runner_up, loser(lower)));
+    first = max(first, candidate);
+    second = max(second, max(runner_up, loser(lower)));
   }
   // Combines with the lanes whose numbers differ in the bits from `step` down.
   DEV void meet(int step) {
@@ -390,22 +434,29 @@ static_assert(sizeof(Race) == RACE_BYTES);
 
 // sample_choose: the token after each row.
 //   logits f32 [row][vocab]; cuts [row], read if the sampler has a temperature; choices int32 [row].
-//   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's logit margin to the second-best
-//     token (core::sample::choose_with_margin). Under rejection drafts have separate noise, and keep logits and cut in q_logits f32
-//     [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the target's choice.
-//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / SAMPLE_CHUNK), rows), block 256.
+//   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's
+//   logit margin to the second-best
+//     token (core::sample::choose_with_margin). Under rejection drafts have separate noise, and keep logits and cut in
+//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the
+//     target's choice.
+//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab /
+//   SAMPLE_CHUNK), rows), block 256.
 //
-// Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and noise, which do not depend on
-// earlier kernels, are computed into shared memory before the wait (ptxas would move register values after it). Double-precision logarithms occur
-// once in the code, for tokens whose estimates allow them to be first or second of a warp.
-KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
-                                            int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
-                                            float* margin, uint32_t* flag) {
-  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;   // tokens per thread: quartets, 1,024 apart
+// Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and
+// noise, which do not depend on earlier kernels, are computed into shared memory before the wait (ptxas would move
+// register values after it). Double-precision logarithms occur once in the code, for tokens whose estimates allow them
+// to be first or second of a warp.
+KERNEL __launch_bounds__(SAMPLE_THREADS)
+    sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts,
+                  int* choices, int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races,
+                  uint32_t* arrived, float* margin, uint32_t* flag) {
+  // tokens per thread: quartets, 1,024 apart
+  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
-  __shared__ float about[OWN][SAMPLE_THREADS];                               // the noise's approximate contribution; then an upper bound of the score
-  __shared__ float scores[OWN][SAMPLE_THREADS];                              // logits; then scores without noise
+  // the noise's approximate contribution; then an upper bound of the score
+  __shared__ float about[OWN][SAMPLE_THREADS];
+  __shared__ float scores[OWN][SAMPLE_THREADS];  // logits; then scores without noise
   grid_trigger();
   const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_CHUNK + own * 4;
   auto id_of = [&](int i) { return id0 + i / 4 * (4 * SAMPLE_THREADS) + i % 4; };
@@ -417,7 +468,10 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
     for (int i = 0; i < OWN; i += 4) {
       const uint4 quartet = noise(s, r.position + 1, keep ? DRAFT : SAMPLE, id_of(i) / 4);
 #pragma unroll
-      for (int j = 0; j < 4; j++) words[i + j][own] = word_of(quartet, j), about[i + j][own] = gumbel_estimate(unit(word_of(quartet, j)));
+      for (int j = 0; j < 4; j++) {
+        words[i + j][own] = word_of(quartet, j);
+        about[i + j][own] = gumbel_estimate(unit(word_of(quartet, j)));
+      }
     }
   const float least = least_kept(s);
   grid_wait();
@@ -430,8 +484,8 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? from[id_of(i)] : minus_infinity();
 #pragma unroll
   for (int i = 0; i < OWN; i++) scores[i][own] = x[i];
-  float cutoff = minus_infinity(), most = minus_infinity();                     // lower bounds of the two largest scores of the warp
-  uint32_t open = 0, out = 0;                                                // tokens that may be first or second; the best that is not kept
+  float cutoff = minus_infinity(), most = minus_infinity();  // lower bounds of the two largest scores of the warp
+  uint32_t open = 0, out = 0;  // tokens that may be first or second; the best that is not kept
   bool bad = false;
 #pragma unroll 1
   for (int i = 0; i < OWN && id_of(i) < vocab; i++) {
@@ -444,15 +498,23 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
       const float z = scaled(logit, cut.most, s.temperature);
       stays = kept(cut, least, logit, id_of(i), z);
       if (!stays) out = max(out, ordered(z));
-      scores[i][own] = z, score = z + about[i][own], error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;       // scores far from zero have rounding errors above the estimate's
+      // scores far from zero have rounding errors above the estimate's
+      scores[i][own] = z;
+      score = z + about[i][own];
+      error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;
     }
     about[i][own] = score + error;
-    if (stays) open |= 1u << i, cutoff = fmaxf(cutoff, fminf(most, score - error)), most = fmaxf(most, score - error);
+    if (stays) {
+      open |= 1u << i;
+      cutoff = fmaxf(cutoff, fminf(most, score - error));
+      most = fmaxf(most, score - error);
+    }
   }
 #pragma unroll 1
   for (int step = 16; step; step >>= 1) {
     const float other = __shfl_xor_sync(~0u, most, step), second = __shfl_xor_sync(~0u, cutoff, step);
-    cutoff = fmaxf(fminf(most, other), fmaxf(cutoff, second)), most = fmaxf(most, other);
+    cutoff = fmaxf(fminf(most, other), fmaxf(cutoff, second));
+    most = fmaxf(most, other);
   }
   Race race = {0, out};
 #pragma unroll 1
@@ -473,7 +535,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
     if (bad) atomicOr(flag, FLAG_LOGITS);
     if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   }
-  if (gridDim.x > 1) {                                                       // the last block of the row combines the others' results
+  if (gridDim.x > 1) {  // the last block of the row combines the others' results
     Race* all = races + (size_t)row * gridDim.x;
     uint32_t before = 0;
     if (lane == 0) {
@@ -483,29 +545,37 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
       __threadfence();
     }
     if (__shfl_sync(~0u, before, 0) + 1 != gridDim.x) return;
-    __syncwarp();                                                            // a shuffle orders no memory
+    __syncwarp();  // a shuffle orders no memory
     race = {0, 0};
 #pragma unroll 1
-    for (int i = lane; i < gridDim.x; i += 32) race.enter(__ldcg((const unsigned long long*)&all[i].first), __ldcg((const unsigned long long*)&all[i].second));
+    for (int i = lane; i < gridDim.x; i += 32)
+      race.enter(__ldcg((const unsigned long long*)&all[i].first), __ldcg((const unsigned long long*)&all[i].second));
     race.meet(16);
     if (lane == 0) arrived[row] = 0;
   }
   if (lane) return;
   int token = (int)~(uint32_t)race.first;
   const float score = unordered((uint32_t)(race.first >> 32));
-  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_NO_TOKEN);
+  if (race.first == 0 || score == minus_infinity()) {
+    token = 0;
+    atomicOr(flag, FLAG_NO_TOKEN);
+  }
   choices[row] = token;
   if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;
-  // If only this token was kept, it is the most likely, and its score without noise is 0. Without any other token the margin is infinite; if no token
-  // could be chosen it is 0.
+  // If only this token was kept, it is the most likely, and its score without noise is 0. Without any other token the
+  // margin is infinite; if no token could be chosen it is 0.
   const float second = race.second ? unordered((uint32_t)race.second) : minus_infinity();
-  if (row == 0) *margin = !race.first ? 0.f : greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
+  if (row == 0)
+    *margin = !race.first ? 0.f
+              : greedy    ? score - second
+                          : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
 }
 
 // ---- judgement ----
 
-// Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. 1024 threads; -1 if no weight is positive.
+// Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. 1024 threads; -1 if no
+// weight is positive.
 template <class Weight>
 DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* scores, int* ids, Weight weight) {
   double best = 0;
@@ -521,11 +591,18 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
       const float u = unit(word_of(words, i));
       if (w / -logf(u) * (1 + ESTIMATE_ERROR) < cutoff) continue;
       const double score = (double)w / -log((double)u);
-      if (score > best) best = score, winner = id0 + i, cutoff = (float)score;
+      if (score > best) {
+        best = score;
+        winner = id0 + i;
+        cutoff = (float)score;
+      }
     }
   }
   auto take = [&](double other, int id) {
-    if (id >= 0 && (other > best || (other == best && id < winner) || winner < 0)) best = other, winner = id;
+    if (id >= 0 && (other > best || (other == best && id < winner) || winner < 0)) {
+      best = other;
+      winner = id;
+    }
   };
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
@@ -533,7 +610,10 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
     take(other, __shfl_xor_sync(~0u, winner, step));
   }
   __syncthreads();
-  if ((threadIdx.x & 31) == 0) scores[threadIdx.x >> 5] = best, ids[threadIdx.x >> 5] = winner;
+  if ((threadIdx.x & 31) == 0) {
+    scores[threadIdx.x >> 5] = best;
+    ids[threadIdx.x >> 5] = winner;
+  }
   __syncthreads();
   for (int i = 0; i < 32; i++) take(scores[i], ids[i]);
   return winner;
@@ -541,9 +621,11 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
 
 // judge: one verdict per turn.
 //   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at index i + 1.
-//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null if every turn is one-hot. Grid (turns), block 1024.
-KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch, const float* logits,
-                                     const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
+//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null if every turn is one-hot.
+//   Grid (turns), block 1024.
+KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows,
+                                     int window_pitch, const float* logits, const Cut* cuts, int vocab,
+                                     const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
   __shared__ double scores[32];
   __shared__ int ids[32], accepted;
   grid_trigger();
@@ -558,21 +640,25 @@ KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers,
     verdicts[blockIdx.x] = Verdict{n, choices[turn.first_row + n]};
     return;
   }
-  auto p = [&](int i, int id) { return probability(cuts[turn.first_row + i], s, logits[(size_t)(turn.first_row + i) * vocab + id], id); };
+  auto p = [&](int i, int id) {
+    return probability(cuts[turn.first_row + i], s, logits[(size_t)(turn.first_row + i) * vocab + id], id);
+  };
   auto q = [&](int i, int id) {
     if (turn.one_hot) return id == drafted[i] ? 1.f : 0.f;
-    return probability(q_cuts[turn.slot * q_pitch + i], s, q_logits[((size_t)turn.slot * q_pitch + i) * vocab + id], id);
+    return probability(q_cuts[turn.slot * q_pitch + i], s, q_logits[((size_t)turn.slot * q_pitch + i) * vocab + id],
+                       id);
   };
   if (threadIdx.x < 32) {
     bool refused = false;
     const int i = threadIdx.x;
-    if (i < turn.gamma) refused = !(__fmul_rn(unit(noise(s, turn.position + i, ACCEPT, 0).x), q(i, drafted[i])) < p(i, drafted[i]));
+    if (i < turn.gamma)
+      refused = !(__fmul_rn(unit(noise(s, turn.position + i, ACCEPT, 0).x), q(i, drafted[i])) < p(i, drafted[i]));
     const uint32_t refusals = __ballot_sync(~0u, refused);
     if (i == 0) accepted = refusals ? __ffs(refusals) - 1 : turn.gamma;
   }
   __syncthreads();
   const int n = accepted, position = turn.position + n;
-  int token = choices[turn.first_row + n];               // the bonus is chosen as in plain decoding
+  int token = choices[turn.first_row + n];  // the bonus is chosen as in plain decoding
   if (n < turn.gamma) {
     token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return __fsub_rn(p(n, id), q(n, id)); });
     // Rounding left no mass of p - q, so they are equal.

@@ -256,7 +256,8 @@ fn shapes(kernels: &Path) -> String {
             Some(line.split(')').next()?.split(',').map(|argument| argument.trim().to_owned()).collect())
         };
         let header = format!("#define {macro_name}");
-        let parameters = source.lines().find_map(|line| arguments(line, &header));
+        // A long list of parameters continues on the next line.
+        let parameters = source.replace("\\\n", "").lines().find_map(|line| arguments(line, &header));
         let parameters = parameters.unwrap_or_else(|| fail(&format!("{file} does not define {macro_name}(…)")));
         let at = |field: &str| {
             let found = parameters.iter().position(|parameter| parameter == field);
