@@ -257,10 +257,10 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2, int reach) {                  \
     wgmma_attention::attend<D, LOCAL, CONSUMERS, T>(&Q, &K, &V, &O, n, q0, group, scale_log2, reach);                \
   }
-#define ENTRY(D, NAME, T)                                                                \
-  KERNEL_OF(D##_##NAME, D, T, false, 2)                                                  \
-  KERNEL_OF(D##_local_##NAME, D, T, true, 2) KERNEL_OF(few_##D##_##NAME, D, T, false, 1) \
-      KERNEL_OF(few_##D##_local_##NAME, D, T, true, 1)
+#define ENTRY(D, NAME, T)                    \
+  KERNEL_OF(D##_##NAME, D, T, false, 2)      \
+  KERNEL_OF(D##_local_##NAME, D, T, true, 2) \
+  KERNEL_OF(few_##D##_##NAME, D, T, false, 1) KERNEL_OF(few_##D##_local_##NAME, D, T, true, 1)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
