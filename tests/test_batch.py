@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from typing import Any
 
 import pypdf
 import pytest
-from conftest import LONG, Child, Outcome, answers
+from conftest import LONG, Child, Outcome, answers, rest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -374,7 +376,7 @@ def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: R
     command = ["batch", str(docs), "--out", str(out), "--json"]
     for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
         (refused,) = [row for row in quantspec(*command, *flags, "--dry-run").json["results"] if row["error"]]
-        assert "exists and was not written by this batch" in refused["error"]["message"]
+        assert "exists and is not as this batch wrote it" in refused["error"]["message"]
         assert quantspec(*command, *flags, "--dry-run", "--no-resume").json["refused"] == 0
         assert quantspec(*command, *flags).json["failed"] == 1
         assert (out / "a.txt.md").read_text() == "precious"
@@ -394,7 +396,7 @@ def test_an_answer_by_hand_to_a_failed_document_is_not_overwritten(
     for _ in range(2):
         report = quantspec(*command, "-n", "3").json
         (failed,) = [line["error"]["message"] for line in report["results"] if line["error"]]
-        assert "exists and was not written by this batch" in failed
+        assert "exists and is not as this batch wrote it" in failed
         assert (out / "long.txt.md").read_text() == "by hand"
     (out / "long.txt.md").unlink()
     assert quantspec(*command, "-n", "3").json["failed"] == 0
@@ -499,7 +501,7 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     assert report["context"] == longest + 12
     assert report["fits"]
     text = quantspec(*command).stdout
-    assert "fail    empty.txt: empty.txt is empty" in text
+    assert "fail    empty.txt is empty" in text
     assert "4 documents: 3 to do, 1 would fail" in text
     # Before a first run, `quantspec plan` predicts the speed, if it knows the device.
     assert (report["predicted_from"], report["predicted_s"] > 0) == ("plan", True)
@@ -733,6 +735,20 @@ def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run
     assert len(lines(out)) == 1
     rest = quantspec(*command, "--json").json
     assert (rest["done"], rest["skipped"]) == (2, 1)
+
+
+def test_a_document_takes_one_line_of_a_terminal(toy_command: list[str], docs: Path, tmp_path: Path) -> None:
+    (docs / f"{'long name ' * 20}.txt").write_text("The rain fell. " * 40)
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.1}), "TERM": "xterm", "COLUMNS": "80"}
+    command = [*toy_command, "batch", str(docs), "--out", str(tmp_path / "out"), "-n", "9", "--parallel", "1"]
+    child = subprocess.Popen(command, stderr=end, env=environment)
+    os.close(end)
+    seen = rest_of(terminal).decode()
+    assert child.wait(timeout=30) == 0
+    rows = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", seen).splitlines() if "long name" in line]
+    assert any(re.fullmatch(r"long name .*…  decoding  +\d+ tokens  +\d+ prompt tokens", row) for row in rows), rows
+    assert re.search(r"of 4 documents, prompts \S+ and answers \S+ tokens/s", seen)
 
 
 def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Path) -> None:
@@ -992,10 +1008,30 @@ def test_an_answer_without_a_row_is_not_done(
     assert quantspec(*command).json["done"] == 3 - len(done)
 
 
+def test_a_run_of_few_documents_keeps_earlier_rates(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = engine.Engine.statistics
+
+    def rates(speed: float, *flags: str) -> set[float]:
+        """The decoding rates that the folder's journal has after a run at this speed."""
+        monkeypatch.setattr(
+            engine.Engine, "statistics", lambda self: {**statistics(self), "decode_tokens_per_s": speed}
+        )
+        assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", *flags).code == 0
+        found = journal.peek(tmp_path / "out")[1]
+        return {rate["decode_tokens_per_s"] for by_device in found.values() for rate in by_device.values()}
+
+    assert rates(100.0) == {100.0}
+    (docs / "more.txt").write_text("One more.")
+    assert rates(10.0) == {100.0}
+    assert rates(50.0, "--seed", "1", "--temperature", "1") == {50.0}
+
+
 def test_rates_that_cannot_be_kept_cost_no_report(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise FileError("the journal cannot be used: disk is full", "free some space")
 
     monkeypatch.setattr(journal.Journal, "keep_rates", full)

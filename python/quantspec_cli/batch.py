@@ -525,8 +525,10 @@ class _Run:
             names = ("prefill_tokens_per_s", "decode_tokens_per_s")
             if all(stats[name] for name in names):
                 rates = {name: stats[name] for name in names}
+                # Few documents, which decode alone, are slower than the whole folder.
+                most = 2 * done >= len(found)
                 try:
-                    self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates)
+                    self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates, replace=most)
                 except FileError as error:  # only `--dry-run` reads them
                     if not self.request.quiet:
                         render.note(f"warning: the rates of this run are not kept: {error.message}")

@@ -332,7 +332,7 @@ def examined(request: Request, workload: Workload, reader: Reader) -> Iterator[t
     for job in workload.todo:
         if job.source.name in workload.foreign:
             place = sources.shown(str(Path(request.out) / job.output))
-            what = f"{place} exists and was not written by this batch"
+            what = f"{place} exists and is not as this batch wrote it"
             yield job, FileError(what, "move it away, or replace it with --no-resume")
         else:
             known.append(job)

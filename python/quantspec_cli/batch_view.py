@@ -60,21 +60,26 @@ class View:
         """Draws the running documents and the totals."""
         if self._live is None:
             return
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         # Prompts that wait for a slot come last.
         running = sorted(running, key=lambda job: job.stage == "waiting")
         table = Table.grid(padding=(0, 2))
+        table.add_column()
+        for _ in range(3):
+            table.add_column(no_wrap=True)
         for job in running[:_ROWS]:
             share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
             progress = f"{job.done:,} tokens" if job.stage == "decoding" else share
             tokens = "" if job.tokens is None else f"{job.tokens:,} prompt tokens"
-            table.add_row(Text(one_line(job.source.shown)), Text(job.stage), Text(progress), Text(tokens))
+            # A long name is cut, so that every document takes one line.
+            name = Text(one_line(job.source.shown), no_wrap=True, overflow="ellipsis")
+            table.add_row(name, Text(job.stage), Text(progress), Text(tokens))
         if len(running) > _ROWS:
             table.add_row(Text(f"and {len(running) - _ROWS} more"))
-        table.add_row(Text(self._totals(running, waiting), style="dim"))
-        self._live.update(table, refresh=True)
+        self._live.update(Group(table, Text(self._totals(running, waiting), style="dim")), refresh=True)
 
     def _totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
         elapsed = time.perf_counter() - self._started
@@ -83,7 +88,7 @@ class View:
             parts.append(f"{self._failed:,} failed")
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
         new = self._new_tokens + sum(job.done for job in running if job.stage == "decoding")
-        parts += [f"prompts {render.rate(read / elapsed)}", f"answers {render.rate(new / elapsed)}"]
+        parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         left = sum(job.tokens or 0 for job in [*running, *waiting]) - sum(_read_tokens(job) for job in running)
         # An answer's time is assumed proportional to its prompt.
         if self._answers and read:
@@ -98,9 +103,9 @@ def _read_tokens(job: Job) -> float:
 
 
 def _line(result: Mapping[str, Any]) -> str:
-    name = one_line(result["document"])
     if result["status"] == "failed":
-        return f"failed  {name}: {result['error']['message']}"
+        return f"failed  {_failure(result)}"
+    name = one_line(result["document"])
     calls = f" of {result['calls']} calls" if result["calls"] > 1 else ""
     return (
         f"done    {name}: {result['prompt_tokens']:,} prompt tokens, {result['new_tokens']:,} new tokens"
@@ -108,10 +113,16 @@ def _line(result: Mapping[str, Any]) -> str:
     )
 
 
+def _failure(result: Mapping[str, Any]) -> str:
+    """A document's name and why it fails. Most reasons begin with the name."""
+    name, reason = one_line(result["document"]), result["error"]["message"]
+    return reason if reason.startswith(f"{name} ") else f"{name}: {reason}"
+
+
 def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str, *, interrupted: bool) -> None:
     """Summary of a batch: failed documents with their reasons, then the totals."""
     for result in failed:
-        render.note(f"failed  {one_line(result['document'])}: {result['error']['message']}")
+        render.note(f"failed  {_failure(result)}")
         render.note(f"        {result['error']['hint']}")
     stats = document["stats"]
     parts = [f"{document['done']:,} done", f"{document['failed']:,} failed", f"{document['skipped']:,} done before"]
@@ -132,11 +143,11 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
 def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Output of `--dry-run`: a line per document, then the totals."""
     for row in document["results"]:
-        name = one_line(row["document"])
         if row["error"]:
-            yield f"fail    {name}: {row['error']['message']}"
+            yield f"fail    {_failure(row)}"
         else:
-            yield f"do      {name}: {row['prompt_tokens']:,} prompt tokens, to {one_line(row['output'])}"
+            name, answer = one_line(row["document"]), one_line(row["output"])
+            yield f"do      {name}: {row['prompt_tokens']:,} prompt tokens, to {answer}"
     yield (
         f"{document['documents']:,} documents: {document['to_do']:,} to do, {document['refused']:,} would fail, "
         f"{document['failed']:,} failed before, {document['skipped']:,} done before"

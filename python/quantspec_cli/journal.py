@@ -232,11 +232,11 @@ class Journal:
                 "check the folder, its permissions and the space on its disk",
             ) from error
 
-    def keep_rates(self, device: str, model: str, rates: Mapping[str, float]) -> None:
-        """Stores measured rates for the predictions of later runs."""
+    def keep_rates(self, device: str, model: str, rates: Mapping[str, float], *, replace: bool) -> None:
+        """Stores measured rates for the predictions of later runs. Earlier ones are kept unless `replace`."""
         with self._reported(), self._transaction():
             self._connection.executemany(
-                "INSERT OR REPLACE INTO rates VALUES (?, ?, ?, ?)",
+                f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO rates VALUES (?, ?, ?, ?)",
                 [(device, model, name, value) for name, value in rates.items()],
             )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .errors import one_line
 from .output import redirect_to_null
@@ -22,23 +23,48 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], object]
 
 
+class _Stderr(io.TextIOBase):
+    """Standard error for rich. A reader or terminal that went away, or a full disk, must not lose the answer: the rest of
+    the messages is dropped.
+    """
+
+    def __init__(self) -> None:
+        # While rich redraws a terminal, `sys.stderr` is rich's own.
+        self._file: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+        self._lost = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def write(self, text: str) -> int:
+        try:
+            return len(text) if self._lost else self._file.write(text)
+        except OSError as error:
+            return self._lose(error, len(text))
+
+    def flush(self) -> None:
+        try:
+            if not self._lost:
+                self._file.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError, written: int = 0) -> int:
+        self._lost = True
+        if isinstance(error, BrokenPipeError):
+            redirect_to_null(self._file)
+        return written
+
+
 def console() -> Console:
     """Standard error: colour on a terminal unless NO_COLOR, lines not wrapped elsewhere."""
     from rich.console import Console
 
-    class Quiet(Console):
-        def on_broken_pipe(self) -> None:
-            """Rich would close standard output and exit: a closed stderr must not lose the answer."""
-            redirect_to_null(sys.stderr)
-
-        def _check_buffer(self) -> None:
-            """Writes what was printed. A terminal that went away, or a full disk, must not lose the answer either."""
-            try:
-                super()._check_buffer()
-            except OSError:
-                self.quiet = True
-
-    return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    return Console(file=cast("TextIO", _Stderr()), highlight=False, soft_wrap=True, markup=False)
 
 
 def note(text: str) -> None:
