@@ -182,6 +182,22 @@ def test_lists_may_be_given_in_parts(
     assert [row["n_gen"] for row in quantspec(*few, "-n", "1", "-n", "5").json] == [1, 5]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--methods ar --gamma 0,3", ("--gamma is 0,3", "drafts", "add quantspec")),
+        ("--methods ar,ngram --draft-pages all,4", ("--draft-pages is all,4", "drafts by pages")),
+        ("--methods ar,kv4 --draft-precision down", ("--draft-precision is down", "reads draft weights")),
+        ("--methods quantspec --draft-refresh 2", ("--draft-refresh is 2", "keeps a choice of pages", "add snapkv")),
+        ("--methods ar-fp16,w4-fp16 --kv-rounding paper", ("--kv-rounding is paper", "quantises a cache")),
+    ],
+)
+def test_settings_that_no_method_reads_are_refused(
+    quantspec: Callable[..., Any], arguments: str, words: tuple[str, ...]
+) -> None:
+    quantspec("bench", *arguments.split()).assert_error(2, *words)
+
+
 def test_a_warm_up_is_decoded_and_not_counted(quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[int, int | None]] = []
     run = measuring.Answers.run

@@ -18,6 +18,7 @@ from typing import Any
 import llama_numpy
 import numpy as np
 import pytest
+from conftest import exact_activations
 
 from quantspec_cli import eval as evaluation
 from quantspec_cli import hub
@@ -135,18 +136,18 @@ def test_ablations_agree_with_numpy() -> None:
         llama_numpy.Groups(values="channel", size=64),
         llama_numpy.Groups(truncated=True),
     ]
-    ids = sample()
+    # From position 256 on, rows read a quantised page.
+    ids = sample()[:330]
     found = subprocess.run(
         [sys.executable, "-c", SCORES],
         input=json.dumps([str(hub.demo()), ids, [None, *(dataclasses.astuple(cache) for cache in caches)]]),
         capture_output=True,
-        env={**os.environ, "QUANTSPEC_SIMD": "scalar"},
+        env=exact_activations(),
         text=True,
         check=True,
     )
     engine, *ablated = json.loads(found.stdout)
     model, tokens = llama_numpy.Llama(*llama_numpy.load(hub.demo())), np.array(ids)
-    # From position 256 on, rows read a quantised page.
     full = llama_numpy.evaluate(model, tokens, "fp16", {})["target"][256:-1]
     for scores, cache in zip(ablated, caches, strict=True):
         expected = llama_numpy.evaluate(model, tokens, "int8", {"kv4": (model, "int4")}, cache)
@@ -324,6 +325,27 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert "a \N{REPLACEMENT CHARACTER}[31mb: " in report.splitlines()[0]
     found = quantspec(*arguments, "--json").json
     assert (found["prompt"], found["model"]) == (str(text), str(model))
+
+
+@pytest.mark.parametrize("flags", [(), ("--sensitivity",)])
+def test_a_text_that_does_not_fit_has_the_remedies_of_eval(
+    quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    from quantspec_cli import _native
+
+    def refuse(*_: Any, **__: Any) -> None:
+        error = _native.NativeError()
+        error.kind, error.message, error.hint = (
+            "does_not_fit",
+            "3 sequences of 400 tokens: 9 GB needed",
+            "fewer at once",
+        )
+        raise error
+
+    monkeypatch.setattr(_native, "sensitivity" if flags else "evaluate", refuse)
+    quantspec("eval", "--tokens", "400", *flags).assert_error(
+        3, "3 sequences of 400 tokens", "hint: every view", "--tokens"
+    )
 
 
 def test_values_that_are_not_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from .options import EngineOptions
 
@@ -212,6 +213,19 @@ def _budgets(given: str | None) -> list[int]:
     return found
 
 
+@contextmanager
+def _scoring() -> Iterator[None]:
+    """Converts errors of the native module. If memory is short, the remedy is a shorter text."""
+    try:
+        with native_errors():
+            yield
+    except DoesNotFitError as error:
+        raise DoesNotFitError(
+            error.message,
+            "every view keeps the whole text: score fewer tokens with --tokens, or use a smaller model or more memory",
+        ) from error
+
+
 def _scores(
     model: Model, ids: Sequence[int], request: Request, options: EngineOptions, budgets: Sequence[int]
 ) -> dict[str, Any]:
@@ -228,12 +242,12 @@ def _scores(
     # First, as it may refuse the weights.
     sensitivity = {}
     if request.sensitivity or request.sensitivity_layers:
-        with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, native_errors():
+        with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, _scoring():
             scores = _native.sensitivity(
                 directory, ids, layers=request.sensitivity_layers, on_progress=on_progress, **common
             )
             sensitivity = {"sensitivity": scores}
-    with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
+    with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), _scoring():
         found = _native.evaluate(
             directory,
             ids,

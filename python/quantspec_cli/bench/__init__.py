@@ -33,7 +33,7 @@ ROWS_MAX = 64
 
 def bench(request: Request, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
-    grid = read_grid(request)
+    grid = read_grid(request, options)
     render.warn_of_threads(options.threads)
     inputs = [] if request.prompt is None else [request.prompt]
     with (

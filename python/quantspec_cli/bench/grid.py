@@ -13,6 +13,7 @@ from ..lists import items, numbers, numbers_or
 from ..options import (
     BATCH_MAX,
     GAMMA_MAX,
+    KV_ROUNDINGS,
     KV_TARGETS,
     METHODS,
     PAGE_CHOICES,
@@ -120,7 +121,7 @@ class Grid:
         return max(self.n_depth) + max([*self.n_prompt, 2])
 
 
-def read_grid(request: Request) -> Grid:
+def read_grid(request: Request, options: EngineOptions) -> Grid:
     """The lists of a request, or an error about the wrong item."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     whole("warm_up", request.warm_up, 0, WARM_UP_MAX)
@@ -151,14 +152,9 @@ def read_grid(request: Request) -> Grid:
         )
     if request.draft_model is None and request.draft_model_kv is not None:
         raise no_draft_model(request.draft_model_kv)
-    _check_pages(request, grid)
     whole("draft_refresh", request.draft_refresh, 0, PAGES_MAX, " (0 is never)")
-    if request.draft_refresh and not any(METHODS[method.name].page_choice == "snap" for method in grid.methods):
-        raise UsageError(
-            f"--draft-refresh is {request.draft_refresh}, but no method of --methods keeps a choice of pages",
-            "add snapkv to --methods, or leave it out",
-            option="draft_refresh",
-        )
+    _refuse_unread(request, options, grid)
+    _check_pages(request, grid)
     if not grid.n_prompt and not grid.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return grid
@@ -167,6 +163,48 @@ def read_grid(request: Request) -> Grid:
 def page_choice(request: Request, method: str) -> str:
     """How this method chooses pages, if it does not read all."""
     return METHODS[method].page_choice or request.page_choice or PAGE_CHOICES[0]
+
+
+def _refuse_unread(request: Request, options: EngineOptions, grid: Grid) -> None:
+    """Refuses settings that no method reads."""
+    methods_of = [METHODS[method.name] for method in grid.methods]
+    views = {view for method in grid.methods for view in (method.kv_target, METHODS[method.name].draft_view)}
+    quantised = not views | {request.draft_model_kv} <= {None, "target", "fp16"}
+    # Setting, its value, values without effect, whether a method reads it, what such a method does, one of them.
+    for option, value, harmless, read, does, method in (
+        ("gamma", request.gamma, {"auto", "0"}, any(m.drafts for m in methods_of), "drafts", "quantspec"),
+        (
+            "draft_pages",
+            request.draft_pages,
+            {"all"},
+            any(m.draft_view for m in methods_of),
+            "drafts by pages",
+            "quantspec",
+        ),
+        (
+            "draft_precision",
+            options.draft_precision,
+            {"auto", "none"},
+            any(m.draft_weights for m in methods_of),
+            "reads draft weights",
+            "quantspec",
+        ),
+        (
+            "draft_refresh",
+            str(request.draft_refresh),
+            {"0"},
+            any(m.page_choice == "snap" for m in methods_of),
+            "keeps a choice of pages",
+            "snapkv",
+        ),
+        ("kv_rounding", options.kv_rounding, {KV_ROUNDINGS[0]}, quantised, "quantises a cache", "ar-int8"),
+    ):
+        if not read and not set(items(option, value)) <= harmless:
+            raise UsageError(
+                f"--{option.replace('_', '-')} is {value}, but no method of --methods {does}",
+                f"add {method} to --methods, or leave it out",
+                option=option,
+            )
 
 
 def _check_pages(request: Request, grid: Grid) -> None:
