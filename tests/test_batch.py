@@ -73,6 +73,16 @@ def test_one_answer_per_document(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert 1 <= stats["batch_mean"] <= stats["batch_peak"] <= 3
 
 
+def test_cut_answers_are_counted(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "1000"]
+    note = 'cut at 1,000 tokens (-n): stop_reason "length" in results.jsonl\n'
+    assert quantspec(*command, "--ignore-eos").stderr.endswith(f"3 answers were {note}")
+    (docs / "a.txt").write_text("Another night.")
+    assert quantspec(*command, "--ignore-eos").stderr.endswith(f"1 answer was {note}")
+    fake.answer = [17, 2]
+    assert "(-n)" not in quantspec(*command).stderr
+
+
 def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs: Path) -> None:
     a, b = str(docs / "a.txt"), str(docs / "b.md")
     assert quantspec("run", a, b, "-n", "9").stdout == quantspec("run", "-p", a, "-p", b, "-n", "9").stdout

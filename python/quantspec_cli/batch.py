@@ -554,12 +554,7 @@ class _Run:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         if not self.request.quiet:
             batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
-            cut = [outcome for outcome in self.finished if _is_cut(outcome)]
-            if cut and self.reader.options.json_schema is not None:
-                render.note(
-                    f"{len(cut)} answers were cut at {self.reader.options.max_new_tokens:,} tokens (-n), so their JSON "
-                    'is incomplete: stop_reason "length" in results.jsonl'
-                )
+            batch_view.note_of_cuts(sum(map(_is_cut, self.finished)), self.reader.options)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .batch_plan import Job
+    from .options import GenerateOptions
 
 # Most rows of running documents; fits a terminal of 24 lines.
 _ROWS = 16
@@ -138,6 +139,16 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
         )
     if interrupted:
         render.note("interrupted; run the same command to continue")
+
+
+def note_of_cuts(answers: int, options: GenerateOptions) -> None:
+    """Notes that the token limit cut some answers."""
+    if answers:
+        what = "1 answer was" if answers == 1 else f"{answers:,} answers were"
+        json = "" if options.json_schema is None else ", so JSON is incomplete"
+        render.note(
+            f'{what} cut at {options.max_new_tokens:,} tokens (-n){json}: stop_reason "length" in results.jsonl'
+        )
 
 
 def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
