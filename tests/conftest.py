@@ -198,6 +198,14 @@ def rest_of(terminal: int) -> bytes:
     return seen
 
 
+def exact_activations() -> dict[str, str]:
+    """The environment of a process whose kernels have f32 activations, on its fastest such path."""
+    from quantspec_cli import _native
+
+    avx2 = _native.doctor()["cpu"]["simd"] in {"avx2", "avx512", "amx"}
+    return {**os.environ, "QUANTSPEC_SIMD": "avx2" if avx2 else "scalar"}
+
+
 def ids_of(text: str) -> list[int]:
     """Tokens of the demo model, none added."""
     from tokenizers import Tokenizer
