@@ -878,6 +878,7 @@ def test_an_encrypted_pdf_is_a_failed_document(fake: Any, quantspec: Run, docs: 
     assert "password" in failed["error"]["hint"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["It was a dark and stormy night. ", "a", "\n"])
 def test_a_huge_document_fails_at_once_in_little_memory(
     toy_command: list[str], docs: Path, tmp_path: Path, text: str
@@ -936,6 +937,7 @@ def test_groups_of_documents_are_counted_as_each_alone(
     assert [row["error"] is None for row in together] == [True, True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size_kb", [120, 160, 240])
 def test_a_disk_that_is_really_full(toy_command: list[str], tmp_path: Path, size_kb: int) -> None:
     """A small file system for OUT, then the same one with more space. Which file meets the end of the space depends on the

@@ -814,6 +814,7 @@ def decode(engine: Any, slot: int, tokens: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
     prompt = ids(300)
     engine.configure(method="ar")
@@ -879,6 +880,7 @@ def test_a_step_has_a_limited_number_of_rows() -> None:
             _native.Engine(str(hub.demo()), capacity=20, slots=slots, gamma=1)
 
 
+@pytest.mark.slow
 def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
     prompt = ids(1000)
     seconds = dict.fromkeys((0, 500, 936, 1000), float("inf"))
@@ -901,6 +903,7 @@ def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
     assert seconds[936] < seconds[500] < seconds[0]
 
 
+@pytest.mark.slow
 def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., Any]) -> None:
     arguments = "-p 0 -n 300 -d 130 -r 2 --methods ar,quantspec -g 4 -o json"
     outcome = quantspec("bench", *arguments.split())
@@ -908,6 +911,7 @@ def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., A
     assert [(row["n_gen"], row["n_depth"]) for row in outcome.json] == [(300, 130), (300, 130)]
 
 
+@pytest.mark.slow
 def test_a_batch_reads_weights_once_and_the_cache_once_per_sequence(quantspec: Callable[..., Any]) -> None:
     flags = ["-p", "0", "-n", "48", "-d", "0,300", "-r", "1", "--methods", "ar-int8,quantspec", "-g", "3"]
     outcome = quantspec("bench", "--batch", "1,3", *flags, "--device", "cpu", "--json")

@@ -65,6 +65,7 @@ def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: R
     assert result["text"] == Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode(result["tokens"])
 
 
+@pytest.mark.slow
 def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, document: Path) -> None:
     texts = {
         quantspec(
@@ -77,6 +78,7 @@ def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, 
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_unused_draft_weights_are_reported_as_none(fake: Any, quantspec: Run) -> None:
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()

@@ -150,6 +150,7 @@ def test_a_non_finite_answer_ends_alone_in_a_batch(engine: Engine, fake: Any) ->
     assert free(engine) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_leaves_no_slot_taken(
     engine: Engine, fake: Any, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +328,7 @@ def test_closing_an_engine_ends_the_streams_of_other_threads(engine: Engine, fak
     assert endings == ["the engine is closed"] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [0, 1])
 def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any, answers: int) -> None:
     """Also before the first request, when the engine has no thread of its own."""

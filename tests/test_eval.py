@@ -200,6 +200,7 @@ def test_context_is_read_and_not_scored(scores: dict[str, Any]) -> None:
     assert whole == pytest.approx(scores["targets"]["fp16"]["nll"], abs=0.005)
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_for_every_thread_count(scores: dict[str, Any]) -> None:
     from quantspec_cli import _native
 
@@ -218,6 +219,7 @@ def test_json_has_the_contracts_fields(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
     command = ["eval", "--tokens", "40", "--device", "cpu"]
     plain = quantspec(*command, "--json").json
@@ -393,6 +395,7 @@ def test_the_prompt_is_not_overwritten(quantspec: Callable[..., Any], document: 
     assert document.read_text() == before
 
 
+@pytest.mark.slow
 def test_progress_shows_on_a_terminal_only() -> None:
     command = [sys.executable, "-m", "quantspec_cli", "eval", "--tokens", "150", "--device", "cpu"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}

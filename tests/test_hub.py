@@ -405,6 +405,7 @@ def test_the_demo_is_complete() -> None:
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "LICENSE.txt"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub, tmp_path: Path) -> None:
     settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     server.pause_s = 30
@@ -440,6 +441,7 @@ def resolve(server: Hub, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_chosen_by_a_part_of_its_name(server: Hub, resolve: Callable[..., str]) -> None:
     parts = {f"big/x-Q4_0-0000{number}-of-00002.gguf": b"part %d" % number for number in (1, 2)}
     server.files = {"config.json": b"{}", "x.Q8_0.gguf": b"GGUF", "mmproj-x.gguf": b"GGUF", **parts}

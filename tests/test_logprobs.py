@@ -62,6 +62,7 @@ def test_logprobs_and_scores_are_one_distribution() -> None:
         assert (plain.score(Prompt(prompt + answer.tokens)) == scores).all()
 
 
+@pytest.mark.slow
 def test_a_score_equals_that_of_eval(quantspec: Run, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")

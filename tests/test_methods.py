@@ -95,6 +95,7 @@ def test_snapkv_reads_its_pages_of_the_prompt_and_all_later_ones(refresh: int) -
     assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", ["auto", 4])
 def test_a_network_and_copies_change_no_token(gamma: int | str) -> None:
     plain = Engine.load(method="ar", context=1200, batch=2, device="cpu")
@@ -263,6 +264,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Pa
     quantspec(*run, "--draft-model", str(other)).assert_error(1, "another tokenizer", "token 500 is")
 
 
+@pytest.mark.slow
 def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     bench = ("bench", "-p", "0", "-n", "12", "-d", "8", "-r", "1", "-g", "2", "-o", "json", "--device", "cpu")
     rows = quantspec(*bench, "--methods", "ar,draft-model,quantspec+ngram", "--draft-model", str(DEMO)).json

@@ -83,6 +83,7 @@ def test_json_has_the_contracts_fields_and_finite_numbers(quantspec: Run, tmp_pa
     assert found["roofline"][0]["flops"] == 2 * 2 * weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_plan_of_weights_in_nibbles(quantspec: Run, weights: str) -> None:
     plans = [
@@ -100,6 +101,7 @@ def test_a_plan_of_weights_in_nibbles(quantspec: Run, weights: str) -> None:
     assert drafted <= read[0]
 
 
+@pytest.mark.slow
 def test_a_given_acceptance_is_that_of_every_method(quantspec: Run) -> None:
     outcome = quantspec("plan", "-c", "900", "--acceptance", "1", "--device", "cpu", "--json")
     rows = {row["method"]: row for row in outcome.json["methods"]}
@@ -110,6 +112,7 @@ def test_a_given_acceptance_is_that_of_every_method(quantspec: Run) -> None:
     assert rows["ngram"]["gamma"] == speeds.index(max(speeds))
 
 
+@pytest.mark.slow
 def test_the_table_is_readable(quantspec: Run) -> None:
     outcome = quantspec("plan", "-c", "600", "--device", "cpu")
     assert outcome.code == 0, outcome
@@ -136,6 +139,7 @@ def test_config_alone_plans_what_an_engine_holds(tmp_path: Path, target: str) ->
     assert held["fits"] is True
 
 
+@pytest.mark.slow
 def test_a_plan_reads_no_weights(quantspec: Run, tmp_path: Path) -> None:
     """Invalid weights do not matter."""
     path = Path(described(tmp_path / "m"))
@@ -546,6 +550,7 @@ def hub_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], 
     return serve
 
 
+@pytest.mark.slow
 def test_of_a_model_on_the_hub_config_alone_is_downloaded(quantspec: Run, hub_of: Callable[[Path], list[str]]) -> None:
     fetched = hub_of(DEMO)
     outcome = quantspec("plan", "-m", "owner/model", "-c", "300", "--device", "cpu", "--json")
@@ -567,6 +572,7 @@ def test_a_gguf_file_of_the_hub_is_not_downloaded(
     assert fetched == []
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_planned_by_its_header(quantspec: Run, tmp_path: Path) -> None:
     write_demo(tmp_path / "demo.gguf", Kind.F16)
     held = _native.plan(str(tmp_path / "demo.gguf"), capacity=900, device="cpu", described=True)

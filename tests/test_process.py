@@ -425,6 +425,7 @@ def test_help_for_a_full_disk_is_one_error(toy_command: list[str], arguments: li
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", [["-t", "999"], ["--instruction", "Go on."], ["-q"], []])
 def test_unread_notes_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
     reader, writer = os.pipe()

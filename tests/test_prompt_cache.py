@@ -65,6 +65,7 @@ def test_a_batch_of_another_question_processes_only_the_difference(
     assert plain["results"][0]["tokens"] == second["results"][0]["tokens"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_knows_what_a_batch_reuses(quantspec: Run, document: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list.jsonl"
     questions = ("Who is there?", "What is the weather like?", "Who was there?")

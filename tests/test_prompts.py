@@ -98,6 +98,7 @@ def test_dash_reads_standard_input(start: Callable[..., subprocess.Popen[bytes]]
     assert b'"prompt": "stdin"' in out
 
 
+@pytest.mark.slow
 def test_standard_input_that_pauses_is_read_to_its_end(start: Callable[..., subprocess.Popen[bytes]]) -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

@@ -265,6 +265,7 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
     assert "keys by token, values by token, groups of 128, rounding balanced" in parsed(place.read_text()).text
 
 
+@pytest.mark.slow
 def test_a_page_of_sensitivity_and_weights(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     place = tmp_path / "a.html"
     flags = ("--tokens", "300", "--context", "280", "--weights", "int8", "--report", str(place), "--device", "cpu")

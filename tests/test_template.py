@@ -115,6 +115,7 @@ def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:
     assert len(caught.value.message) < 400
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "CPU_LIMIT_S", 1)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -131,6 +132,7 @@ def test_a_template_that_sleeps_in_one_call_ends(monkeypatch: pytest.MonkeyPatch
     assert "assistant" in render(CHATML)
 
 
+@pytest.mark.slow
 def test_the_process_is_kept_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     render(CHATML)
     first = template._Child.running()

@@ -120,6 +120,7 @@ def test_the_result_is_larger_and_labelled(widen: ModuleType, tmp_path: Path) ->
     assert not list(out.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_the_engine_scores_it_as_the_source(widen: ModuleType, tmp_path: Path) -> None:
     from quantspec_cli import _native
 
