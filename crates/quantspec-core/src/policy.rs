@@ -283,55 +283,80 @@ impl Policy {
         self.probing = (self.probing + SHARE * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }
 
+    /// The next round's choice: a new candidate, a probe, or the fastest choice.
     fn choose(&mut self) -> Choice {
         // The choice if nothing pays or no plain step was timed: γ = 0, or the fixed one.
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
-        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].forecast > 0.0);
-        let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
+        let best = self.usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
         let pays = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = pays.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
-        // New candidates are explored in turn while the ledger allows it (a fixed γ has none), and if nothing pays, until some of
-        // their tokens were judged.
-        let (drafts, last) = (pays.is_some(), |&index: &usize| self.candidates[index].last);
-        let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
+        self.explore(fastest, pays.is_some()).unwrap_or_else(|| self.probe(fastest, pays.is_some()))
+    }
+
+    /// Candidates that can draft.
+    fn usable(&self) -> impl Iterator<Item = usize> {
+        (0..self.candidates.len()).filter(|&index| self.candidates[index].forecast > 0.0)
+    }
+
+    /// γ of a round that measures a candidate.
+    fn trial_gamma(&self, fastest: Choice) -> usize {
+        if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) }
+    }
+
+    /// The new candidate with the highest forecast, if the ledger allows it (a fixed γ has none). `drafts`: the fastest choice
+    /// drafts. If it does not, a candidate stays new until some of its tokens were judged.
+    fn explore(&self, fastest: Choice, drafts: bool) -> Option<Choice> {
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
+        if !self.fixed && self.ledger < least {
+            return None;
+        }
         let is_new = |own: &Candidate| {
             own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.1 < JUDGED)
         };
-        let forecast = |index: usize| self.candidates[index].forecast;
-        let new = usable().filter(|&index| is_new(&self.candidates[index]) && forecast(index) > rate);
-        let new = new.min_by(|a, b| forecast(*b).total_cmp(&forecast(*a)).then(last(a).cmp(&last(b))));
-        if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
-            // If rounds are plain, a candidate's first draft has more than one token.
-            let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
-            let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
-            let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
-            return if drafts && candidate == fastest.candidate { fastest } else { explore };
+        let own = |index: usize| &self.candidates[index];
+        let new = self.usable().filter(|&index| is_new(own(index)) && own(index).forecast > self.rate);
+        let highest = |a: &Candidate, b: &Candidate| b.forecast.total_cmp(&a.forecast).then(a.last.cmp(&b.last));
+        let candidate = new.min_by(|&a, &b| highest(own(a), own(b)))?;
+        if drafts && candidate == fastest.candidate {
+            return Some(fastest);
         }
+        // If rounds are plain, a candidate's first draft has more than one token.
+        let plain_before = !drafts && own(candidate).rounds == 0;
+        let first = if plain_before { (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1 } else { 1 };
+        Some(Choice { gamma: first.max(self.trial_gamma(fastest)).min(self.max), candidate, probe: false })
+    }
+
+    /// The next round of the current probe, the first of another if the budget allows it, or the fastest choice.
+    fn probe(&self, fastest: Choice, drafts: bool) -> Choice {
+        let own = |index: usize| &self.candidates[index];
         // In plain decoding, candidates that measured badly earlier are probed again: the text may have changed.
-        let known = |index: usize| forecast(index) > rate || !drafts && self.candidates[index].rounds > 0;
-        let others = || usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
-        let (plain_idle, probe_plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
-        let own = self.verify.0.get(&self.batch);
+        let known = |index: usize| own(index).forecast > self.rate || !drafts && own(index).rounds > 0;
+        let others = || self.usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
+        let (plain_idle, plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
+        let timed = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
         let retime =
-            own.is_some_and(|own| own.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * own.seconds));
+            timed.is_some_and(|own| own.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * own.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
         let continues = self.next.probe && (self.probing > 0.0 || self.cold);
         if plain_idle && (retime || continues && self.next.gamma == 0) {
-            return probe_plain;
+            return plain;
         }
+        let gamma = self.trial_gamma(fastest);
         if continues && self.next.gamma > 0 && others().any(|index| index == self.next.candidate) {
             return Choice { gamma, ..self.next };
         }
+        if self.probing < PROBE {
+            return fastest;
+        }
         // The oldest measurement: of a candidate that is not in use, or of plain decoding.
-        let refreshed = own.filter(|_| plain_idle).map_or(usize::MAX, |own| own.round);
-        match others().min_by_key(last).filter(|index| last(index) < refreshed) {
-            _ if self.probing < PROBE => fastest,
+        let refreshed = timed.filter(|_| plain_idle).map_or(usize::MAX, |own| own.round);
+        match others().min_by_key(|&index| own(index).last).filter(|&index| own(index).last < refreshed) {
             Some(candidate) => Choice { gamma, candidate, probe: true },
-            None => [fastest, probe_plain][usize::from(plain_idle)],
+            None if plain_idle => plain,
+            None => fastest,
         }
     }
 
