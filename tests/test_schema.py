@@ -76,22 +76,20 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
     for answer in itertools.chain(*plain):
         assert answer.stop_reason == "eos", answer.text
         jsonschema.validate(json.loads(answer.text), of, format_checker=jsonschema.FormatChecker())
-    drafts: list[tuple[str, Any]] = [
-        ("quantspec", 4),
-        ("quantspec", "auto"),
-        ("w4", 12),
-        ("ngram", 5),
-        ("quantspec+ngram", 7),
+    # Which settings each method decodes with: masks do not depend on how a draft computes its tokens.
+    drafts: list[tuple[str, Any, list[int]]] = [
+        ("quantspec", 4, [0, 1, 2]),
+        ("quantspec", "auto", [0]),
+        ("w4", 12, [1]),
+        ("ngram", 5, [2]),
+        ("quantspec+ngram", 7, [1]),
     ]
-    for method, gamma in drafts:
+    for method, gamma, chosen in drafts:
         with Engine.load(context=1200, method=method, gamma=gamma, batch=3, threads=2) as engine:
-            for setting, want in zip(settings, plain, strict=True):
-                assert engine.generate_batch(TEXTS, max_new_tokens=600, json_schema=of, **setting) == want, (
-                    method,
-                    setting,
-                )
-            stats = engine.statistics()
-            assert stats["drafted_tokens"] > 0
+            for index in chosen:
+                found = engine.generate_batch(TEXTS, max_new_tokens=600, json_schema=of, **settings[index])
+                assert found == plain[index], (method, settings[index])
+            assert engine.statistics()["drafted_tokens"] > 0
 
 
 def test_a_draft_model_drafts_by_the_schema_too() -> None:
@@ -237,6 +235,7 @@ def test_a_matcher_that_gives_up_is_made_anew() -> None:
     assert answer.mask([]) is answer.mask([1]) is None
 
 
+@pytest.mark.slow
 def test_run_answers_by_the_schema_and_notes_a_cut(quantspec: Run, tmp_path: Path) -> None:
     place = tmp_path / "story.json"
     place.write_text(json.dumps(STORY), encoding="utf-8-sig")
@@ -255,6 +254,7 @@ def test_run_answers_by_the_schema_and_notes_a_cut(quantspec: Run, tmp_path: Pat
     assert quantspec(*arguments, "-n", "9", "--json").json["results"][0]["stop_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_batch_answers_by_the_schema_and_resumes_with_an_equal_one(quantspec: Run, tmp_path: Path) -> None:
     place, documents = tmp_path / "digits.json", tmp_path / "in"
     documents.mkdir()

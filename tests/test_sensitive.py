@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any
 import llama_numpy
 import numpy as np
 import pytest
-from conftest import Outcome
+from conftest import Outcome, exact_activations
 
 from quantspec_cli import Engine, _native, hub
 from quantspec_cli import eval as evaluation
@@ -24,6 +24,7 @@ from quantspec_cli.options import SENSITIVE, EngineOptions
 Run = Callable[..., Outcome]
 
 
+@pytest.mark.slow
 def test_every_kind_is_scored_alone(quantspec: Run) -> None:
     outcome = quantspec("eval", "--tokens", "90", "--sensitivity", "--json", "--device", "cpu")
     assert outcome.code == 0, outcome
@@ -64,7 +65,7 @@ def test_each_matrix_is_scored_alone(quantspec: Run) -> None:
         [sys.executable, "-c", MATRICES],
         input=json.dumps([str(hub.demo()), ids]),
         capture_output=True,
-        env={**os.environ, "QUANTSPEC_SIMD": "scalar"},
+        env=exact_activations(),
         text=True,
         check=True,
     )
@@ -74,15 +75,20 @@ def test_each_matrix_is_scored_alone(quantspec: Run) -> None:
     assert all(len(scores[kind]["layers"]) == model.layers for kind in SENSITIVE)
     parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate-up": ("gate", "up"), "down": ("down",)}
 
-    def acceptance(kind: str, layer: int) -> float:
+    rounded = llama_numpy.Llama(model.config, model.tensors, draft=True)
+
+    def draft(kind: str, layer: int) -> tuple[llama_numpy.Llama, str]:
+        """The draft network with these matrices exact; all others are rounded once."""
         block = "self_attn" if kind in {"qkv", "o"} else "mlp"
-        exact = tuple(f"model.layers.{layer}.{block}.{part}_proj" for part in parts[kind])
-        draft = llama_numpy.Llama(model.config, model.tensors, draft=True, exact=exact)
-        logs = llama_numpy.evaluate(model, tokens, "int8", {"draft": (draft, "int4")})
-        return float(np.exp(np.minimum(logs["draft"], logs["target"])[:-1]).sum(-1).mean())
+        one = copy.copy(rounded)
+        one.exact = tuple(f"model.layers.{layer}.{block}.{part}_proj" for part in parts[kind])
+        one.tensors = rounded.tensors | {f"{name}.weight": model.tensors[f"{name}.weight"] for name in one.exact}
+        return one, "int4"
 
     engine = [rate for kind in SENSITIVE for rate in scores[kind]["layers"]]
-    expected = [acceptance(kind, layer) for kind in SENSITIVE for layer in range(model.layers)]
+    drafts = {f"{kind} {layer}": draft(kind, layer) for kind in SENSITIVE for layer in range(model.layers)}
+    logs = llama_numpy.evaluate(model, tokens, "int8", drafts)
+    expected = [float(np.exp(np.minimum(logs[name], logs["target"])[:-1]).sum(-1).mean()) for name in drafts]
     # A draft's code at a tie moves a score by up to .0015, and one matrix gains up to .007.
     assert engine == pytest.approx(expected, abs=0.003)
     assert np.corrcoef(engine, expected)[0, 1] > 0.75
@@ -91,6 +97,7 @@ def test_each_matrix_is_scored_alone(quantspec: Run) -> None:
     assert [line.split()[:2] for line in lines[-6:]] == [["layer", str(layer)] for layer in range(model.layers)]
 
 
+@pytest.mark.slow
 def test_the_table_names_every_kind(quantspec: Run) -> None:
     lines = quantspec(
         "eval", "--tokens", "30", "--sensitivity", "--weights", "int8", "--device", "cpu"
