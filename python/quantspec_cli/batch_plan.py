@@ -430,6 +430,28 @@ def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int
     return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
 
 
+def _counted(request: Request, workload: Workload, reader: Reader) -> tuple[list[dict[str, Any]], list[Job]]:
+    """A row of `--dry-run` for each pending document, and the documents that can be decoded."""
+    rows: list[dict[str, Any]] = []
+    ready: list[Job] = []
+    with render.progress("counting tokens", shown=not request.quiet) as on_progress:
+        for number, (job, error) in enumerate(examined(request, workload, reader), 1):
+            ready += [job] if error is None else []
+            rows.append(
+                {
+                    "document": job.source.shown,
+                    "output": sources.shown(job.output),
+                    "prompt_tokens": job.tokens,
+                    "shared_tokens": job.shared,
+                    "new_tokens": reader.options.max_new_tokens,
+                    "error": error and error.to_json()["error"],
+                }
+            )
+            if on_progress is not None:
+                on_progress(number, len(workload.todo))
+    return rows, ready
+
+
 def dry_run(
     request: Request,
     engine_options: EngineOptions,
@@ -440,38 +462,16 @@ def dry_run(
     """Prints the plan and writes nothing. The time follows from the rates of earlier runs into this folder, or from
     `quantspec plan`.
     """
-    options = reader.options
-    rows: list[dict[str, Any]] = []
-    ready: list[Job] = []
     opening = Opening(reader.model, engine_options)
-    with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, (job, error) in enumerate(examined(request, workload, reader), 1):
-            ready += [job] if error is None else []
-            rows.append(
-                {
-                    "document": job.source.shown,
-                    "output": sources.shown(job.output),
-                    "prompt_tokens": job.tokens,
-                    "shared_tokens": job.shared,
-                    "new_tokens": options.max_new_tokens,
-                    "error": error and error.to_json()["error"],
-                }
-            )
-            if on_progress is not None:
-                on_progress(number, len(workload.todo))
+    rows, ready = _counted(request, workload, reader)
     opened = opening.take()
     context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
-    if context < wanted:
+    if context < wanted and not reader.may_split:
         for row in rows:
-            if (
-                row["error"] is None
-                and row["prompt_tokens"] + options.max_new_tokens > context
-                and not reader.may_split
-            ):
-                needed = row["prompt_tokens"] + options.max_new_tokens
-                refusal = _beyond_memory(row["document"], needed, context)
-                row["error"] = refusal.to_json()["error"]
+            needed = (row["prompt_tokens"] or 0) + row["new_tokens"]
+            if row["error"] is None and needed > context:
+                row["error"] = _beyond_memory(row["document"], needed, context).to_json()["error"]
     possible = [row for row in rows if row["error"] is None]
     document = {
         "quantspec": __version__,

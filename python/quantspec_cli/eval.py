@@ -89,18 +89,7 @@ class Request:
 
 def evaluate(request: Request, options: EngineOptions) -> output.Done:
     """Prints the scores; the caller prints those of `--json`."""
-    if request.tokens is not None and request.tokens < 2:
-        raise UsageError(
-            f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
-        )
-    if request.context < 0:
-        raise UsageError(f"context is {request.context}", "use 0 or more tokens", option="context")
-    if request.tokens is not None and request.tokens < request.context + 2:
-        raise UsageError(
-            f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
-            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
-            f"or --context {request.tokens - 2} or less",
-        )
+    _check(request)
     budgets = _budgets(request.draft_pages)
     decoded = drafters.Request.of(
         request.decode,
@@ -110,8 +99,6 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
         draft_model=request.draft_model,
         draft_model_kv=request.draft_model_kv,
     )
-    if request.ablation is not None:
-        _refuse_with_ablation(request)
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     inputs = [] if request.prompt is None else [request.prompt]
@@ -148,6 +135,24 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if stdout is not None:
         stdout.write(scores)
     return output.Done()
+
+
+def _check(request: Request) -> None:
+    """Raises for numbers of tokens that leave none to score, and for flags that exclude each other."""
+    if request.tokens is not None and request.tokens < 2:
+        raise UsageError(
+            f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
+        )
+    if request.context < 0:
+        raise UsageError(f"context is {request.context}", "use 0 or more tokens", option="context")
+    if request.tokens is not None and request.tokens < request.context + 2:
+        raise UsageError(
+            f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
+            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
+            f"or --context {request.tokens - 2} or less",
+        )
+    if request.ablation is not None:
+        _refuse_with_ablation(request)
 
 
 def _refuse_with_ablation(request: Request) -> None:

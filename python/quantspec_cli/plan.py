@@ -82,9 +82,40 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
             draft_precision=alone["draft_precision"],
             described=True,
         )
+    found = _memory(request, options, info, held, seen, context=context, longest=longest)
+    if draft_model is not None:
+        found |= {
+            "draft_model": options.draft_model,
+            "draft_model_kv": options.view_of_draft_model,
+            "draft_model_context": drafts_info["max_positions"],
+        }
+    if held["fits"]:
+        drafted = seen["draft_weights_bytes"] or alone["draft_weights_bytes"]
+        load = predict.Load.of(info, seen, drafted, context, held["weights"])
+        rates = _rates(path, options, options.kv_target, alone, load)
+        step_s = None
+        if draft_model is not None:
+            step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=request.batch)
+        found |= predictions(
+            rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance, step_s=step_s
+        )
+    return found
+
+
+def _memory(
+    request: Request,
+    options: EngineOptions,
+    info: Mapping[str, Any],
+    held: Mapping[str, Any],
+    seen: Mapping[str, Any],
+    *,
+    context: int,
+    longest: int,
+) -> dict[str, Any]:
+    """The fields of the document without speeds; `longest` is the models' context."""
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
-    found = {
+    return {
         "model": request.model or hub.DEMO,
         "device": held["device"],
         "fits": held["fits"],
@@ -108,23 +139,6 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "roofline": [],
         "sizes": _sizes(options.device),
     }
-    if draft_model is not None:
-        found |= {
-            "draft_model": options.draft_model,
-            "draft_model_kv": options.view_of_draft_model,
-            "draft_model_context": drafts_info["max_positions"],
-        }
-    if held["fits"]:
-        drafted = seen["draft_weights_bytes"] or alone["draft_weights_bytes"]
-        load = predict.Load.of(info, seen, drafted, context, held["weights"])
-        rates = _rates(path, options, options.kv_target, alone, load)
-        step_s = None
-        if draft_model is not None:
-            step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=request.batch)
-        found |= predictions(
-            rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance, step_s=step_s
-        )
-    return found
 
 
 def _sizes(device: str) -> list[dict[str, Any]]:
@@ -189,18 +203,6 @@ def predictions(
         others["draft-model"] = predict.Rounds.of(machine, load, None, target, batch=batch, step_s=step_s)
     plain = copies.plain
 
-    def row(method: str, of: predict.Rounds, speed: predict.Speed | None) -> dict[str, Any]:
-        return {
-            "method": method,
-            "draft_pages": (of.draft and of.draft.pages) or METHODS[method].pages or "all",
-            "gamma": speed and speed.gamma,
-            "acceptance": speed and speed.acceptance,
-            "pays_from": None if method == "ar" else of.pays_from,
-            "decode_tokens_per_s": speed and speed.tokens_per_s,
-            "speedup": speed and speed.tokens_per_s / plain,
-            "round_ms": [1e3 * time for time in (of.seconds[:1] if method == "ar" else of.seconds)],
-        }
-
     best, chosen = (
         max(among, key=lambda draft: speeds[draft].tokens_per_s)
         for among in (speeds, [draft for draft in speeds if draft.method in predict.CHOICES])
@@ -227,12 +229,26 @@ def predictions(
             "decode_tokens_per_s": speeds[best].tokens_per_s,
         },
         "methods": [
-            row("ar", copies, predict.Speed(0, None, plain)),
-            row("auto", rounds[chosen], speeds[chosen]),
-            *(row(draft.method, rounds[draft], speed) for draft, speed in speeds.items()),
-            *(row(name, of, None if acceptance is None else of.speed(acceptance)) for name, of in others.items()),
+            _row("ar", copies, predict.Speed(0, None, plain)),
+            _row("auto", rounds[chosen], speeds[chosen]),
+            *(_row(draft.method, rounds[draft], speed) for draft, speed in speeds.items()),
+            *(_row(name, of, None if acceptance is None else of.speed(acceptance)) for name, of in others.items()),
         ],
         "roofline": [operation.to_json() for operation in roofline],
+    }
+
+
+def _row(method: str, of: predict.Rounds, speed: predict.Speed | None) -> dict[str, Any]:
+    """The prediction of one method; without a speed if its acceptance is unknown."""
+    return {
+        "method": method,
+        "draft_pages": (of.draft and of.draft.pages) or METHODS[method].pages or "all",
+        "gamma": speed and speed.gamma,
+        "acceptance": speed and speed.acceptance,
+        "pays_from": None if method == "ar" else of.pays_from,
+        "decode_tokens_per_s": speed and speed.tokens_per_s,
+        "speedup": speed and speed.tokens_per_s / of.plain,
+        "round_ms": [1e3 * time for time in (of.seconds[:1] if method == "ar" else of.seconds)],
     }
 
 

@@ -70,31 +70,10 @@ def _run(
             progress=render.on_terminal() and not request.quiet,
             draft_model=engine_options.draft_model,
         )
-        if not request.as_json and not request.quiet:
-            render.note_of_template(model, request.instruction, request.system_prompt)
         if not request.quiet:
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
-        limit = model.resolve_context(request.ctx_size)
-        encoded = [
-            model.prompt(
-                document.text,
-                instruction=request.instruction,
-                system_prompt=request.system_prompt,
-                template_args=request.template_args,
-                name=document.name,
-                context=limit,
-            )
-            for document in documents
-        ]
-        options, notes = instruct.resolve_defaults(
-            model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
-        )
-        if not request.as_json and not request.quiet:
-            for line in notes:
-                render.note(line)
-        schema.check(model, encoded, options.json_schema)
-        context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
+        encoded, options, context = _encoded(request, model, documents, options)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(
                 model,
@@ -129,6 +108,35 @@ def _run(
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)
+
+
+def _encoded(
+    request: Request, model: Model, documents: Sequence[Document], options: GenerateOptions
+) -> tuple[list[Prompt], GenerateOptions, int]:
+    """The prompts, the options with the model's recommendations, and the tokens of the longest sequence. Notes report what
+    was chosen.
+    """
+    limit = model.resolve_context(request.ctx_size)
+    encoded = [
+        model.prompt(
+            document.text,
+            instruction=request.instruction,
+            system_prompt=request.system_prompt,
+            template_args=request.template_args,
+            name=document.name,
+            context=limit,
+        )
+        for document in documents
+    ]
+    options, notes = instruct.resolve_defaults(
+        model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
+    )
+    if not request.as_json and not request.quiet:
+        render.note_of_template(model, request.instruction, request.system_prompt)
+        for line in notes:
+            render.note(line)
+    schema.check(model, encoded, options.json_schema)
+    return encoded, options, max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
 
 
 def report(

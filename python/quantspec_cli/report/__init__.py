@@ -101,25 +101,7 @@ def evaluation(found: Row) -> str:
         *_acceptance_by_pages(found.get("page_choices", {})),
         *_sensitivity(found.get("sensitivity", {})),
         *_divergence(found["targets"]),
-        Section(
-            "Views of the cache",
-            "Scores of the target over each view of the cache, teacher-forced. KLD and top-1 are against the FP16 cache.",
-            None,
-            [],
-            Table(
-                ["view", "nll, nats", "perplexity", "KLD, nats", "top-1"],
-                [
-                    [
-                        name,
-                        f"{one['nll']:.5f}",
-                        f"{one['perplexity']:.4f}",
-                        f"{one['kld']:.2e}" if "kld" in one else "-",
-                        render.percent(one.get("top1")),
-                    ]
-                    for name, one in found["targets"].items()
-                ],
-            ),
-        ),
+        _views(found["targets"]),
         *_weights(found.get("weights", {})),
     ]
     about = {name: found[name] for name in ("device", "device_name")}
@@ -127,6 +109,29 @@ def evaluation(found: Row) -> str:
     if "ablation" in found:
         facts["cache"] = render.groups(found["ablation"])
     return _page("quantspec eval", [found["model"]], about, [one for one in sections if one is not None], facts)
+
+
+def _views(targets: Row) -> Section:
+    """Scores of the target over each view of the cache."""
+    return Section(
+        "Views of the cache",
+        "Scores of the target over each view of the cache, teacher-forced. KLD and top-1 are against the FP16 cache.",
+        None,
+        [],
+        Table(
+            ["view", "nll, nats", "perplexity", "KLD, nats", "top-1"],
+            [
+                [
+                    name,
+                    f"{one['nll']:.5f}",
+                    f"{one['perplexity']:.4f}",
+                    f"{one['kld']:.2e}" if "kld" in one else "-",
+                    render.percent(one.get("top1")),
+                ]
+                for name, one in targets.items()
+            ],
+        ),
+    )
 
 
 def batch(document: Row, engine: Row) -> str:
