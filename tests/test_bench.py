@@ -198,6 +198,17 @@ def test_settings_that_no_method_reads_are_refused(
     quantspec("bench", *arguments.split()).assert_error(2, *words)
 
 
+def test_every_row_of_a_table_has_its_columns(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    models = f"demo,{copy_demo(tmp_path / 'a | b')}"
+    arguments = "-p 4 -n 4 -r 1 -g 2 --methods ar,window+ngram --device cpu"
+    table = quantspec("bench", "-m", models, *arguments.split()).stdout.splitlines()
+    assert (len(table), len(set(map(len, table)))) == (8, 1), table
+    path = tmp_path / "rows"
+    quantspec("bench", "-m", models, *arguments.split(), "-o", "jsonl", "--output", str(path))
+    table = quantspec("bench", "--compare", str(path), str(path)).stdout.splitlines()
+    assert (len(table), len(set(map(len, table)))) == (8, 1), table
+
+
 def test_a_warm_up_is_decoded_and_not_counted(quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[tuple[int, int | None]] = []
     run = measuring.Answers.run
@@ -519,7 +530,7 @@ def test_long_names_are_those_of_run(quantspec: Callable[..., Any], tmp_path: Pa
     text, out = tmp_path / "text", tmp_path / "rows"
     text.write_text("one two three four " * 20)
     flags = (
-        f"--prompt {text} --method ar --gamma 2 --seed 3 --draft-pages all --accept replay --device cpu --output {out}"
+        f"--prompt {text} --method kv4 --gamma 2 --seed 3 --draft-pages all --accept replay --device cpu --output {out}"
     )
     assert quantspec("bench", *flags.split(), *"--n-prompt 8 --n-gen 0 -r 1 -o jsonl".split()).code == 0
     assert json.loads(out.read_text())["n_prompt"] == 8

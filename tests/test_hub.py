@@ -400,6 +400,14 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
     assert hub.resolve("~/owner") == tmp_path / "owner"
 
 
+def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("demo") == hub.describe("demo") == hub.resolve(None) == DEMO
+    # A directory of that name comes first.
+    copy_demo(tmp_path / "demo")
+    assert hub.resolve("demo") == Path("demo")
+
+
 def test_the_demo_is_complete() -> None:
     names = set(os.listdir(hub.resolve(None)))
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "LICENSE.txt"}

@@ -48,7 +48,8 @@ def compare(first: str, second: str, *, output_format: str, place: str | None, a
         rows = list(compared(a, b, first, second))
         for line in differences(a, b):
             render.note(line)
-        table = tables.writer(output_format, Compared, sink)
+        texts = {name: [str(row[name]) for row in rows] for name in ("model", "method")}
+        table = tables.writer(output_format, Compared, sink, texts)
         for row in rows:
             table.row(row)
         table.close()

@@ -73,7 +73,7 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     """The directory or GGUF file of a model, downloaded if necessary.
 
     `model` is a directory, a GGUF file, a hub id, `id@revision`, or `id:NAME` for one of several GGUF files; None is the
-    demo model. `progress` shows download bars.
+    demo model, and so is "demo" if there is no such path. `progress` shows download bars.
     """
     return _resolve(model, revision, _from_hub, offline=offline, progress=progress)
 
@@ -110,6 +110,8 @@ def _resolve(
                 f"--revision {revision} with the {kind} {model}", f"a {kind} has no revisions", option="revision"
             )
         return _weights_of(model, Path(path)) if kind == "directory" else Path(path)
+    if model == DEMO and revision is None:
+        return demo()
     name, _, pinned = model.partition("@")
     repository, colon, wanted = name.partition(":")
     if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository or bool(colon) > bool(wanted):

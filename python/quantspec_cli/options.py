@@ -481,7 +481,7 @@ def model_flags(command: Command) -> Command:
             "-m",
             "--model",
             metavar="DIR|FILE|HUB_ID",
-            help="Model directory, GGUF file or hub id.  [default: the demo model]",
+            help="Model directory, GGUF file or hub id.  [default: demo, the embedded model]",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub (or HUB_ID@REV)."),
         click.option("--offline", is_flag=True, help="Use the download cache only (also HF_HUB_OFFLINE=1)."),

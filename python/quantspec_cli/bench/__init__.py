@@ -18,8 +18,8 @@ from ..lists import numbers
 from ..model import Model
 from ..signals import SIGNALS
 from .grid import Request, check_fits, models_of, read_grid, read_text, tokens_of
-from .measure import Bench
-from .tables import Csv, Decoding, Json, JsonLines, Kernels, Markdown, sink_of, writer
+from .measure import Bench, is_widened
+from .tables import Csv, Decoding, Json, JsonLines, Kernels, Markdown, model_cell, sink_of, writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,13 +57,18 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
             # A single model is refused before its rows in any case.
             for model in opened:
                 check_fits(model, grid, request, options)
+        widened = [is_widened(model) for model in opened]
         memory: dict[str, dict[str, Any]] = {}
         measured = (
             row
-            for model, ids in zip(opened, tokens, strict=True)
-            for row in Bench(model, ids, grid, request, options, memory=memory).rows()
+            for model, ids, wide in zip(opened, tokens, widened, strict=True)
+            for row in Bench(model, ids, grid, request, options, widened=wide, memory=memory).rows()
         )
-        rows, ended = _write(measured, writer(request.output_format, Decoding, sink))
+        texts = {
+            "model": [model_cell(model.name, widened=wide) for model, wide in zip(opened, widened, strict=True)],
+            "method": ["any", *(method.name for method in grid.methods)],
+        }
+        rows, ended = _write(measured, writer(request.output_format, Decoding, sink, texts))
         if page is not None:
             page.write(report.bench(rows, memory))
     return _done(request, rows, ended)

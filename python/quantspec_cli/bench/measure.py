@@ -30,6 +30,12 @@ WARM_UP_PROMPT = 64
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
+def is_widened(model: Model) -> bool:
+    """Whether tools/widen.py made the model."""
+    config = model.directory / "config.json"  # a GGUF file has none
+    return files.is_file(config) and "widened" in json.loads(files.read(config))
+
+
 class Bench:
     """The measurements of one model."""
 
@@ -41,6 +47,7 @@ class Bench:
         request: Request,
         options: EngineOptions,
         *,
+        widened: bool,
         memory: dict[str, dict[str, Any]],
     ) -> None:
         """Loads the model, with what every method of the grid needs; records its memory in `memory`."""
@@ -65,8 +72,7 @@ class Bench:
         self._info = self._engine.info
         render.note_of_drafts(self._info)
         self._bandwidth_now = 0.0
-        config = model.directory / "config.json"  # a GGUF file has none
-        self._widened = files.is_file(config) and "widened" in json.loads(files.read(config))
+        self._widened = widened
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields all measurements, as each depth completes."""

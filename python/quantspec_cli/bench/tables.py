@@ -82,18 +82,20 @@ class Markdown:
     # Number of text columns at the left, which are left-aligned.
     TEXTS: int
 
-    def __init__(self, sink: output.Sink) -> None:
+    def __init__(self, sink: output.Sink, texts: Mapping[str, Iterable[str]]) -> None:
+        """`texts` has all that a column will hold, if it is known: its width."""
         self._sink = sink
         self._started = False
+        self._widths = [
+            max(map(len, [name, *map(_cell, texts[name])])) if name in texts else width for name, width in self.HEAD
+        ]
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Writes a measurement."""
         if not self._started:
             self._started = True
             self._line([name for name, _ in self.HEAD])
-            rules = [
-                "-" * width if i < self.TEXTS else "-" * (width - 1) + ":" for i, (_, width) in enumerate(self.HEAD)
-            ]
+            rules = ["-" * width if i < self.TEXTS else "-" * (width - 1) + ":" for i, width in enumerate(self._widths)]
             self._line(rules)
         self._line(self.cells(row))
 
@@ -105,10 +107,9 @@ class Markdown:
         """Does nothing: every row is written already."""
 
     def _line(self, cells: Iterable[str]) -> None:
-        widths = [width for _, width in self.HEAD]
         padded = (
             cell.ljust(width) if i < self.TEXTS else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(map(_cell, cells), widths, strict=True))
+            for i, (cell, width) in enumerate(zip(map(_cell, cells), self._widths, strict=True))
         )
         self._sink.write("| " + " | ".join(padded) + " |\n")
 
@@ -116,6 +117,11 @@ class Markdown:
 def _cell(text: str) -> str:
     """Escapes text so that it stays in its cell, for any model name."""
     return one_line(text).replace("|", "\\|")
+
+
+def model_cell(name: str, *, widened: bool) -> str:
+    """A model's name, marked if tools/widen.py made it."""
+    return f"{name} (widened)" if widened else name
 
 
 class Decoding(Markdown):
@@ -134,7 +140,7 @@ class Decoding(Markdown):
         method = METHODS.get(row["method"], METHODS["ar"])
         loop_us, draft_ms = row.get("loop_us"), row.get("draft_step_ms")
         return [
-            row["model"] + (" (widened)" if row["widened"] else ""),
+            model_cell(row["model"], widened=row["widened"]),
             row["device"],
             row["method"],
             row["kv_target"],
@@ -178,7 +184,9 @@ class Kernels(Markdown):
         ]
 
 
-def writer(form: str, table: type[Markdown], sink: output.Sink) -> Markdown | Csv | Json | JsonLines:
-    """The writer for a form of `--output-format`."""
-    forms: dict[str, type[Markdown | Csv | Json | JsonLines]] = {"csv": Csv, "json": Json, "jsonl": JsonLines}
-    return forms.get(form, table)(sink)
+def writer(
+    form: str, table: type[Markdown], sink: output.Sink, texts: Mapping[str, Iterable[str]] | None = None
+) -> Markdown | Csv | Json | JsonLines:
+    """The writer for a form of `--output-format`; `texts` as for `Markdown`."""
+    forms: dict[str, type[Csv | Json | JsonLines]] = {"csv": Csv, "json": Json, "jsonl": JsonLines}
+    return forms[form](sink) if form in forms else table(sink, texts or {})
