@@ -1,4 +1,4 @@
-"""Defaults of `run` for instruct models: recommended sampling, room for an answer, a note if it was cut."""
+"""Defaults for replies of instruct models: recommended sampling and penalties, room for an answer, a note if it was cut."""
 
 from __future__ import annotations
 

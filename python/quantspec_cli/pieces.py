@@ -2,8 +2,8 @@
 encoded.
 
 Pieces end with a line break, and the next one begins with a letter. In the tokenizers of `are_independent` no token covers
-both, and neither side's tokens depend on more of the other than that. So each piece is encoded between a line break and a
-letter, and the ids of a text are those of its pieces.
+both, and the tokens on one side depend only on the nearest character of the other. So each piece is encoded between a line
+break and a letter, and the ids of a text are those of its pieces.
 """
 
 from __future__ import annotations

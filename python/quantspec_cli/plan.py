@@ -1,4 +1,4 @@
-"""`quantspec plan`: if a model fits on this machine, with which context and batch, and how fast.
+"""`quantspec plan`: whether a model fits on this machine, with which context and batch, and how fast.
 
 For a model on the hub only config.json and generation_config.json are downloaded.
 """
