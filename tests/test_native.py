@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quantspec_cli import _native, hub
+from quantspec_cli import Engine, _native, hub
 
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 
@@ -247,6 +247,19 @@ def test_a_callback_may_end_the_program_and_nothing_else(monkeypatch: pytest.Mon
     slot = engine.add([1] * 300, max_new_tokens=4, **SAMPLING)
     with pytest.raises(SystemExit):
         engine.prefill(slot, lambda *_: sys.exit(7))
+
+
+def test_a_callback_that_raises_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+
+    def fail(_done: int, _total: int) -> None:
+        raise TimeoutError
+
+    text = "The rain fell in torrents. " * 700
+    with Engine.load(context=8192, device="cpu", threads=1) as engine:
+        assert engine.generate(text, max_new_tokens=1, on_prefill=fail).stop_reason == "length"
+    assert [one.exc_type for one in reported] == [TimeoutError]
 
 
 class Shown:

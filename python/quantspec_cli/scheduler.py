@@ -297,8 +297,11 @@ class Scheduler:
 
     def _progress(self, request: Request) -> OnProgress:
         def on_prefill(done: int, total: int) -> None:
-            if request.on_prefill is not None:
-                request.on_prefill(done, total)
+            called, request.on_prefill = request.on_prefill, None
+            if called is not None:
+                called(done, total)
+                # A callback that raises is reported once, not for every block of rows.
+                request.on_prefill = called
             if request.cancelled:
                 raise _CancelledError
 
