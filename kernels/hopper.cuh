@@ -2,17 +2,19 @@
 #pragma once
 #include "numbers.cuh"
 
+// CUtensorMap, written by the driver's cuTensorMapEncodeTiled.
 struct alignas(64) TensorMap {
   uint64_t opaque[16];
-};  // CUtensorMap, written by the driver's cuTensorMapEncodeTiled
+};
 
+// ---- clusters and named barriers ----
 DEV uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Orders no memory accesses; where it is used, the fence of `mbar_init_done` does. With .release it would become a
-// GPU-wide fence.
+// Orders no memory accesses; where it is used, the fence of
+// `mbar_init_done` does. With .release it would become a GPU-wide fence.
 DEV void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -20,12 +22,14 @@ DEV void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
+// Barrier `id` of `threads` threads; __syncthreads() is barrier 0.
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// ---- mbarriers ----
+// ---- mbarriers: 8 bytes each, at shared-memory address `bar` ----
 DEV void mbar_init(uint32_t bar, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
+// Makes initialised barriers visible to TMA and to the cluster.
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full
 // after `filling` arrivals (one if TMA fills it), and free when `arrivals` threads have arrived. One thread per stage
@@ -37,6 +41,7 @@ DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrival
     mbar_init(empty + i * 8, arrivals);
   }
 }
+// Arrives, and lets the phase end only after `bytes` have been copied, too.
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -56,6 +61,8 @@ DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
       "r"(rank)
       : "memory");
 }
+// Waits for the end of the phase with this parity. The first phase has parity 0; waiting for parity 1 of a fresh
+// barrier returns at once.
 DEV void mbar_wait(uint32_t bar, int parity) {
   asm volatile(
       "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p,[%0],%1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(bar),
@@ -63,8 +70,10 @@ DEV void mbar_wait(uint32_t bar, int parity) {
       : "memory");
 }
 
-// ---- tensor copies: coordinates from the innermost dimension outwards; elements out of bounds read as zero and are
-// not written ----
+// ---- tensor copies ----
+//
+// Coordinates from the innermost dimension outwards. Elements out of bounds read as zero and are not written. Loads
+// signal barrier `bar`; stores belong to a group (`bulk_commit`).
 DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(
@@ -110,7 +119,8 @@ DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
                "r"(x), "r"(y), "r"(src)
                : "memory");
 }
-// ---- plain copies; `policy` from `evict_first` ----
+
+// ---- plain copies of a multiple of 16 bytes; `policy` from `evict_first` ----
 DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
@@ -136,16 +146,16 @@ DEV void bulk_prefetch(const void* src, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(src), "r"(bytes) : "memory");
 }
 // The weights that a later kernel reads first, which a kernel prefetches after its own last load: memory is nearly idle
-// from then to the next kernel's first load. `bytes` is a multiple of 16.
+// from then to the next kernel's first load.
 struct NextWeights {
-  const uint8_t* from;
-  uint32_t bytes;
+  const uint8_t* weights;
+  uint32_t bytes;  // a multiple of 16
   // Prefetches the pieces of thread `index` of `threads`.
   DEV void prefetch(uint32_t index, uint32_t threads) const {
-    constexpr uint32_t PIECE = 16384;
+    constexpr uint32_t PIECE = 16384;  // bytes
 #pragma unroll 1
-    for (uint32_t at = index * PIECE; at < bytes; at += threads * PIECE)
-      bulk_prefetch(from + at, min(PIECE, bytes - at));
+    for (uint32_t offset = index * PIECE; offset < bytes; offset += threads * PIECE)
+      bulk_prefetch(weights + offset, min(PIECE, bytes - offset));
   }
 };
 // Arrives when this thread's earlier copies (copy16) are complete.
@@ -153,6 +163,7 @@ DEV void copy_arrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+// ---- groups of TMA stores, and the asynchronous proxy ----
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until sources of all but the last N groups may be overwritten.
 template <int N>
@@ -163,6 +174,7 @@ DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memor
 // Needed before TMA or wgmma reads data that ordinary stores wrote.
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- registers of a warpgroup: N per thread from here on, a multiple of 8 ----
 template <int N>
 DEV void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -172,6 +184,7 @@ DEV void registers_take() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+// Stores four 8 x 8 matrices of 16 bits, as `ldmatrix4` loads them. `at`: the lane's row.
 DEV void stmatrix4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
@@ -179,14 +192,17 @@ DEV void stmatrix4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t 
 }
 
 // ---- wgmma ----
-// Shared-memory matrix descriptors for the 128-byte swizzle; base addresses are multiples of 1024.
-// K-major: rows of 64 consecutive k (128 B), 8 rows per swizzle atom of 1024 B; a k step of 16 elements is +32 B, i.e.
-// +2.
+//
+// Matrix descriptors (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") for the 128-byte swizzle.
+// Fields count units of 16 bytes; base addresses are multiples of 1,024.
+//
+// K-major: rows of 64 consecutive k (128 bytes), 8 rows per swizzle atom of 1,024 bytes. A k step of 16 elements is 32
+// bytes further: descriptor + 2.
 DEV uint64_t desc_kmajor(uint32_t addr) {
   return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// N-major: rows (k) of 64 consecutive n (128 B); blocks of 64 columns are `next_n` bytes apart; a k step of 16 rows is
-// +2048 B, i.e. +128.
+// N-major: rows (k) of 64 consecutive n (128 bytes); blocks of 64 columns are `next_n` bytes apart. A k step of 16 rows
+// is 2,048 bytes further: descriptor + 128.
 DEV uint64_t desc_nmajor(uint32_t addr, int next_n) {
   return (uint64_t)((addr & 0x3ffff) >> 4) | (uint64_t)(next_n >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -197,9 +213,11 @@ DEV void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Accumulators: thread t of the warpgroup holds rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns 8 j + 2 (t % 4) + {0,
-// 1}: d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the second. A from registers: the same elements, packed to
-// pairs.
+// Accumulators (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): warp w of the warpgroup, lane = 4 g + c,
+// holds rows 16 w + g and 16 w + g + 8, and of every 8 columns j two, 8 j + 2 c and the next. d[4 j], d[4 j + 1] are in
+// the first row, d[4 j + 2], d[4 j + 3] in the second. Operand A in registers: the same elements, packed to pairs.
+//
+// OUT*: lists of operands, from d[i] on; LIST*: their places in the instruction.
 #define OUT8(d, i)                                                                                            \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -244,7 +262,7 @@ struct Wgmma;
 WGMMA_TYPE(Half, "f16");
 WGMMA_TYPE(Bf16, "bf16");
 
-// d[64 x N] (+)= A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major, i.e. transposed)
+// d[64 x N] (+)= A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major); accumulate = 0 overwrites d.
 #define WGMMA_REGISTERS(N, LIST, P, A, B, OUT)                                                 \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N \
                "k16.f32.f16.f16 {" LIST "},{" A "}," B ",p,1,1,1;\n}"                          \

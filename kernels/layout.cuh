@@ -1,5 +1,5 @@
-// Layouts in device memory, equal to quantspec_core::layout (Layout::Cuda); the tests pack pages with it and compare
-// bytes.
+// Layouts in device memory, equal to quantspec_core::layout
+// (Layout::Cuda); the tests pack pages with it and compare bytes.
 #pragma once
 #include "ptx.cuh"
 
@@ -20,14 +20,16 @@ struct Row {
 //     upper block: [K params 4D][K codes 64D][V params 512][V codes 64D]     lower block: [K codes 64D][V codes 64D]
 //     full block (f16): [K: 128 tokens x D][V: 128 tokens x D], row-major
 //
-// Codes are divided into 16 x 16 tiles (K: tokens x channels, V: channels x tokens) of 32 words each. Lane 4g+c has
-// eight elements; nibble e is row g
-// + 8(e & 1) and column 2c + {0,0,8,8,1,1,9,9}[e]. A lower word holds code + 8 and is rotated right by one nibble.
+// Codes are divided into 16 x 16 tiles (K: tokens x channels, V: channels x tokens), the A operands of mma.m16n8k16. A
+// tile has a word for each lane = 4 g + c. Nibble e of it is row g + 8 (e & 1), column 2c + NIBBLE_COLUMN[e]. A lower
+// word holds L + 8 and is rotated right by one nibble.
 //
 //     K words: [token tile][channel tile / 4][lane][channel tile % 4]
 //     V words: [token tile / 2][channel tile / 2][lane][token tile & 1][channel tile & 1]
-//     K params: f16 [channel tile / 2][c][scale | zero][channel tile & 1][4], channels 16 tile + 2c + {0,1,8,9}
-//     V params: f16 [token tile][g][row g, g+8]{scale, zero}
+//     K params: f16 [channel tile / 2][c][scale | zero][channel tile & 1][4], channels 16 tile + 2c + {0, 1, 8, 9}
+//     V params: f16 [token tile][g][row g, g + 8]{scale, zero}
+//
+// Sizes and offsets are in bytes; d: channels of a head.
 __host__ __device__ constexpr int upper_bytes(int d) { return 132 * d + 512; }
 __host__ __device__ constexpr int lower_bytes(int d) { return 128 * d; }
 __host__ __device__ constexpr int full_bytes(int d) { return 512 * d; }
@@ -51,24 +53,34 @@ DEV int k_param(int channel) {
 DEV int v_param(int token) { return (token / 16 * 8 + token % 8) * 4 + (token / 8 % 2) * 2; }
 
 // ---- recent tokens: keys (after RoPE) and values, f16 [layer][slot][kv head][RING][D], one pool each ----
+//
+// Index of a token's first channel, in f16.
 DEV size_t ring_at(int layer, int slot, int head, int position, int slots, int heads, int d) {
   return ((((size_t)layer * slots + slot) * heads + head) * RING + position % RING) * d;
 }
 
-// ---- weights in planes of nibbles (docs/design/weights.md): w = (U + L/16) s + z, s and z f16 per output and 64
-// inputs ---- Upper plane: blocks of 16 outputs x 64 inputs, [N/16][stride], stride even. Codes [lane] uint4, lane = 4
-// g + c; byte b of word i: row g (low nibble) and g + 8 (high nibble) at k = 16 c + 4 i + b. Then parameters f16 [g]
-// {scale, zero of row g, scale, zero of row g + 8}. Lower plane: blocks of codes L + 8 in the same order.
-constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
+// ---- weights in planes of nibbles (docs/design/weights.md) ----
+//
+// w = (U + L / 16) s + z, with s and z f16 per output and 64 inputs.
+//
+// Upper plane: blocks of 16 outputs x 64 inputs, [N / 16][stride], stride even.
+//
+//     codes       [lane] uint4; byte b of word i: row g (low nibble) and g + 8 (high nibble) at k = 16 c + 4 i + b
+//     parameters  f16 [g] {scale, zero of row g; scale, zero of row g + 8}
+//
+// Lower plane: blocks of codes L + 8 in the same order.
+constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;  // bytes
+enum { UPPER_PARAMS = 512 };                         // where the parameters of an upper block begin
 // Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.
 DEV void plane_weights(float (&w)[8], const uint8_t* upper, const uint8_t* lower, int n, int k, int stride) {
   const size_t block = (size_t)(n / 16) * stride + k / 64;
   const int at = ((n & 7) * 4 + k % 64 / 16) * 16 + k % 16, shift = n & 8 ? 4 : 0;
-  const uint8_t* const of = upper + block * UPPER_BLOCK;
-  const uint2 u = __ldg(reinterpret_cast<const uint2*>(of + at));
+  const uint8_t* const upper_block = upper + block * UPPER_BLOCK;
+  const uint2 u = __ldg(reinterpret_cast<const uint2*>(upper_block + at));
   const uint2 l = lower ? __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + at))
                         : make_uint2(0x88888888, 0x88888888);
-  const float2 params = unpack_half2(__ldg(reinterpret_cast<const uint32_t*>(of + 512 + (n & 7) * 8 + shift)));
+  const float2 params =
+      unpack_half2(__ldg(reinterpret_cast<const uint32_t*>(upper_block + UPPER_PARAMS + (n & 7) * 8 + shift)));
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int bits = i % 4 * 8 + shift;

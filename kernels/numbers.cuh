@@ -38,6 +38,8 @@ struct Single {
   static DEV uint32_t from_float(float x) { return __float_as_uint(x); }
 };
 DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+DEV float infinity() { return __int_as_float(0x7f800000); }
+DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 // True if all eight f16 of `x` are finite.
 DEV bool finite_halves(uint4 x) {
@@ -51,11 +53,12 @@ DEV float4 load4(const float* p) {
   return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
 }
 
-// x * sigmoid(x). For large negative x the exponential is infinite and the quotient zero.
+// x * sigmoid(x); the factor is -log2(e). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
-// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). As for `silu`; the factor is
-// -2 sqrt(2 / pi) log2(e).
+// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). The factor is
+// -2 sqrt(2 / pi) log2(e); otherwise as `silu`.
 DEV float gelu(float x) { return __fdividef(x, 1.f + exp2_fast((x + 0.044715f * x * x * x) * -2.3022081987f)); }
+// The same as types, for templates.
 struct Silu {
   DEV float operator()(float x) const { return silu(x); }
 };
@@ -66,7 +69,14 @@ struct Gelu {
 // Logarithm of zero: of a masked score, and of the sum over no tokens. Finite, so that differences are not NaN.
 constexpr float LOG_ZERO = -1e30f;
 
-// Sum over the 32 lanes, in the same tree for every caller; every lane gets it.
+// 1.5 * 2^23. Floats near it are 1 apart, so adding it to a number below 2^22 rounds that to an integer, which the low
+// bits then hold. An integer sum that starts at INTEGER_BIAS_BITS is, read as a float, the sum plus `integer_bias`.
+DEV float integer_bias() { return 12582912.f; }
+enum { INTEGER_BIAS_BITS = 0x4b400000 };
+
+// ---- reductions over the 32 lanes of a warp; every lane gets the result ----
+
+// In the same tree for every caller.
 DEV float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));
@@ -91,13 +101,12 @@ DEV uint32_t warp_min(uint32_t x) {
 #endif
 }
 DEV uint32_t warp_max(uint32_t x) { return ~warp_min(~x); }
-// Maximum of the 32 lanes' values, in every lane.
 DEV float warp_max(float x) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
   return x;
 }
-// The same for values that are not negative: compared as integers, by one instruction.
+// For values that are not negative: compared as integers, by one instruction.
 DEV float warp_max_nonnegative(float x) {
 #ifdef QS_SM80
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
@@ -107,14 +116,16 @@ DEV float warp_max_nonnegative(float x) {
 }
 
 // 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|).
-// quantspec_core::quantize divides by the scale instead, so a code may differ by one; only drafts are affected. The
-// zero point of a weight is multiplied by the sum of the codes, not of the inputs. So y is exactly W times the rounded
-// inputs. Rounding errors are then multiplied by weights, whose mean is near zero, instead of by the weights' distances
-// from the zero point.
+// quantspec_core::quantize divides by the scale instead, so a code may differ by one; only drafts are affected.
+//
+// The zero point of a weight is multiplied by the sum of the codes, not of the inputs. So y is exactly W times the
+// rounded inputs, and rounding errors are multiplied by weights, whose mean is near zero. With the sum of the inputs
+// they would be multiplied by the weights' distances from the zero point.
 struct Int8Group {
-  uint32_t codes;    // four, of this lane
-  float scale, sum;  // of the group; sum: scale times the sum of the codes
-  uint32_t halves;   // sums of the codes of inputs 0 to 63 and 64 to 127, 16 bits each (`half_sums`)
+  uint32_t codes;   // four, of this lane
+  float scale;      // of the group
+  float sum;        // scale times the sum of the group's codes
+  uint32_t halves;  // sums of the codes of inputs 0 to 63 and 64 to 127, 16 bits each (`half_sums`)
 };
 // The two sums in Int8Group::halves: of lanes 0 to 15, and of lanes 16 to 31.
 DEV int2 half_sums(uint32_t halves) {
@@ -122,15 +133,16 @@ DEV int2 half_sums(uint32_t halves) {
   return make_int2(low, ((int)halves - low) >> 16);
 }
 DEV Int8Group int8_group(float4 v) {
-  const float most = warp_max_nonnegative(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
-  const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
-  // With 1.5 * 2^23 added, the low byte of the float is the code.
-  auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
+  const float largest = warp_max_nonnegative(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  const float to_code = largest > 0.f ? __fdividef(127.f, largest) : 0.f;
+  const float scale = largest * (1.f / 127.f);
+  // The low byte is the code.
+  auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, integer_bias())); };
   const uint32_t codes =
       __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
   // Both sums in one word: the upper one is shifted by 16 bits, and a negative lower one borrows from it.
-  const int of_lane = __dp4a((int)codes, 0x01010101, 0);
-  const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
+  const int lane_sum = __dp4a((int)codes, 0x01010101, 0);
+  const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)lane_sum << (threadIdx.x & 16)));
   const int2 sums = half_sums(halves);
   return {codes, scale, scale * (float)(sums.x + sums.y), halves};
 }
@@ -146,10 +158,11 @@ DEV float block_sum(float x, float* scratch) {
   return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
-// Bits of the device's error flag: a key, value or page parameter is not finite in f16; a logit is NaN or +infinity; no
-// token may be chosen. (4 is FLAG_WEIGHTS of quantize.cu.) Kernels only set bits; the host reads and clears the flag
-// when it synchronises.
-constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
+// Bits of the device's error flag (4 is FLAG_WEIGHTS of quantize.cu). Kernels only set bits; the host reads and clears
+// the flag when it synchronises.
+constexpr uint32_t FLAG_CACHE = 1;     // a key, value or page parameter is not finite in f16
+constexpr uint32_t FLAG_LOGITS = 2;    // a logit is NaN or +infinity
+constexpr uint32_t FLAG_NO_TOKEN = 8;  // no token may be chosen
 
 // Copies 16 bytes to shared memory, asynchronously (`copy_commit`), or stores zeros if not `valid`.
 DEV void copy16_or_zero(uint32_t shared, const void* global, bool valid) {

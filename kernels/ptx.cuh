@@ -1,6 +1,7 @@
 // The PTX instructions the kernels use, with replacements on architectures that lack them.
 //
-// The only headers are cuda_fp16.h and cuda_bf16.h of the toolkit: NVRTC compiles every kernel at build time.
+// The only headers are cuda_fp16.h and cuda_bf16.h of the toolkit: NVRTC compiles every kernel at build time. It stores
+// every constexpr variable of a namespace in the image, so other constants are enumerators.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -45,13 +46,17 @@ DEV void grid_trigger() {
 }
 
 // ---- bits ----
+//
+// Any function of three bits, on each bit position. LUT: the function of 0xf0, 0xcc, 0xaa (PTX ISA, `lop3`).
 template <int LUT>
 DEV uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t r;
   asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(LUT));
   return r;
 }
+// (a & mask) | b.
 DEV uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) { return lop3<(0xf0 & 0xcc) | 0xaa>(a, mask, b); }
+// Bits of a where `mask` is set, else of b.
 DEV uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) {
   return lop3<(0xf0 & 0xaa) | (0xcc & 0x55)>(a, b, mask);
 }
@@ -70,6 +75,7 @@ DEV uint32_t hsub2(uint32_t a, uint32_t b) {
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+// 2^x with a relative error of up to 2^-22; subnormal results become zero.
 DEV float exp2_fast(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
@@ -77,6 +83,9 @@ DEV float exp2_fast(float x) {
 }
 
 // ---- memory ----
+//
+// Shared memory is addressed by bytes in its own window (`shared_address`). lds* and sts* load and store 128, 64 or 32
+// bits, which must be aligned to their size.
 DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 DEV uint4 lds128(uint32_t a) {
   uint4 r;
@@ -108,13 +117,14 @@ DEV uint4 ldg_stream(const void* p) {
                : "l"(p));
   return r;
 }
-// Data that another kernel of the step wrote: not through the non-coherent path, whose lines may be from before
-// `grid_wait`.
+// Data that another kernel of the step wrote: not through the
+// non-coherent path, whose lines may be from before `grid_wait`.
 DEV uint4 ldg_plain(const void* p) {
   uint4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
   return r;
 }
+// Copies 16 bytes to shared memory, asynchronously where cp.async exists: complete after `copy_commit`, `copy_wait`.
 DEV void copy16(uint32_t shared, const void* global) {
 #ifdef QS_SM80
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared), "l"(global) : "memory");
@@ -122,7 +132,7 @@ DEV void copy16(uint32_t shared, const void* global) {
   sts128(shared, ldg_stream(global));
 #endif
 }
-// The same for data that a pass reads once: it is evicted from L2 first, so that activations stay.
+// Cache policy for data that a pass reads once: it is evicted from L2 first, so that activations stay.
 DEV uint64_t evict_first() {
   uint64_t policy = 0;
 #ifdef QS_SM80
@@ -130,6 +140,7 @@ DEV uint64_t evict_first() {
 #endif
   return policy;
 }
+// `ldg_stream` with a policy of `evict_first`.
 DEV uint4 ldg_once(const void* p, uint64_t policy) {
 #ifdef QS_SM80
   uint4 r;
@@ -141,9 +152,9 @@ DEV uint4 ldg_once(const void* p, uint64_t policy) {
   return ldg_stream(p);
 #endif
 }
-// The hint is for Hopper only. On sm_80 to sm_120 ptxas (12.9 and 13.0) adds a uniform base to the address with it.
-// With an offset as well, it encodes an illegal instruction (`LDGSTS [R3+UR0+0x1200], desc[UR1]`); tools/check_sass.py
-// detects it.
+// `copy16` with a policy of `evict_first`, on Hopper only. On other architectures ptxas (12.9 and 13.0) adds a uniform
+// base to a hinted copy's address. With an offset as well, it encodes an illegal instruction
+// (`LDGSTS [R3+UR0+0x1200], desc[UR1]`), which tools/check_sass.py detects.
 DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy)
@@ -152,6 +163,7 @@ DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
   copy16(shared, global);
 #endif
 }
+// Ends a group of this thread's copies; `copy_wait` waits until all but the last PENDING groups are complete.
 DEV void copy_commit() {
 #ifdef QS_SM80
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -163,6 +175,8 @@ DEV void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
+// Loads four (two) 8 x 8 matrices of 16 bits as mma fragments. `a`: the lane's row, 16 bytes; lanes 8i .. 8i + 7 give
+// the rows of matrix i. The trans variants transpose each matrix.
 DEV void ldmatrix4(uint32_t (&r)[4], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -182,11 +196,17 @@ DEV void ldmatrix2_trans(uint32_t (&r)[2], uint32_t a) {
                : "memory");
 }
 
-// ---- mma of one warp; lane = 4 g + c ----
+// ---- mma of one warp ----
 //
-// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8,
-// 2c + 8..), b0 = (k 2c..2c+1, column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8,
-// ..).
+// Fragments as in the PTX ISA, "Matrix Fragments for mma.m16n8k16" and "m16n8k32". Everywhere in the kernels g and c
+// are the row and column index of a lane in a fragment: lane = 4 g + c.
+//
+// d[16 x 8] += a[16 x 16] * b[16 x 8], in f16 with f32 sums:
+//
+//     a0 = (row g,     k 2c, 2c + 1)     a2 = (row g,     k 2c + 8, 2c + 9)
+//     a1 = (row g + 8, k 2c, 2c + 1)     a3 = (row g + 8, k 2c + 8, 2c + 9)
+//     b0 = (k 2c, 2c + 1, column g)      b1 = (k 2c + 8, 2c + 9, column g)
+//     d0, d1 = (row g, columns 2c, 2c + 1)     d2, d3 = (row g + 8, the same columns)
 DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -201,8 +221,8 @@ DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
       : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
-// The same in bfloat16. Turing has no bfloat16 tensor cores: there, multiply-adds are done one by one, in a fixed
-// order.
+// The same in bfloat16. Turing has no bfloat16 tensor cores:
+// there, multiply-adds are done one by one, in a fixed order.
 DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -215,11 +235,11 @@ DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 #pragma unroll
   for (int half = 0; half < 2; half++)
 #pragma unroll 1  // unrolled, it takes minutes to compile
-    for (int from = 0; from < 4; from++) {
-      const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from);
-      const uint32_t row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
-      const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from);
-      const uint32_t column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);
+    for (int pair = 0; pair < 4; pair++) {  // of k: 8 half + 2 pair and the next
+      const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + pair);
+      const uint32_t row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + pair);
+      const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + pair);
+      const uint32_t column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + pair);
       d[0] = __fmaf_rn(high(row), high(column), __fmaf_rn(low(row), low(column), d[0]));
       d[1] = __fmaf_rn(high(row), high(column1), __fmaf_rn(low(row), low(column1), d[1]));
       d[2] = __fmaf_rn(high(row8), high(column), __fmaf_rn(low(row8), low(column), d[2]));
@@ -227,8 +247,12 @@ DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
     }
 #endif
 }
-// d[16 x 8] += a[16 x 32] * b[32 x 8] in integers, a unsigned and b signed bytes: a0 = (row g, k 4c..4c+3), a1 = (g +
-// 8, 4c..), a2 = (g, 4c + 16..), a3 = (g + 8, 4c + 16..), b0 = (k 4c.., column g), b1 = (4c + 16.., g).
+// d[16 x 8] += a[16 x 32] * b[32 x 8] in integers, a unsigned and b signed bytes, four k per register:
+//
+//     a0 = (row g,     k 4c ..)     a2 = (row g,     k 4c + 16 ..)     b0 = (k 4c ..,      column g)
+//     a1 = (row g + 8, k 4c ..)     a3 = (row g + 8, k 4c + 16 ..)     b1 = (k 4c + 16 .., column g)
+//
+// d as above.
 DEV void mma_u8s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

@@ -1,9 +1,11 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
-// Noise is Philox4x32-10, keyed by seed, with counter {position, sequence low, sequence high << 2 | stream, token / 4}.
-// A token uses word token mod 4. The choice of a row is the largest (score, then lower id), so the number of blocks
-// that search a row does not matter. Probability masses are summed in fixed point, so cuts do not depend on the order
-// of threads.
+// Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), keyed by seed, with counter
+// {position, sequence low, sequence high << 2 | stream, token / 4}. A token uses word token mod 4. The choice of a row
+// is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses
+// are summed in fixed point, so cuts do not depend on the order of threads.
+//
+// In this file z is a scaled logit, (logit - largest) / temperature, and b a bin of a histogram of z.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -12,14 +14,16 @@ enum Stream { SAMPLE, DRAFT, ACCEPT, CORRECT };
 
 // A slot's sampler: samplers[slot]. 48 bytes, written by the host.
 struct Sampler {
-  float temperature, top_p, min_p;
-  int top_k;  // 0: off
-  uint32_t seed[2], sequence[2];
-  int accept, unused[3];
+  float temperature;  // 0: greedy
+  float top_p, min_p;
+  int top_k;                      // 0: off
+  uint32_t seed[2], sequence[2];  // low and high words
+  int accept;                     // Accept
+  int unused[3];
 };
 
-// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p,
-// with z = (logit - most) / temperature. `total` is the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
+// The tokens of a row that the warpers keep: logit > cutoff, or logit == cutoff and id <= cutoff_id; and z >= ln min_p.
+// `most` is the largest logit, `total` the sum of exp(z) over kept tokens (for rejection; 1 otherwise).
 struct Cut {
   float most, cutoff;
   int cutoff_id, unused;
@@ -28,9 +32,11 @@ struct Cut {
 
 // The rows of a slot in a verify step. 20 bytes, written by the host.
 struct Turn {
-  int slot, first_row, gamma, position;  // position: of the first drafted token
-  int one_hot;  // the drafter has no distribution: q is one at each drafted token, and q_logits and q_cuts are not read
+  int slot, first_row, gamma;
+  int position;  // of the first drafted token
+  int one_hot;   // the drafter has no distribution: q is 1 at each drafted token; q_logits and q_cuts are not read
 };
+// The number of accepted tokens, and the token after them.
 struct Verdict {
   int accepted, token;
 };
@@ -38,12 +44,10 @@ struct Verdict {
 constexpr int CUT_BYTES = 24, RACE_BYTES = 16;
 static_assert(sizeof(Cut) == CUT_BYTES);
 
-// 2^44: 2^20 tokens of mass 1 fit in 64 bits, and rounding costs a vocabulary less than 1e-8
-constexpr float MASS_UNIT = 1.7592186044416e13f;
+// Units of mass 1 in 64-bit sums: 2^20 tokens of mass 1 fit, and rounding costs a vocabulary less than 1e-8.
+constexpr float MASS_UNIT = 0x1p44f;
 constexpr int SAMPLE_CHUNK = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
 constexpr int SAMPLE_VOCAB_MAX = 524287;  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
-
-DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
 // Order-preserving bits of a float; both zeros are equal, NaN is below everything.
 DEV uint32_t ordered(float x) {
@@ -51,31 +55,35 @@ DEV uint32_t ordered(float x) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+// The float of `ordered`'s bits.
 DEV float unordered(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
+// z of a logit.
 DEV float scaled(float logit, float most, float temperature) {
   return logit == most ? 0.f : __fdiv_rn(__fsub_rn(logit, most), temperature);
 }
 
-DEV uint4 noise(const Sampler& s, int position, Stream stream, uint32_t block) {
-  uint32_t a = position, b = s.sequence[0], c = s.sequence[1] << 2 | stream, d = block, k = s.seed[0], l = s.seed[1];
+// Random words of tokens 4 quartet .. 4 quartet + 3.
+DEV uint4 noise(const Sampler& s, int position, Stream stream, uint32_t quartet) {
+  uint32_t a = position, b = s.sequence[0], c = s.sequence[1] << 2 | stream, d = quartet;
+  uint32_t key0 = s.seed[0], key1 = s.seed[1];
 #pragma unroll
   for (int round = 0; round < 10; round++) {
     const uint32_t left_high = __umulhi(0xD2511F53u, a);
     const uint32_t left = 0xD2511F53u * a;
     const uint32_t right_high = __umulhi(0xCD9E8D57u, c);
     const uint32_t right = 0xCD9E8D57u * c;
-    a = right_high ^ b ^ k;
+    a = right_high ^ b ^ key0;
     b = right;
-    c = left_high ^ d ^ l;
+    c = left_high ^ d ^ key1;
     d = left;
-    k += 0x9E3779B9u;
-    l += 0xBB67AE85u;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
   }
   return make_uint4(a, b, c, d);
 }
 DEV uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-// The middle of one of 2^23 equal cells of (0, 1).
+// A uniform number: the middle of one of 2^23 equal cells of (0, 1).
 DEV float unit(uint32_t word) { return (float)(2 * (word >> 9) + 1) * (1.f / 16777216.f); }
 DEV float gumbel(float u) { return (float)-log(-log((double)u)); }
 // The same in single precision, within 1e-4; selects the tokens that need the precise one.
@@ -100,10 +108,14 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 // limit; and the position in that bin, by comparing its few tokens. Only if one bin has more than LIST tokens,
 // bisection over the whole row finds the limit.
 
+enum { CUT_THREADS = 1024 };  // of a block that cuts or judges
 constexpr int BINS = 2048, LIST = 1024;
 constexpr float BINS_PER_NAT = 64;
+// Units of mass 1, relative to the top of its bin, of a listed token.
+DEV float list_unit() { return 0x1p26f; }
 
-DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // of 1024 threads; each gets the sum
+// Sum over 1,024 threads; each gets it. `scratch`: 32 words of shared memory.
+DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
   __syncthreads();
@@ -118,24 +130,24 @@ DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // of 1024 threads; e
 // f(id, logit) for every token, several loads in flight.
 template <class F>
 DEV void each_token(const float* row, int vocab, F f) {
-  constexpr int FLIGHT = 16;
+  constexpr int IN_FLIGHT = 16;
   int id = threadIdx.x;
-  for (; id + (FLIGHT - 1) * 1024 < vocab; id += FLIGHT * 1024) {
-    float x[FLIGHT];
+  for (; id + (IN_FLIGHT - 1) * CUT_THREADS < vocab; id += IN_FLIGHT * CUT_THREADS) {
+    float x[IN_FLIGHT];
 #pragma unroll
-    for (int i = 0; i < FLIGHT; i++) x[i] = row[id + i * 1024];
+    for (int i = 0; i < IN_FLIGHT; i++) x[i] = row[id + i * CUT_THREADS];
 #pragma unroll
-    for (int i = 0; i < FLIGHT; i++) f(id + i * 1024, x[i]);
+    for (int i = 0; i < IN_FLIGHT; i++) f(id + i * CUT_THREADS, x[i]);
   }
-  for (; id < vocab; id += 1024) f(id, row[id]);
+  for (; id < vocab; id += CUT_THREADS) f(id, row[id]);
 }
 
 // A row's logits, and searches over all of it.
 struct Tokens {
   const float* row;
   int vocab;
-  float most, temperature, rate;
-  uint64_t* scratch;
+  float most, temperature, rate;  // rate: one over the temperature, finite
+  uint64_t* scratch;              // of `block_sum64`
   DEV float z(float logit) const { return scaled(logit, most, temperature); }
   // z by multiplication instead of division, for its order and magnitude only: the histogram.
   DEV float depth(float logit) const { return __fmul_rn(__fsub_rn(logit, most), rate); }
@@ -181,9 +193,10 @@ struct Histogram {
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
-  uint32_t masses[LIST];  // their masses, in units of 2^-26 of the top of the bin
+  uint32_t masses[LIST];  // their masses, times `list_unit`
   uint32_t listed;        // tokens of that bin, more than LIST if they do not fit
-  int edge, cutoff_id;    // edge: the bin at the limit; cutoff, cutoff_id: those of the cut
+  int edge;               // the bin at the limit
+  int cutoff_id;          // of the cut, as cutoff
   float cutoff;
   double before;  // weight of the bins before `edge`
 
@@ -193,10 +206,10 @@ struct Histogram {
   // One over the unit: 2^14 for fewer than 2^18 tokens, 2^13 for fewer than 2^19.
   static DEV float fixed_unit(int vocab) { return vocab < 1 << 18 ? 16384.f : 8192.f; }
 
-  // Counts where `counts`, masses where `masses`.
+  // Fills counts if `counts`, and masses if `masses`.
   DEV void fill(const Tokens& t, bool counts, bool masses) {
     const float unit = fixed_unit(t.vocab);
-    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = fixed[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += CUT_THREADS) count[i] = fixed[i] = 0;
     __syncthreads();
     each_token(t.row, t.vocab, [&](int, float x) {
       if (x == minus_infinity()) return;
@@ -206,15 +219,15 @@ struct Histogram {
       if (masses) atomicAdd(&fixed[b], __float2uint_rn(inside(z, b) * unit));
     });
     __syncthreads();
-    double m[BINS / 1024];
+    double m[BINS / CUT_THREADS];
 #pragma unroll
-    for (int i = 0; i < BINS / 1024; i++) {
-      const int b = threadIdx.x + i * 1024;
+    for (int i = 0; i < BINS / CUT_THREADS; i++) {
+      const int b = threadIdx.x + i * CUT_THREADS;
       m[i] = (double)fixed[b] * (1. / unit) * exp(-b / (double)BINS_PER_NAT);
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < BINS / 1024; i++) mass[threadIdx.x + i * 1024] = m[i];
+    for (int i = 0; i < BINS / CUT_THREADS; i++) mass[threadIdx.x + i * CUT_THREADS] = m[i];
     __syncthreads();
   }
 
@@ -226,25 +239,25 @@ struct Histogram {
     return own;
   }
 
-  // Sets `edge` to the first bin whose weight, with that of all bins before it, reaches goal(sum of all); `before` to
-  // the weight before it.
+  // Sets `edge` to the first bin whose weight, with that of all bins
+  // before it, reaches goal(sum of all); `before` to the weight before it.
   template <class Weight, class Goal>
   DEV void find(Weight weight, Goal goal_of) {
     if (threadIdx.x < 32) {
       const double own = lane_sum(weight);
-      double run = 0, mine = 0;
+      double total = 0, earlier = 0;  // of all lanes, of those before this one
       for (int i = 0; i < 32; i++) {
-        const double of_lane = __shfl_sync(~0u, own, i);
-        if (i == threadIdx.x) mine = run;
-        run += of_lane;
+        const double lane_weight = __shfl_sync(~0u, own, i);
+        if (i == threadIdx.x) earlier = total;
+        total += lane_weight;
       }
-      const double goal = goal_of(run);
-      const uint32_t reached = __ballot_sync(~0u, mine + own >= goal), present = __ballot_sync(~0u, own > 0);
-      // below the goal by rounding: the last non-empty bin
+      const double goal = goal_of(total);
+      const uint32_t reached = __ballot_sync(~0u, earlier + own >= goal), present = __ballot_sync(~0u, own > 0);
+      // Below the goal by rounding: the last non-empty bin.
       const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);
       if (threadIdx.x == lane) {
         int last = -1;
-        double sum = mine, until = mine;
+        double sum = earlier, until = earlier;
         for (int i = 0; i < BINS / 32; i++) {
           const int b = lane * (BINS / 32) + i;
           if (weight(b) <= 0) continue;
@@ -266,11 +279,11 @@ struct Histogram {
     const int wanted = edge;
     each_token(t.row, t.vocab, [&](int id, float x) {
       if (x == minus_infinity() || bin(t.depth(x)) != wanted) return;
-      const uint32_t at = atomicAdd(&listed, 1);
-      if (at < LIST) {
-        list[at] = x;
-        ids[at] = id;
-        masses[at] = (uint32_t)(inside(t.depth(x), wanted) * 67108864.f);
+      const uint32_t i = atomicAdd(&listed, 1);
+      if (i < LIST) {
+        list[i] = x;
+        ids[i] = id;
+        masses[i] = (uint32_t)(inside(t.depth(x), wanted) * list_unit());
       }
     });
     __syncthreads();
@@ -278,9 +291,93 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. At most SAMPLE_VOCAB_MAX tokens. logits f32
-// [row][vocab] -> cuts [row]; their `total` only for samplers of rejection. Grid (rows), block 1024.
-KERNEL __launch_bounds__(1024)
+// The cutoff of top-k among the listed tokens of its bin.
+DEV float top_k_of_list(Histogram& h, int top_k) {
+  const int need = top_k - (int)h.before, n = h.listed;
+  const int i = threadIdx.x;
+  if (i < n) {
+    int greater = 0, equal = 0;
+    for (int j = 0; j < n; j++) {
+      greater += h.list[j] > h.list[i];
+      equal += h.list[j] == h.list[i];
+    }
+    // All writing threads store the same value.
+    if (greater < need && greater + equal >= need) h.cutoff = h.list[i];
+  }
+  __syncthreads();
+  return h.cutoff;
+}
+
+// Removes the masses of tokens below the cutoff of top-k, which is in `bin`.
+DEV void keep_top_k(Histogram& h, float cutoff, int bin, bool listed, uint64_t* scratch) {
+  double left = 0;  // in that bin
+  if (listed) {
+    uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= cutoff ? h.masses[threadIdx.x] : 0;
+    sum = block_sum64(sum, scratch);
+    left = (double)sum * (1 / (double)list_unit()) * exp(-bin / (double)BINS_PER_NAT);
+  }
+  __syncthreads();
+  for (int b = threadIdx.x; b < BINS; b += CUT_THREADS)
+    if (b >= bin) h.mass[b] = b == bin ? left : 0;
+  __syncthreads();
+}
+
+// Finds the bin of the cutoff of top-p. `before` becomes the mass inside that bin that is to be reached, times
+// `list_unit`.
+DEV void find_top_p(Histogram& h, const Sampler& s) {
+  h.find([&](int b) { return h.mass[b]; }, [&](double all) { return s.top_p * all; });
+  if (threadIdx.x < 32) {
+    double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
+    for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
+    if (threadIdx.x == 0)
+      h.before = ceil((s.top_p * all - h.before) * list_unit() * exp(h.edge / (double)BINS_PER_NAT));
+  }
+  __syncthreads();
+}
+
+// The cutoff of top-p among the listed tokens that are not below the cutoff so far.
+DEV void top_p_of_list(Histogram& h, float& cutoff, int& cutoff_id, uint64_t* scratch) {
+  const int i = threadIdx.x, n = h.listed;
+  const bool in = i < n && h.list[i] >= cutoff;
+  const uint64_t own = in ? h.masses[i] : 0, kept_mass = block_sum64(own, scratch);
+  const uint64_t need = min(kept_mass, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
+  uint64_t before = 0;
+  if (in)
+    for (int j = 0; j < n; j++) {
+      const float x = h.list[j];
+      if (x >= cutoff && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
+    }
+  __syncthreads();
+  if (in && before < need && before + own >= need) {
+    h.cutoff = h.list[i];
+    h.cutoff_id = h.ids[i];
+  }
+  __syncthreads();
+  cutoff = h.cutoff;
+  cutoff_id = h.cutoff_id;
+}
+
+// The same by bisection, over the whole row.
+DEV void top_p_of_row(const Tokens& t, float top_p, float& cutoff, int& cutoff_id) {
+  const uint32_t floor = ordered(cutoff);
+  const uint64_t total = t.above(floor, true);
+  const uint64_t goal = max(1ull, (unsigned long long)ceil((double)top_p * (double)total));
+  const uint32_t key = max(floor, t.reach(goal, true));
+  const uint64_t before = t.above((uint64_t)key + 1, true);
+  const uint64_t each = max(1ull, (unsigned long long)t.mass(unordered(key)));
+  const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1;
+  const uint64_t equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
+  cutoff = unordered(key);
+  if (need < equal) cutoff_id = t.nth(key, need);
+}
+
+// sample_cut: the cut of every row whose sampler has a temperature.
+//
+//     logits  f32 [row][vocab], at most SAMPLE_VOCAB_MAX tokens
+//     cuts    [row]; `total` is set for samplers of rejection only
+//
+// Grid (rows), CUT_THREADS threads, static shared memory.
+KERNEL __launch_bounds__(CUT_THREADS)
     sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
@@ -295,7 +392,7 @@ KERNEL __launch_bounds__(1024)
   uint32_t best = 0;
   bool bad = false;
   each_token(row, vocab, [&](int, float x) {
-    bad |= !(x < __int_as_float(0x7f800000));  // NaN or +infinity
+    bad |= !(x < infinity());  // or NaN
     best = max(best, ordered(x));
   });
 #pragma unroll
@@ -320,81 +417,23 @@ KERNEL __launch_bounds__(1024)
     h.find([&](int b) { return (double)h.count[b]; }, [&](double) { return (double)s.top_k; });
     bin_k = h.edge;
     listed = h.collect(t);
-    if (listed) {
-      const int need = s.top_k - (int)h.before, n = h.listed;
-      const int i = threadIdx.x;
-      if (i < n) {
-        int greater = 0, equal = 0;
-        for (int j = 0; j < n; j++) {
-          greater += h.list[j] > h.list[i];
-          equal += h.list[j] == h.list[i];
-        }
-        // all writing threads store the same value
-        if (greater < need && greater + equal >= need) h.cutoff = h.list[i];
-      }
-      __syncthreads();
-      cutoff = h.cutoff;
-    } else {
+    if (listed)
+      cutoff = top_k_of_list(h, s.top_k);
+    else
       cutoff = unordered(t.reach(s.top_k, false));
-    }
   }
   if (cut_p) {
-    if (cut_k) {  // tokens that top-k keeps
-      double left = 0;
-      if (listed) {
-        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= cutoff ? h.masses[threadIdx.x] : 0;
-        sum = block_sum64(sum, scratch);
-        left = (double)sum * (1 / 67108864.) * exp(-bin_k / (double)BINS_PER_NAT);
-      }
-      __syncthreads();
-      for (int b = threadIdx.x; b < BINS; b += 1024)
-        if (b >= bin_k) h.mass[b] = b == bin_k ? left : 0;
-      __syncthreads();
-    }
+    if (cut_k) keep_top_k(h, cutoff, bin_k, listed, scratch);
     if (!cut_k || listed) {
-      h.find([&](int b) { return h.mass[b]; }, [&](double all) { return s.top_p * all; });
-      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its fixed-point masses
-        double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
-        for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
-        if (threadIdx.x == 0)
-          h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
-      }
-      __syncthreads();
+      find_top_p(h, s);
       listed = h.collect(t);
     } else {
       listed = false;
     }
-    if (listed) {
-      const int i = threadIdx.x, n = h.listed;
-      const bool in = i < n && h.list[i] >= cutoff;
-      const uint64_t mine = in ? h.masses[i] : 0, kept_mass = block_sum64(mine, scratch);
-      const uint64_t need = min(kept_mass, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
-      uint64_t before = 0;
-      if (in)
-        for (int j = 0; j < n; j++) {
-          const float x = h.list[j];
-          if (x >= cutoff && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
-        }
-      __syncthreads();
-      if (in && before < need && before + mine >= need) {
-        h.cutoff = h.list[i];
-        h.cutoff_id = h.ids[i];
-      }
-      __syncthreads();
-      cutoff = h.cutoff;
-      cutoff_id = h.cutoff_id;
-    } else {
-      const uint32_t floor = ordered(cutoff);
-      const uint64_t total = t.above(floor, true);
-      const uint64_t goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
-      const uint32_t key = max(floor, t.reach(goal, true));
-      const uint64_t before = t.above((uint64_t)key + 1, true);
-      const uint64_t each = max(1ull, (unsigned long long)t.mass(unordered(key)));
-      const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1;
-      const uint64_t equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
-      cutoff = unordered(key);
-      if (need < equal) cutoff_id = t.nth(key, need);
-    }
+    if (listed)
+      top_p_of_list(h, cutoff, cutoff_id, scratch);
+    else
+      top_p_of_row(t, s.top_p, cutoff, cutoff_id);
   }
   Cut cut{most, cutoff, cutoff_id, 0, 1.0};
   if (s.accept == REJECTION)
@@ -433,14 +472,18 @@ struct Race {
 static_assert(sizeof(Race) == RACE_BYTES);
 
 // sample_choose: the token after each row.
-//   logits f32 [row][vocab]; cuts [row], read if the sampler has a temperature; choices int32 [row].
-//   For drafts the token is also written to windows[slot * window_pitch + offset + 1], and `margin` receives row 0's
-//   logit margin to the second-best
-//     token (core::sample::choose_with_margin). Under rejection drafts have separate noise, and keep logits and cut in
-//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. Without `drafts` it is the
-//     target's choice.
-//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab /
-//   SAMPLE_CHUNK), rows), block 256.
+//
+//     logits            f32 [row][vocab]
+//     cuts              [row], read if the sampler has a temperature
+//     drafts            0 for the target's choice; else the row's token is also written to its window
+//     choices           int32 [row]
+//     windows           int32 [slot][window_pitch]; the token after a row is at offset + 1
+//     q_logits, q_cuts  f32 [slot][q_pitch][vocab], [slot][q_pitch]: with `drafts` and rejection, logits and cut are
+//                       kept at the row's offset, and drafts have noise of their own
+//     races, arrived    scratch [row][blocks of a row]; uint32 [row], zero before and after
+//     margin            with `drafts`, row 0's logit margin (core::sample::choose_with_margin)
+//
+// Grid (ceil(vocab / SAMPLE_CHUNK), rows), SAMPLE_THREADS threads, static shared memory.
 //
 // Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and
 // noise, which do not depend on earlier kernels, are computed into shared memory before the wait (ptxas would move
@@ -450,11 +493,11 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
     sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts,
                   int* choices, int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races,
                   uint32_t* arrived, float* margin, uint32_t* flag) {
-  // tokens per thread: quartets, 1,024 apart
-  constexpr int WARPS = SAMPLE_THREADS / 32, OWN = SAMPLE_CHUNK / SAMPLE_THREADS;
+  constexpr int WARPS = SAMPLE_THREADS / 32;
+  constexpr int OWN = SAMPLE_CHUNK / SAMPLE_THREADS;  // tokens per thread: quartets, 4 SAMPLE_THREADS apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
-  // the noise's approximate contribution; then an upper bound of the score
+  // The noise's approximate contribution; then an upper bound of the score.
   __shared__ float about[OWN][SAMPLE_THREADS];
   __shared__ float scores[OWN][SAMPLE_THREADS];  // logits; then scores without noise
   grid_trigger();
@@ -477,28 +520,30 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
   grid_wait();
   Cut cut{};
   if (!greedy) cut = cuts[row];
-  const float* from = logits + (size_t)row * vocab;
-  float* to = q_logits + ((size_t)r.slot * q_pitch + r.offset) * vocab;
+  const float* row_logits = logits + (size_t)row * vocab;
+  float* kept_logits = q_logits + ((size_t)r.slot * q_pitch + r.offset) * vocab;
   float x[OWN];
 #pragma unroll
-  for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? from[id_of(i)] : minus_infinity();
+  for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? row_logits[id_of(i)] : minus_infinity();
 #pragma unroll
   for (int i = 0; i < OWN; i++) scores[i][own] = x[i];
+  // ---- bounds of the scores ----
   float cutoff = minus_infinity(), most = minus_infinity();  // lower bounds of the two largest scores of the warp
-  uint32_t open = 0, out = 0;  // tokens that may be first or second; the best that is not kept
+  uint32_t open = 0;                                         // this thread's tokens that may be first or second
+  uint32_t out = 0;                                          // the best token that is not kept
   bool bad = false;
 #pragma unroll 1
   for (int i = 0; i < OWN && id_of(i) < vocab; i++) {
     const float logit = scores[i][own];
-    bad |= !(logit < __int_as_float(0x7f800000));
-    if (keep) to[id_of(i)] = logit;
+    bad |= !(logit < infinity());  // or NaN
+    if (keep) kept_logits[id_of(i)] = logit;
     float score = logit, error = 0;
     bool stays = true;
     if (!greedy) {
       const float z = scaled(logit, cut.most, s.temperature);
       stays = kept(cut, least, logit, id_of(i), z);
       if (!stays) out = max(out, ordered(z));
-      // scores far from zero have rounding errors above the estimate's
+      // Scores far from zero have rounding errors above the estimate's.
       scores[i][own] = z;
       score = z + about[i][own];
       error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;
@@ -516,6 +561,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
     cutoff = fmaxf(fminf(most, other), fmaxf(cutoff, second));
     most = fmaxf(most, other);
   }
+  // ---- exact scores of the tokens that are left, and the race of the block ----
   Race race = {0, out};
 #pragma unroll 1
   for (; open; open &= open - 1) {
@@ -535,7 +581,8 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
     if (bad) atomicOr(flag, FLAG_LOGITS);
     if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   }
-  if (gridDim.x > 1) {  // the last block of the row combines the others' results
+  // ---- the last block of the row combines the others' results ----
+  if (gridDim.x > 1) {
     Race* all = races + (size_t)row * gridDim.x;
     uint32_t before = 0;
     if (lane == 0) {
@@ -553,6 +600,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
     race.meet(16);
     if (lane == 0) arrived[row] = 0;
   }
+  // ---- the token and its margin ----
   if (lane) return;
   int token = (int)~(uint32_t)race.first;
   const float score = unordered((uint32_t)(race.first >> 32));
@@ -574,14 +622,14 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
 
 // ---- judgement ----
 
-// Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. 1024 threads; -1 if no
-// weight is positive.
+// Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. -1 if no weight is
+// positive. By CUT_THREADS threads; scores, ids: shared memory [warp].
 template <class Weight>
 DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* scores, int* ids, Weight weight) {
   double best = 0;
   int winner = -1;
   float cutoff = 0;
-  for (int id0 = threadIdx.x * 4; id0 < vocab; id0 += 4096) {
+  for (int id0 = threadIdx.x * 4; id0 < vocab; id0 += 4 * CUT_THREADS) {
     const uint4 words = noise(s, position, stream, id0 / 4);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -598,7 +646,7 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
       }
     }
   }
-  auto take = [&](double other, int id) {
+  auto enter = [&](double other, int id) {
     if (id >= 0 && (other > best || (other == best && id < winner) || winner < 0)) {
       best = other;
       winner = id;
@@ -607,7 +655,7 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
     const double other = __shfl_xor_sync(~0u, best, step);
-    take(other, __shfl_xor_sync(~0u, winner, step));
+    enter(other, __shfl_xor_sync(~0u, winner, step));
   }
   __syncthreads();
   if ((threadIdx.x & 31) == 0) {
@@ -615,17 +663,22 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
     ids[threadIdx.x >> 5] = winner;
   }
   __syncthreads();
-  for (int i = 0; i < 32; i++) take(scores[i], ids[i]);
+  for (int i = 0; i < 32; i++) enter(scores[i], ids[i]);
   return winner;
 }
 
 // judge: one verdict per turn.
-//   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at index i + 1.
-//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null if every turn is one-hot.
-//   Grid (turns), block 1024.
-KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows,
-                                     int window_pitch, const float* logits, const Cut* cuts, int vocab,
-                                     const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
+//
+//     choices           int32 [row] of sample_choose
+//     windows           int32 [slot][window_pitch]: drafted token i at index i + 1
+//     logits, cuts      the target's, [row]
+//     q_logits, q_cuts  the draft's, [slot][q_pitch], or null if every turn is one-hot
+//
+// Grid (turns), CUT_THREADS threads, static shared memory.
+KERNEL __launch_bounds__(CUT_THREADS)
+    judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch,
+          const float* logits, const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch,
+          Verdict* verdicts) {
   __shared__ double scores[32];
   __shared__ int ids[32], accepted;
   grid_trigger();
