@@ -1,15 +1,19 @@
 // GEMMs of a step's few rows with weights in planes. All kernels exist on every architecture.
 #include "hierarchy.cuh"
 
-// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs,
-// stride: blocks per tile in memory, tiles of 16 outputs, n, rows, pitch of x in elements, weights to prefetch on
-// Hopper and their bytes): grid and threads as for linear_bf16_{NT} of linear.cu.
+// linear_{both,upper}_{bf16,f16}_{NT}(PLANES_ARGUMENTS): y = x W^T with weights in planes (layout.cuh).
+//
+//     upper, lower      planes, blocks [tiles][stride]; lower is not read by linear_upper_*
+//     x                 16 bits [rows][pitch], pitch in elements
+//     y                 f32 [rows][n]
+//     groups            of 64 inputs; tiles: of 16 outputs
+//     next, next_bytes  weights to prefetch, on Hopper
+//
+// Grid, threads and shared memory as for linear_bf16_{NT} of linear.cu.
 #define PLANES_ARGUMENTS                                                                                            \
   const uint8_t *upper, const uint8_t *lower, const uint8_t *x, float *y, int groups, int stride, int tiles, int n, \
       int rows, int pitch, const uint8_t *next, uint32_t next_bytes
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define BLOCKS_1
-#define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define PLANE_PIPELINE(VIEW, PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, \
                        SHARED)                                                                                   \
   static_assert(PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == \

@@ -7,25 +7,28 @@
 // zero; groups are added in f32:
 //
 //     y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
+//
+// In this file lane = 4 g + c (ptx.cuh), t is a tile of eight rows, d one of DEEP groups, e an element of an
+// accumulator, and h 0 for output g, 1 for output g + 8.
 #pragma once
 #include "layout.cuh"
 #include "linear.cuh"
 
 // How a 16-bit type multiplies codes. A sum of codes times inputs, as the tensor core returns it, lacks a power of two:
-// TIMES is that factor divided by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0. `input`: a
-// pair of inputs as the mma reads it.
+// TIMES is that factor divided by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0.
+// `input`: a pair of inputs as the mma reads it.
 struct CodesBf16 : MmaBf16 {
   static constexpr uint32_t ONES = 0x3f803f80;
-  static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;  // 2^(133 - 64 - 4), 2^-64
+  static constexpr float TIMES = 0x1p65f, OF_X = 0x1p-64f;  // 133 - 64 - 4 = 65
   static DEV uint32_t input(uint32_t pair) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair),
-                         y = __hmul2(x, __floats2bfloat162_rn(18446744073709551616.f, 18446744073709551616.f));
+    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    const __nv_bfloat162 y = __hmul2(x, __floats2bfloat162_rn(0x1p64f, 0x1p64f));
     return *reinterpret_cast<const uint32_t*>(&y);
   }
 };
 struct CodesHalf : MmaHalf {
   static constexpr uint32_t ONES = 0x3c003c00;
-  static constexpr float TIMES = 1048576.f, OF_X = 1.f;  // 2^(24 - 4)
+  static constexpr float TIMES = 0x1p20f, OF_X = 1.f;  // 24 - 4 = 20
   static DEV uint32_t input(uint32_t pair) { return pair; }
 };
 
@@ -35,15 +38,15 @@ struct GroupInput {
   uint32_t pairs[8];
   float sum[2];
   DEV void set(uint4 low, uint4 high) {
-    const uint32_t from[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w},
-                   ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
-    float d[4] = {0, 0, 0, 0};
+    const uint32_t raw[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const uint32_t ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
+    float sums[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < 8; i++) pairs[i] = E::input(from[i]);
+    for (int i = 0; i < 8; i++) pairs[i] = E::input(raw[i]);
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) E::mma(d, ones, pairs[i], pairs[i + 1]);
-    sum[0] = d[0] * E::OF_X;
-    sum[1] = d[1] * E::OF_X;
+    for (int i = 0; i < 8; i += 2) E::mma(sums, ones, pairs[i], pairs[i + 1]);
+    sum[0] = sums[0] * E::OF_X;
+    sum[1] = sums[1] * E::OF_X;
   }
 };
 
@@ -53,20 +56,21 @@ struct GroupCodes {
   uint4 upper, lower;
   uint2 params;
   // A operand of word i.
-  DEV void fragment(uint32_t (&f)[4], int i) const {
+  DEV void fragment(uint32_t (&a)[4], int i) const {
     auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
-    constexpr uint32_t H = 0xf0f0f0f0;
+    constexpr uint32_t H = HIGH_NIBBLES;
     const uint32_t u = word(upper);
-    uint32_t row = u << 4 & H, row8 = u & H;
+    uint32_t out = u << 4 & H, out8 = u & H;  // bytes C of outputs g and g + 8
     if constexpr (PLANES == 2) {
       const uint32_t l = word(lower);
-      row = select_bits(u << 4, l, H);
-      row8 = select_bits(u, l >> 4, H);
+      out = select_bits(u << 4, l, H);
+      out8 = select_bits(u, l >> 4, H);
     }
-    f[0] = __byte_perm(row, 0, 0x4140);
-    f[1] = __byte_perm(row8, 0, 0x4140);
-    f[2] = __byte_perm(row, 0, 0x4342);
-    f[3] = __byte_perm(row8, 0, 0x4342);
+    // Bytes become the low halves of 16-bit numbers.
+    a[0] = __byte_perm(out, 0, 0x4140);
+    a[1] = __byte_perm(out8, 0, 0x4140);
+    a[2] = __byte_perm(out, 0, 0x4342);
+    a[3] = __byte_perm(out8, 0, 0x4342);
   }
 };
 
@@ -78,15 +82,16 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
   for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    uint32_t f[4];
-    codes.fragment(f, i);
+    uint32_t a[4];
+    codes.fragment(a, i);
 #pragma unroll
-    for (int t = 0; t < NT; t++) E::mma(d[t], f, in[t].pairs[2 * i], in[t].pairs[2 * i + 1]);
+    for (int t = 0; t < NT; t++) E::mma(d[t], a, in[t].pairs[2 * i], in[t].pairs[2 * i + 1]);
   }
   const float2 p[2] = {unpack_half2(codes.params.x), unpack_half2(codes.params.y)};
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float scale = __fmul_rn(p[h].x, E::TIMES), zero = PLANES == 2 ? __fmaf_rn(p[h].x, -0.5f, p[h].y) : p[h].y;
+    const float scale = __fmul_rn(p[h].x, E::TIMES);
+    const float zero = PLANES == 2 ? __fmaf_rn(p[h].x, -0.5f, p[h].y) : p[h].y;
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
@@ -95,24 +100,25 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
   }
 }
 
-// A group is a block of 16 outputs x 64 inputs of each plane.
+// Not on Hopper: a group is a block of 16 outputs x 64 inputs of each plane. x 16-bit [row][pitch], y f32 [row][n];
+// stride: blocks per tile in memory.
 template <class E, int PLANES, int NT, int DEPTH>
 DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x,
                        float* y, int groups, int stride, int tiles, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   GroupCodes<PLANES> codes[DEPTH];
   auto load = [&](int i, int tile, int group) {
-    const size_t at = (size_t)tile * stride + group;
-    codes[i].upper = ldg_stream(upper + at * UPPER_BLOCK + lane * 16);
-    codes[i].params = __ldg(reinterpret_cast<const uint2*>(upper + at * UPPER_BLOCK + 512 + g * 8));
-    if (PLANES == 2) codes[i].lower = ldg_stream(lower + at * LOWER_BLOCK + lane * 16);
+    const size_t block = (size_t)tile * stride + group;
+    codes[i].upper = ldg_stream(upper + block * UPPER_BLOCK + lane * 16);
+    codes[i].params = __ldg(reinterpret_cast<const uint2*>(upper + block * UPPER_BLOCK + UPPER_PARAMS + g * 8));
+    if (PLANES == 2) codes[i].lower = ldg_stream(lower + block * LOWER_BLOCK + lane * 16);
   };
-  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
+  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* inputs, int rows) {
     GroupInput<E> in[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
       uint4 low = make_uint4(0, 0, 0, 0), high = low;
-      const uint16_t* row = from + (size_t)(t * 8 + g) * pitch + c * 16;
+      const uint16_t* row = inputs + (size_t)(t * 8 + g) * pitch + c * 16;
       if (t * 8 + g < rows) {
         low = ldg_plain(row);
         high = ldg_plain(row + 8);
@@ -125,17 +131,19 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// One tile of a chunk: 8 DEEP blocks of the upper plane, then as many of the lower one.
+// Weights for `fill_weights`. One tile of a chunk: 8 DEEP blocks of the upper plane, then as many of the lower one.
 template <int PLANES, int DEEP>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
   const uint8_t *upper, *lower;
   int stride;
-  DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
-    const size_t at = tile * stride + k;
-    bulk_copy(to, upper + at * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
+  // `count` groups of a tile, from group k on.
+  DEV void copy(uint32_t stage, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
+    const size_t block = tile * stride + k;
+    bulk_copy(stage, upper + block * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
     if (PLANES == 2)
-      bulk_copy(to + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
+      bulk_copy(stage + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + block * LOWER_BLOCK, count * LOWER_BLOCK, bar,
+                policy);
   }
 };
 
@@ -152,9 +160,9 @@ struct MultiplyPlanes {
     for (int d = 0; d < R::DEEP; d++)
 #pragma unroll
       for (int t = 0; t < R::NT; t++) {
-        const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
-        raw[d][t][0] = lds128(from);
-        raw[d][t][1] = lds128(from + 16);
+        const uint32_t row = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
+        raw[d][t][0] = lds128(row);
+        raw[d][t][1] = lds128(row + 16);
         seen |= raw[d][t][0].w | raw[d][t][1].w;
         if (!LATE) in[d][t].set(raw[d][t][0], raw[d][t][1]);
       }
@@ -173,14 +181,16 @@ struct MultiplyPlanes {
     for (int i = 0; i < R::TILES; i++)
 #pragma unroll
       for (int d = 0; d < R::DEEP; d++) {
-        const uint32_t at = chunk + i * R::HALF, piece = d * LINEAR_WARPS + warp, block = at + piece * UPPER_BLOCK;
-        GroupCodes<PLANES>& of = codes[i][d];
-        of.upper = lds128(block + lane * 16);
-        of.params = lds64(block + 512 + (lane >> 2) * 8);
-        seen |= of.upper.w | of.params.x;
+        const uint32_t tile = chunk + i * R::HALF;
+        const uint32_t piece = d * LINEAR_WARPS + warp;
+        const uint32_t block = tile + piece * UPPER_BLOCK;
+        GroupCodes<PLANES>& group = codes[i][d];
+        group.upper = lds128(block + lane * 16);
+        group.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
+        seen |= group.upper.w | group.params.x;
         if (PLANES == 2) {
-          of.lower = lds128(at + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16);
-          seen |= of.lower.w;
+          group.lower = lds128(tile + R::PIECES * UPPER_BLOCK + piece * LOWER_BLOCK + lane * 16);
+          seen |= group.lower.w;
         }
       }
     return seen;

@@ -4,14 +4,18 @@
 #include "linear_wide.cuh"
 #endif
 
-// linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of
-// x in elements): grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
+// linear_{bf16,f16}_{NT}(w, x, y, atoms, tiles, n, rows, pitch): y = x W^T with weights of 16 bits.
+//
+//     w      atoms [tiles][atoms]
+//     x      the weights' type [rows][pitch], pitch in elements, at least 64 atoms
+//     y      f32 [rows][n]
+//     atoms  of 64 inputs; tiles: of 16 outputs
+//
+// Grid (blocks that share the tiles, ceil(rows / (8 NT))), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper: grid (min(tiles, SMs), whole clusters; as above), 320 threads (384 if registers are handed over),
+// On Hopper: grid (min(tiles, SMs) in whole clusters, as above), 320 threads (384 if registers are handed over),
 // Pipeline::BYTES of shared memory. Up to 104 registers per thread leave room for a norm's block: three warps per
 // scheduler use 312 of its 512 registers per lane, the norm's four warps 192 in all (docs/design/gemm.md).
-#define BLOCKS_1
-#define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)             \
   static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
   PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS,                                        \
@@ -44,9 +48,16 @@ LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 #endif
 
-// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n],
-// groups, tiles, n, rows): the same grid, 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row
-// tile rows * (groups * 136 + 64) more.
+// linear_{w4,w8}_{NT}_{STAGES}(w, x, xs, y, groups, tiles, n, rows): y = x W^T with draft weights.
+//
+//     w       blocks [tiles][groups] of QUANT_BLOCK bytes
+//     x       int8 [rows][groups * 128]
+//     xs      float2 [rows][groups] {scale, scale times the sum of the codes}
+//     y       f32 [rows][n]
+//     groups  of 128 inputs; tiles: of 16 outputs
+//
+// Grid as above, 256 threads, 8 STAGES QUANT_BLOCK bytes of shared memory, with one row tile
+// rows * (groups * 136 + 64) more.
 #define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                       \
   KERNEL __launch_bounds__(256, PER_SM)                                                                             \
       name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \
@@ -64,8 +75,8 @@ QUANT(linear_w8_4_4, 8, 4, 4, 2)
 QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for rows with an even number of groups, so that scales can be
-// copied; grid, threads and shared memory as above.
+// linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for an even number of groups, so that scales are copied 16 bytes at
+// a time; grid, threads and shared memory as for linear_{bf16,f16}_{NT} there.
 #define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8) \
   static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES ==             \
                 (BITS == 4 ? SHARED4 : SHARED8));                                                             \
@@ -83,8 +94,8 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 DRAFT_PIPELINES(4)
 DRAFT_PIPELINES(8)
 
-// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2
-// min(tiles, SMs / 2), panels), 640 threads, Wide::BYTES of shared memory.
+// linear_{w4,w8}_wide_{N}: the same for 17 and more rows on Hopper, up to N per panel, x and xs in panels (panel.cuh).
+// Grid (2 min(tiles, SMs / 2), panels), WIDE_THREADS threads, Wide::BYTES of shared memory.
 #define WIDE(BITS, N, STAGES, SHARED)                                                                            \
   static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                         \
   KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY) linear_w##BITS##_wide_##N(                                             \
@@ -97,8 +108,8 @@ WIDE(8, 32, 2, 188584)
 WIDE(8, 64, 3, 225512)
 #endif
 
-// linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded
-// up), 256 threads.
+// linear_f32(w f32 [n][k], x f32 [rows][pitch], y f32 [rows][n], ...): grid (ceil(n / 8), ceil(rows / 8)), 256 threads,
+// no dynamic shared memory.
 KERNEL __launch_bounds__(256) linear_f32(const float* w, const float* x, float* y, int k, int n, int rows, int pitch) {
   linear_single<8>(w, x, y, k, n, rows, pitch);
 }

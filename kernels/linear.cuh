@@ -1,19 +1,23 @@
-// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step. Weights are the mma A operand (16 outputs), rows its
-// columns.
+// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step.
+// Weights are the mma A operand (16 outputs), rows its columns.
 //
 // The bits of y depend on the weights and the row alone: K determines a warp's k order, the split of K over the warps
 // of a block and the order of their sum. Rows only add columns.
 //
-// 16-bit weights are stored in atoms of 16 rows x 64 k, [N/16][K/64][16][8 pieces of 16 bytes], piece j of row r at
-// position j ^ (r & 7). Lane 4g + c loads pieces c and c + 4 of rows g and g + 8, eight consecutive k each, and the
-// same eight k of row g of x. The order of k inside an mma is free if both operands agree, so x is row-major and needs
-// no packing.
+// 16-bit weights are stored in atoms of 16 outputs x 64 k, [N / 16][K / 64][16][8 pieces of 16 bytes], piece j of
+// output r at position j ^ (r & 7). Lane 4 g + c loads pieces c and c + 4 of outputs g and g + 8, eight consecutive k
+// each, and the same eight k of row g of x. The order of k inside an mma is free if both operands agree, so x is
+// row-major and needs no packing.
+//
+// In this file g and c are a lane's indices in an mma fragment (ptx.cuh), t is a tile of eight rows, e an element of an
+// accumulator, and h a half of a group of inputs.
 #pragma once
 #include "numbers.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include "hopper.cuh"
 #endif
 
+// The mma of a weight type, as a type for templates.
 struct MmaBf16 {
   static DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
 };
@@ -42,14 +46,15 @@ DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[N
   __syncthreads();
 }
 
-// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups
-// of a warp are in flight: load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by
-// inputs from x on, `unit` inputs per group.
+// The tiles of a block, whose warps share the groups of a tile in turn: warp w has groups w, w + 8, ... DEPTH groups of
+// a warp are in flight: load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by inputs
+// from x on, `unit` inputs per group. x 16-bit [row][pitch], y f32 [row][n].
 template <int NT, int DEPTH, class Load, class Add>
 DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load,
                     Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
-  const int warp = threadIdx.x >> 5, mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
+  const int warp = threadIdx.x >> 5;
+  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
   grid_trigger();
   int tile = blockIdx.x;
 #pragma unroll
@@ -65,15 +70,15 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
     for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
     const int next = tile + gridDim.x;
 #pragma unroll 1
-    for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;  // from here on the next tile's groups are loaded
+    for (int start = 0; start < mine; start += DEPTH) {
+      const bool last = start + DEPTH >= mine;  // from here on the next tile's groups are loaded
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
-        if (i0 + i < mine) add(acc, i, x + ((i0 + i) * LINEAR_WARPS + warp) * unit, rows);
+        if (start + i < mine) add(acc, i, x + ((start + i) * LINEAR_WARPS + warp) * unit, rows);
         if (last) {
           if (next < tiles && i < mine) load(i, next, i * LINEAR_WARPS + warp);
-        } else if (i0 + DEPTH + i < mine) {
-          load(i, tile, (i0 + DEPTH + i) * LINEAR_WARPS + warp);
+        } else if (start + DEPTH + i < mine) {
+          load(i, tile, (start + DEPTH + i) * LINEAR_WARPS + warp);
         }
       }
     }
@@ -81,49 +86,62 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
   }
 }
 
-// A group is an atom of 16 outputs x 64 inputs.
+// 16-bit weights: a group is an atom.
 template <class E, int NT, int DEPTH>
 DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows,
                    int pitch) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  // positions of its pieces of row g; row g + 8 is 64 pieces further
+  // Positions of the lane's pieces of output g; those of output g + 8 are 64 pieces further.
   const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);
   uint4 a[DEPTH][4];
   auto load = [&](int i, int tile, int atom) {
-    const uint4* at = w + ((size_t)tile * atoms + atom) * 128;
-    a[i][0] = ldg_stream(at + low);
-    a[i][1] = ldg_stream(at + 64 + low);
-    a[i][2] = ldg_stream(at + high);
-    a[i][3] = ldg_stream(at + 64 + high);
+    const uint4* pieces = w + ((size_t)tile * atoms + atom) * 128;
+    a[i][0] = ldg_stream(pieces + low);
+    a[i][1] = ldg_stream(pieces + 64 + low);
+    a[i][2] = ldg_stream(pieces + high);
+    a[i][3] = ldg_stream(pieces + 64 + high);
   };
-  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
+  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* inputs, int rows) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const uint4 r = a[i][h * 2], s = a[i][h * 2 + 1];
-      const uint32_t f0[4] = {r.x, s.x, r.y, s.y}, f1[4] = {r.z, s.z, r.w, s.w};
+      const uint4 out = a[i][h * 2], out8 = a[i][h * 2 + 1];  // outputs g and g + 8
+      const uint32_t first[4] = {out.x, out8.x, out.y, out8.y}, second[4] = {out.z, out8.z, out.w, out8.w};
 #pragma unroll
       for (int t = 0; t < NT; t++) {
         uint4 b = make_uint4(0, 0, 0, 0);
-        if (t * 8 + g < rows) b = ldg_plain(from + (size_t)(t * 8 + g) * pitch + c * 8 + h * 32);
-        E::mma(acc[t], f0, b.x, b.y);
-        E::mma(acc[t], f1, b.z, b.w);
+        if (t * 8 + g < rows) b = ldg_plain(inputs + (size_t)(t * 8 + g) * pitch + c * 8 + h * 32);
+        E::mma(acc[t], first, b.x, b.y);
+        E::mma(acc[t], second, b.z, b.w);
       }
     }
   };
   warp_tiles<NT, DEPTH>(x, y, atoms, 64, tiles, n, rows, pitch, load, add);
 }
 
-// Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations
-// int8 per row and 128 k.
+// Draft weights: blocks of 16 outputs x 128 k, [N / 16][K / 128], w = scale * code + zero per output and block.
+// Activations are int8 codes xq with a scale sx per row and 128 k.
 //
 //     y += scale * sx * sum(code * xq) + zero * sx * sum(xq)
 //
-// Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h
-// + 16 c + 4 i + b. Eight bits, 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c +
-// 8 p + b, then both at k + 4. Then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
+// The codes of a block are uint4s, one per lane; b is a byte of a word. With
+//
+//     4 bits  [h], word i: outputs g (low nibble) and g + 8 (high nibble) at k = 64 h + 16 c + 4 i + b
+//     8 bits  [2 h + p], words 0 and 1: outputs g and g + 8 at k = 64 h + 16 c + 8 p + b; words 2 and 3: at k + 4
+//
+// Then follow the parameters, f16 [g] {scale, zero of output g; scale, zero of output g + 8}.
+enum { QUANT_PARAMS = 64 };  // bytes of a block's parameters, its last ones
 template <int BITS>
-constexpr int QUANT_BLOCK = 256 * BITS + 64;
+constexpr int QUANT_BLOCK = 256 * BITS + QUANT_PARAMS;                    // bytes
+enum : uint32_t { LOW_NIBBLES = 0x0f0f0f0f, HIGH_NIBBLES = 0xf0f0f0f0 };  // of four bytes
 
+// acc plus a group's share of y: `sum` of codes times inputs, in f32, and `x_sum` of the inputs.
+DEV float add_group(float acc, float sum, float scale, float x_scale, float zero, float x_sum) {
+  return __fmaf_rn(sum, __fmul_rn(scale, x_scale), __fmaf_rn(zero, x_sum, acc));
+}
+static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
+
+// The few-row GEMM of draft weights. x int8 [row][groups * 128]; xs [row][groups] {sx, sx * sum(xq)}; y f32 [row][n].
+//
 // STAGED: the block first copies the activations to shared memory after the weights, [row][groups * 128 + 64 bytes],
 // then their scales [row][groups]. A step of a single row is a chain of memory latencies; this removes one per block.
 template <int BITS, int NT, int STAGES, bool STAGED>
@@ -140,11 +158,11 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   int load_tile = blockIdx.x, load_group = 0, load_stage = 0;
   auto load = [&]() {
     if (mine > 0 && load_tile < tiles) {
-      const uint8_t* at = w + ((size_t)load_tile * groups + load_group * LINEAR_WARPS + warp) * BLOCK;
-      const uint32_t to = stages_at + load_stage * BLOCK;
+      const uint8_t* block = w + ((size_t)load_tile * groups + load_group * LINEAR_WARPS + warp) * BLOCK;
+      const uint32_t stage = stages_at + load_stage * BLOCK;
 #pragma unroll
       for (int i = 0; i < PIECES; i += 32)
-        if (i + lane < PIECES) copy16_once(to + (i + lane) * 16, at + (i + lane) * 16, once);
+        if (i + lane < PIECES) copy16_once(stage + (i + lane) * 16, block + (i + lane) * 16, once);
       if (++load_group == mine) {
         load_group = 0;
         load_tile += gridDim.x;
@@ -161,14 +179,15 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   y += (size_t)blockIdx.y * NT * 8 * n;
   rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
   const int pitch = groups * 128 + 64;  // a row's pieces and its neighbour's are in different banks
-  const uint32_t staged_x = shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
+  const uint32_t staged_x = shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK;
+  const uint32_t staged_scales = staged_x + rows * pitch;
   if (STAGED) {
     for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32)
       sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
     for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
       const float2 v = __ldcg(xs + i);
-      sts32(staged_s + i * 8, __float_as_uint(v.x));
-      sts32(staged_s + i * 8 + 4, __float_as_uint(v.y));
+      sts32(staged_scales + i * 8, __float_as_uint(v.x));
+      sts32(staged_scales + i * 8 + 4, __float_as_uint(v.y));
     }
     __syncthreads();
   }
@@ -179,57 +198,60 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
     for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
 #pragma unroll 1
     for (int i = 0; i < mine; i++) {
+      // ---- inputs of the group ----
       const int group = i * LINEAR_WARPS + warp;
       uint4 b[NT][2];
-      float2 sx[NT][2];
+      float2 sx[NT][2];  // {scale, sum} of rows 2c and 2c + 1
 #pragma unroll
       for (int t = 0; t < NT; t++) {
         b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0);
         sx[t][0] = sx[t][1] = make_float2(0, 0);
         if (t * 8 + g < rows) {
           if (STAGED) {
-            const uint32_t from = staged_x + g * pitch + group * 128 + c * 16;
-            b[t][0] = lds128(from);
-            b[t][1] = lds128(from + 64);
+            const uint32_t codes = staged_x + g * pitch + group * 128 + c * 16;
+            b[t][0] = lds128(codes);
+            b[t][1] = lds128(codes + 64);
           } else {
-            const int8_t* from = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
-            b[t][0] = ldg_plain(from);
-            b[t][1] = ldg_plain(from + 64);
+            const int8_t* codes = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
+            b[t][0] = ldg_plain(codes);
+            b[t][1] = ldg_plain(codes + 64);
           }
         }
 #pragma unroll
         for (int e = 0; e < 2; e++)
           if (t * 8 + 2 * c + e < rows) {
             if (STAGED) {
-              const uint2 v = lds64(staged_s + ((2 * c + e) * groups + group) * 8);
+              const uint2 v = lds64(staged_scales + ((2 * c + e) * groups + group) * 8);
               sx[t][e] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
             } else {
               sx[t][e] = __ldcg(xs + (size_t)(t * 8 + 2 * c + e) * groups + group);
             }
           }
       }
-      __syncwarp();  // all lanes have read the next stage to load
+      // ---- weights of the group ----
+      __syncwarp();  // all lanes have read the stage that `load` overwrites
       load();
       copy_wait<STAGES - 1>();
       __syncwarp();
-      const uint32_t at = stages_at + stage * BLOCK;
+      const uint32_t block = stages_at + stage * BLOCK;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
+      // ---- codes times inputs ----
       int d[NT][4];
 #pragma unroll
-      // 1.5 * 2^23: as a float the sum is exact
-      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;
+      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = INTEGER_BIAS_BITS;
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         if constexpr (BITS == 4) {
-          const uint4 v = lds128(at + (h * 32 + lane) * 16);
-          const uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;  // high nibbles enter as 16 * code, with scale / 16
+          const uint4 v = lds128(block + (h * 32 + lane) * 16);
+          constexpr uint32_t L = LOW_NIBBLES, H = HIGH_NIBBLES;  // high nibbles enter as 16 * code, with scale / 16
 #pragma unroll
           for (int t = 0; t < NT; t++) {
             mma_u8s8(d[t], v.x & L, v.x & H, v.y & L, v.y & H, b[t][h].x, b[t][h].y);
             mma_u8s8(d[t], v.z & L, v.z & H, v.w & L, v.w & H, b[t][h].z, b[t][h].w);
           }
         } else {
-          const uint4 v0 = lds128(at + (2 * h * 32 + lane) * 16), v1 = lds128(at + ((2 * h + 1) * 32 + lane) * 16);
+          const uint4 v0 = lds128(block + (2 * h * 32 + lane) * 16);
+          const uint4 v1 = lds128(block + ((2 * h + 1) * 32 + lane) * 16);
 #pragma unroll
           for (int t = 0; t < NT; t++) {
             mma_u8s8(d[t], v0.x, v0.y, v0.z, v0.w, b[t][h].x, b[t][h].y);
@@ -237,32 +259,32 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
           }
         }
       }
-      const uint2 params = lds64(at + BLOCK - 64 + g * 8);
-      const float2 p0 = unpack_half2(params.x), p1 = unpack_half2(params.y);
-      const float s1 = BITS == 4 ? p1.x * 0.0625f : p1.x;
+      // ---- scales and zeros ----
+      const uint2 params = lds64(block + BLOCK - QUANT_PARAMS + g * 8);
+      const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);  // of outputs g and g + 8
+      const float high_scale = BITS == 4 ? high.x * 0.0625f : high.x;
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const float2 s = sx[t][e & 1];
-          acc[t][e] = __fmaf_rn(__fadd_rn(__int_as_float(d[t][e]), -12582912.f), __fmul_rn(e < 2 ? p0.x : s1, s.x),
-                                __fmaf_rn(e < 2 ? p0.y : p1.y, s.y, acc[t][e]));
+          acc[t][e] = add_group(acc[t][e], __fadd_rn(__int_as_float(d[t][e]), -integer_bias()),
+                                e < 2 ? low.x : high_scale, s.x, e < 2 ? low.y : high.y, s.y);
         }
     }
     reduce_store<NT>(sums, acc, y, tile, n, rows);
   }
   copy_wait<0>();
 }
-static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per SM, with one pipeline (`Pipeline`) for weights and one for x in shared memory, filled by
-// bulk copies ---- Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the
-// previous GEMM has released the shared memory. Memory thus stays busy during norms and other small kernels, whose
-// blocks fit in the remaining registers. A second producer warp copies x once per pass, i.e. for as many tiles as
-// registers have sums for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the
-// weights, and L2 bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the
-// copies of x.
+// ---- Hopper: a block per SM, with pipelines for weights and for x in shared memory, filled by bulk copies ----
+//
+// Weights do not depend on the previous kernel, so a producer warp starts to load them as soon as the previous GEMM has
+// released the shared memory. Memory thus stays busy during norms and other small kernels, whose blocks fit in the
+// remaining registers. A second producer warp copies x once per pass, i.e. for as many tiles as registers have sums
+// for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the weights, and L2
+// bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft
 // weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp,
@@ -270,27 +292,42 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exa
 // tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The tiles of a pass
 // alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 
+// Attributes of a kernel with clusters of one or two blocks, for macros.
+#define BLOCKS_1
+#define BLOCKS_2 __cluster_dims__(2, 1, 1)
+
 // Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
 // first loads of a block compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step,
 // whose small kernels wait for latencies.
 constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3, PIPELINE_AHEAD_FIRST_DRAFT = 2;
-// Registers per thread if loading warps (four) release theirs to computing warps (eight), and at entry.
+// Registers per thread: of the four loading warps after they release
+// theirs, of the eight computing warps after that, and of all at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
 static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_WARPS) * PIPELINE_ENTRY);
 // Units of 16 x 8 outputs that are summed at a time.
 constexpr int PIPELINE_UNITS = 2;
 
-// NT: row tiles. PIECE: bytes of a piece. TILES: tiles of a chunk. DEEP: pieces of a warp and tile in a chunk. SCALES:
-// bytes of scales per 128 bytes of a row. TOGETHER: tiles of a pass. STAGES, X_STAGES: pipeline stages of weights and
-// of x, one chunk each. CLUSTER: blocks of a cluster. HAND_OVER: loading warps release registers to computing warps.
-// PAD: bytes between the rows of a chunk of x.
+// A shape of the pipelines:
+//
+//     NT                 row tiles
+//     PIECE              bytes of a piece
+//     TILES              tiles of a chunk
+//     SCALES             bytes of scales per 128 bytes of a row of x
+//     TOGETHER           tiles of a pass
+//     STAGES, X_STAGES   pipeline stages of weights and of x, one chunk each
+//     CLUSTER            blocks of a cluster
+//     HAND_OVER          loading warps release registers to computing warps
+//     PAD                bytes between the rows of a chunk of x
+//     DEEP               pieces of a warp and tile in a chunk
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_,
           bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
 struct Pipeline {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, DEEP = DEEP_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
-  static constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * PIECE, CHUNK = TILES * HALF;
+  static constexpr int PIECES = DEEP * LINEAR_WARPS;  // of a tile in a chunk
+  static constexpr int HALF = PIECES * PIECE;         // bytes from one tile of a chunk to the next
+  static constexpr int CHUNK = TILES * HALF;          // bytes
   // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = PIECES * 128 + PAD_;
   static constexpr int SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0;
@@ -298,8 +335,8 @@ struct Pipeline {
   // Activations with scales are copied in pieces of 16 bytes (`fill_inputs`).
   static constexpr bool X_PIECES = CLUSTER == 1 && SCALES > 0;
   static constexpr int AHEAD_FIRST = X_PIECES ? PIPELINE_AHEAD_FIRST_DRAFT : PIPELINE_AHEAD_FIRST;
-  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [PIPELINE_UNITS][warp][8 rows][16],
-  // barriers.
+  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK],
+  // f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK;
   static constexpr int SUMS = X + X_STAGES * X_CHUNK;
   static constexpr int BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
@@ -327,16 +364,18 @@ struct Pieces {
 template <int TILES, int TOGETHER, int DEEP = 1, class Weights>
 DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces,
                       int mine, int most_first, int most_later) {
-  constexpr int W = DEEP * LINEAR_WARPS, HALF = W * Weights::PIECE;
+  constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * Weights::PIECE;
   const uint64_t once = evict_first();
-  int stage = 0, phase = 1, oldest = 0, oldest_phase = 0, in_flight = 0, most = most_first;
+  int stage = 0, phase = 1;
+  int oldest = 0, oldest_phase = 0, in_flight = 0;  // the chunk in flight that was started first, and their number
+  int most = most_first;
 #pragma unroll 1
   for (int first = 0; first < mine; first += TOGETHER)
 #pragma unroll 1
-    for (int k = 0; k < pieces; k += W)
+    for (int k = 0; k < pieces; k += PIECES)
 #pragma unroll 1
       for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
-        const int tiles = min(TILES, mine - t), count = min(W, pieces - k);
+        const int tiles = min(TILES, mine - t), count = min(PIECES, pieces - k);
         mbar_wait(empty + stage * 8, phase);
         if (in_flight < most) {
           in_flight++;
@@ -362,12 +401,12 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales
 // [row][pieces]. In a cluster each block copies every other row to both blocks; barriers `ready`: both blocks have
-// released a stage. X_PIECES: all lanes copy pieces of 16 bytes, because a warp issues the bulk copies of its lanes one
+// released a stage. X_PIECES: all lanes copy 16 bytes at a time, because a warp issues the bulk copies of its lanes one
 // after another, which takes longer. The loop over rows is short, so that its instructions are loaded soon.
 template <class R>
 DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty,
                      uint32_t ready, int pieces, int passes, int rows, size_t pitch) {
-  constexpr int W = R::PIECES;
+  constexpr int PIECES = R::PIECES;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
   const auto copy = [](uint32_t to, const uint8_t* from, int bytes, uint32_t bar) {
     if (R::CLUSTER > 1)
@@ -379,25 +418,25 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 #pragma unroll 1
   for (int pass = 0; pass < passes; pass++)
 #pragma unroll 1
-    for (int k = 0; k < pieces; k += W) {
-      const int here = min(W, pieces - k);
-      const uint32_t to = stages_at + stage * R::X_CHUNK;
+    for (int k = 0; k < pieces; k += PIECES) {
+      const int count = min(PIECES, pieces - k);
+      const uint32_t chunk = stages_at + stage * R::X_CHUNK;
       mbar_wait(empty + stage * 8, phase);
       if constexpr (R::X_PIECES) {
-        static_assert(R::SCALES * W == 64 && R::ROWS == 8, "a piece of the scales per lane");
-        const uint8_t* from = x + k * 128 + lane * 16;
+        static_assert(R::SCALES * PIECES == 64 && R::ROWS == 8, "a lane copies 16 bytes of the scales");
+        const uint8_t* codes = x + k * 128 + lane * 16;
 #pragma unroll 2
-        for (int row = 0; row < rows; row++, from += pitch)
+        for (int row = 0; row < rows; row++, codes += pitch)
 #pragma unroll
-          for (int i = 0; i < W / 4; i++)
-            if (i * 4 + lane / 8 < here) copy16(to + row * R::PITCH + i * 512 + lane * 16, from + i * 512);
-        const int row = lane / 4, at = lane % 4 * 16;
-        if (row < rows && at < here * R::SCALES)
-          copy16(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH + at,
-                 scales + ((size_t)row * pieces + k) * R::SCALES + at);
+          for (int i = 0; i < PIECES / 4; i++)
+            if (i * 4 + lane / 8 < count) copy16(chunk + row * R::PITCH + i * 512 + lane * 16, codes + i * 512);
+        const int row = lane / 4, offset = lane % 4 * 16;
+        if (row < rows && offset < count * R::SCALES)
+          copy16(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH + offset,
+                 scales + ((size_t)row * pieces + k) * R::SCALES + offset);
         copy_arrive(full + stage * 8);
       } else {
-        if (lane == 0) mbar_expect(full + stage * 8, here * (128 + R::SCALES) * rows);
+        if (lane == 0) mbar_expect(full + stage * 8, count * (128 + R::SCALES) * rows);
         __syncwarp();
         if (R::CLUSTER > 1) {
           if (lane < R::CLUSTER) mbar_arrive_at(ready + stage * 8, lane);
@@ -405,10 +444,10 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
         }
 #pragma unroll 1
         for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-          copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + stage * 8);
+          copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full + stage * 8);
           if (R::SCALES)
-            copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
-                 here * R::SCALES, full + stage * 8);
+            copy(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
+                 count * R::SCALES, full + stage * 8);
         }
       }
       if (++stage == R::X_STAGES) {
@@ -418,11 +457,48 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
     }
 }
 
-// y[row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces]. `Multiply` processes a warp's pieces of a chunk:
-// `take` reads its inputs, `load` its weights, `add` adds the products of those that exist to the sums of TILES tiles;
-// each returns bits of what it read (`release_stage`). READS_AGAIN: `add` reads x, so that the stage of x is released
-// only after the last tile. LATE: `begin` prepares the inputs after the first chunk of weights is loaded, so that both
-// overlap. `next`: weights to prefetch.
+// Adds the warps' sums of a pass in order and stores `count` tiles of y, from tile `first` of the block on. `sums`
+// holds PIPELINE_UNITS units of 16 outputs x 8 rows per warp, [row][16]. To avoid bank conflicts row 2c + e is at
+// 2c + (e ^ c / 2), and the outputs of rows with odd c are rotated by eight.
+template <class R>
+DEV void store_pass(const float (&acc)[R::TOGETHER][R::NT][4], float* sums, float* y, int pass, int first, int count,
+                    int n, int rows, int warp, int g, int c) {
+  constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
+#pragma unroll
+  for (int unit = 0; unit < T * NT; unit += PIPELINE_UNITS)
+    if (unit / NT < count) {
+      if (pass || unit) bar_sync(1, W * 32);  // the previous sums have been read
+#pragma unroll
+      for (int u = 0; u < PIPELINE_UNITS; u++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] =
+              acc[(unit + u) / NT][(unit + u) % NT][e];
+      bar_sync(1, W * 32);
+      // One output per thread: of unit u, tile i, row r of a row tile, output j of a tile.
+      const int u = threadIdx.x >> 7;
+      const int i = (unit + u) / NT;
+      const int r = threadIdx.x >> 4 & 7;
+      const int j = threadIdx.x & 15;
+      const int row = (unit + u) % NT * 8 + r;
+      const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + j;
+      if (i < count && row < rows && out < n) {
+        const float* const sum_of_warp = sums + u * W * 128 + (r ^ (r >> 2)) * 16 + (j ^ (r & 2) * 4);
+        float sum = sum_of_warp[0];
+#pragma unroll
+        for (int w = 1; w < W; w++) sum = __fadd_rn(sum, sum_of_warp[w * 128]);
+        y[(size_t)row * n + out] = sum;
+      }
+    }
+}
+static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
+
+// y f32 [row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces], SCALES bytes each. `next`: weights to prefetch.
+//
+// `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs, `load` its weights, `add` adds the products
+// of those that exist to the sums of TILES tiles. Each returns bits of what it read (`release_stage`). READS_AGAIN:
+// `add` reads x, so that the stage of x is released only after the last tile. LATE: `begin` prepares the inputs after
+// the first chunk of weights is loaded, so that both overlap.
 template <class R, class Multiply, class Weights>
 DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles,
                         int n, int rows, size_t pitch, NextWeights next = {}) {
@@ -449,11 +525,11 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   }
   __syncthreads();
   if (R::CLUSTER > 1) cluster_arrive_relaxed();
-  const int above = blockIdx.y * R::ROWS;  // first row of this block
-  rows = min(rows - above, R::ROWS);
-  x += above * pitch;
-  y += (size_t)above * n;
-  if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
+  const int first_row = blockIdx.y * R::ROWS;  // of this block
+  rows = min(rows - first_row, R::ROWS);
+  x += first_row * pitch;
+  y += (size_t)first_row * n;
+  if (R::SCALES) scales += (size_t)first_row * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
@@ -462,7 +538,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
       next.prefetch(blockIdx.x, gridDim.x);
     }
     __syncwarp();
-    if (R::CLUSTER > 1) cluster_wait();  // the other block's barriers are initialized
+    if (R::CLUSTER > 1) cluster_wait();  // the other block has initialised its barriers
     if (warp == W + 1) {
       grid_wait();
       fill_inputs<R>(x, scales, x_stages_at, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
@@ -484,7 +560,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
       for (int k = 0; k < pieces; k += R::PIECES) {
         const int left = pieces - k - warp;  // a warp has pieces 0, 8, ... of these
         Multiply multiply;
-        // Missing rows hold stale data, in columns that are never stored; so does the missing second tile of a chunk.
+        // Missing rows hold stale data, in columns that are never stored. So does the missing second tile of a chunk.
         const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
         mbar_wait(x_full + x_stage * 8, x_phase);
         uint32_t seen = multiply.take(x_at, warp, lane);
@@ -511,38 +587,11 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
           x_phase ^= 1;
         }
       }
-      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs rotated by eight for odd
-      // c, to avoid bank conflicts.
-#pragma unroll
-      for (int unit = 0; unit < T * NT; unit += PIPELINE_UNITS)
-        if (unit / NT < count) {
-          if (pass || unit) bar_sync(1, W * 32);  // the previous sums have been read
-#pragma unroll
-          for (int u = 0; u < PIPELINE_UNITS; u++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-              sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] =
-                  acc[(unit + u) / NT][(unit + u) % NT][e];
-          bar_sync(1, W * 32);
-          const int u = threadIdx.x >> 7;
-          const int i = (unit + u) / NT;
-          const int r = threadIdx.x >> 4 & 7;
-          const int j = threadIdx.x & 15;
-          const int row = (unit + u) % NT * 8 + r;
-          const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + j;
-          if (i < count && row < rows && out < n) {
-            const float* const of = sums + u * W * 128 + (r ^ (r >> 2)) * 16 + (j ^ (r & 2) * 4);
-            float sum = of[0];
-#pragma unroll
-            for (int v = 1; v < W; v++) sum = __fadd_rn(sum, of[v * 128]);
-            y[(size_t)row * n + out] = sum;
-          }
-        }
+      store_pass<R>(acc, sums, y, pass, first, count, n, rows, warp, g, c);
     }
   }
   // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, chunk by chunk.
 }
-static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
 
 // `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
@@ -577,19 +626,20 @@ struct MultiplyFull {
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const uint4 r = a[h * 2], s = a[h * 2 + 1];
-        const uint32_t f[4] = {half ? r.z : r.x, half ? s.z : s.x, half ? r.w : r.y, half ? s.w : s.y};
+        const uint4 out = a[h * 2], out8 = a[h * 2 + 1];  // outputs g and g + 8
+        const uint32_t fragment[4] = {half ? out.z : out.x, half ? out8.z : out8.x, half ? out.w : out.y,
+                                      half ? out8.w : out8.y};
 #pragma unroll
         for (int t = 0; t < R::NT; t++)
-          E::mma(acc[i][t], f, half ? in[t][h].z : in[t][h].x, half ? in[t][h].w : in[t][h].y);
+          E::mma(acc[i][t], fragment, half ? in[t][h].z : in[t][h].x, half ? in[t][h].w : in[t][h].y);
       }
     return 0;
   }
 };
 
-// `Multiply` for draft weights: a warp rereads the 128 inputs of its group for each chunk, which leaves registers for
-// sums. Same bits as `linear_quant`. With four bits, row g multiplies the low nibbles and row g + 8 the whole bytes,
-// from whose sum that of the low nibbles is subtracted.
+// `Multiply` for draft weights, with the bits of `linear_quant`: a warp rereads the 128 inputs of its group for each
+// chunk, which leaves registers for sums. With four bits, the A operand of output g is the low nibbles, that of output
+// g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
   static constexpr bool READS_AGAIN = true, LATE = false;
@@ -608,13 +658,13 @@ struct MultiplyDraft {
         v[i][j] = lds128(block + i * R::HALF + (j * 32 + lane) * 16);
         seen |= v[i][j].w;
       }
-      params[i] = lds64(block + i * R::HALF + R::PIECE - 64 + (lane >> 2) * 8);
+      params[i] = lds64(block + i * R::HALF + R::PIECE - QUANT_PARAMS + (lane >> 2) * 8);
       seen |= params[i].x;
     }
     return seen;
   }
   DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane, int) const {
-    constexpr uint32_t L = 0x0f0f0f0f;
+    constexpr uint32_t L = LOW_NIBBLES;
     const int g = lane >> 2, c = lane & 3;
     uint32_t seen = 0;
 #pragma unroll
@@ -626,7 +676,7 @@ struct MultiplyDraft {
       seen |= b[0].w | b[1].w | s[0].x | s[1].x;
 #pragma unroll
       for (int i = 0; i < R::TILES; i++) {
-        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};  // 1.5 * 2^23: as a float the sum is exact
+        int d[4] = {INTEGER_BIAS_BITS, INTEGER_BIAS_BITS, INTEGER_BIAS_BITS, INTEGER_BIAS_BITS};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           if constexpr (BITS == 4) {
@@ -646,11 +696,10 @@ struct MultiplyDraft {
           const float sum = __uint_as_float(s[e].y);
           const float lower = __int_as_float(d[e]);
           const float upper = __int_as_float(d[2 + e]);
-          const float rest = BITS == 4 ? __fadd_rn(upper, -lower) : __fadd_rn(upper, -12582912.f);
-          float (&to)[4] = acc[first + i][t];
-          to[e] = __fmaf_rn(__fadd_rn(lower, -12582912.f), __fmul_rn(low.x, scale), __fmaf_rn(low.y, sum, to[e]));
-          to[2 + e] = __fmaf_rn(rest, __fmul_rn(BITS == 4 ? high.x * 0.0625f : high.x, scale),
-                                __fmaf_rn(high.y, sum, to[2 + e]));
+          const float rest = BITS == 4 ? __fadd_rn(upper, -lower) : __fadd_rn(upper, -integer_bias());
+          float (&y)[4] = acc[first + i][t];
+          y[e] = add_group(y[e], __fadd_rn(lower, -integer_bias()), low.x, scale, low.y, sum);
+          y[2 + e] = add_group(y[2 + e], rest, BITS == 4 ? high.x * 0.0625f : high.x, scale, high.y, sum);
         }
       }
     }
@@ -664,8 +713,8 @@ template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER,
 using DraftPipeline = Pipeline<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif
 
-// f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints stored in f32, which are
-// small.
+// f32 weights, row-major [n][k], for checkpoints in single precision, which are small: a warp per output, lanes stride
+// through k. x f32 [row][pitch], y f32 [row][n].
 template <int ROWS>
 DEV void linear_single(const float* __restrict__ w, const float* x, float* y, int k, int n, int rows, int pitch) {
   const int lane = threadIdx.x & 31, out = blockIdx.x * LINEAR_WARPS + (threadIdx.x >> 5);

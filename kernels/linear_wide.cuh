@@ -1,28 +1,31 @@
-// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the weights in
-// registers (operand A).
+// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma,
+// 64 outputs x N rows, with the weights in registers (operand A).
 //
-// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order,
-// and then the classes are added in order. A cluster of two blocks has one warpgroup per class, so that a block reads
-// half of the inputs:
+// The bits are those of `linear_quant`. Its eight warps are classes here: class w sums
+// groups w, w + 8, ... in order, and then the classes are added in order. A cluster of
+// two blocks has one warpgroup per class, so that a block reads half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
-//     warps 16-19   load: each fills the stages {x, scales, weights of the tiles} of one warpgroup, one group of 128
-//     inputs per stage
+//     warps 16-19   load: each fills the stages of one warpgroup, which hold one group of 128 inputs each:
+//                   x, its scales, and the weights of the tiles
 //
-// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a barrier),
-// adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last warpgroup of block 1
-// stores y.
+// The running sum of a tile passes from class to class in shared memory: a warpgroup
+// waits for its token (a barrier), adds its class and signals the next one. From
+// block 0 to block 1 it goes by st.async; the last warpgroup of block 1 stores y.
 //
 // x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
+//
+// In this file lane = 4 g + c (ptx.cuh), j is a warpgroup and N the rows of a panel.
 #pragma once
 #include "linear.cuh"
 #include "panel.cuh"
 
-constexpr int WIDE_GROUPS = 4, CLASSES = LINEAR_WARPS;
+constexpr int WIDE_GROUPS = 4;  // warpgroups of a block that multiply
+constexpr int CLASSES = LINEAR_WARPS;
 constexpr int WIDE_THREADS = 640;
 static_assert(CLASSES == 2 * WIDE_GROUPS, "two blocks have one warpgroup per class");
 static_assert(WIDE_THREADS == (WIDE_GROUPS + 1) * 128, "one warpgroup loads");
-// Registers per thread: loading warps, multiplying warps, and at launch.
+// Registers per thread: of loading warps, of multiplying warps, and of all at entry.
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
@@ -32,14 +35,15 @@ struct Wide {
   static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
   // Units of 64 outputs (four tiles) that share a stage of x: as many as registers allow.
   static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
-  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms start at multiples of
-  // 1024.
+  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights
+  // [TILES][PIECE]; swizzled atoms start at multiples of 1024.
   static constexpr int PIECE = QUANT_BLOCK<BITS>;
   static constexpr int SCALES = N * 128;
   static constexpr int WEIGHTS = SCALES + N * 8;
   static constexpr int STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
-  static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE, SUM = N / 8 * 128 * 16;
+  static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE;
+  static constexpr int SUM = N / 8 * 128 * 16;  // bytes of a unit's sums
   // Barriers: full and empty of each stage, the token of each warpgroup, and "block 1 has read its sums".
   static constexpr int BARRIERS = SUMS + UNITS * SUM;
   static constexpr int EMPTY = WIDE_GROUPS * STAGES * 8;
@@ -53,14 +57,14 @@ struct Wide {
   }
 };
 
-// The same shared memory address in block `rank` of the cluster.
+// The address in block `rank` of the cluster that corresponds to a shared-memory address of this block.
 DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// Stores 16 bytes in another block's shared memory and counts them at its barrier. `to` and `bar` are results of
-// `at_rank`.
+// Stores 16 bytes in another block's shared memory and counts
+// them at its barrier. `to` and `bar` are results of `at_rank`.
 DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to),
                "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar)
@@ -75,7 +79,8 @@ DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
                "},{" A "}," B ",p;\n}"                                                                                \
                : __VA_ARGS__                                                                                          \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate))
-// d[64 x N] (+)= A[64 x 32] (registers, as mma.m16n8k32, 16 rows a warp) B[N x 32]^T (shared memory, K-major).
+// d[64 x N] (+)= A[64 x 32] (registers, as for mma.m16n8k32, 16 rows per warp) B[N x 32]^T (shared memory, K-major);
+// accumulate = 0 overwrites d.
 DEV void wgmma_codes(int (&d)[32], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
   WGMMA_CODES("64", LIST32, "%37", "%32,%33,%34,%35", "%36", INTS8(d, 0), INTS8(d, 8), INTS8(d, 16), INTS8(d, 24));
 }
@@ -84,59 +89,62 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
 }
 
 // One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lanes 0 and
-// 1 also x and its scales.
+// 1 also x and its scales. `base`: shared memory; `height`: rows of the panel, with padding.
 template <class S>
 DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles,
                    int height) {
-  const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3, of_class = cluster_rank() * WIDE_GROUPS + j;
+  const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3;
+  const int this_class = cluster_rank() * WIDE_GROUPS + j;
   const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
   const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8;
   const uint32_t empty = full + S::EMPTY;
-  const int apart = gridDim.x / 2 * groups * S::PIECE;  // bytes from one tile of the cluster to the next
-  int mine = of_class < groups ? S::tiles_of_cluster(tiles) : 0;
-  const uint8_t* of_tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * apart;
+  const int tile_pitch = gridDim.x / 2 * groups * S::PIECE;  // bytes from one tile of the cluster to the next
+  int tiles_left = this_class < groups ? S::tiles_of_cluster(tiles) : 0;
+  const uint8_t* tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * tile_pitch;
+  // What this lane copies of x: codes (lane 0) or scales (lane 1).
   const uint8_t* const input = lane ? xs : x;
-  const int bytes = height * (lane ? 8 : 128), to = lane ? S::SCALES : 0;
+  const int bytes = height * (lane ? 8 : 128), place = lane ? S::SCALES : 0;
   const uint64_t once = evict_first();
-  const auto weights = [&](int stage, int group) {
-    const int tiles = min(S::TILES, mine);
-    if (lane == 0) mbar_expect(full + stage * 8, tiles * S::PIECE + height * 136);
+  const auto load_weights = [&](int stage, int group) {
+    const int count = min(S::TILES, tiles_left);
+    if (lane == 0) mbar_expect(full + stage * 8, count * S::PIECE + height * (128 + 8));
     __syncwarp();
-    if (lane < tiles)
-      bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE,
+    if (lane < count)
+      bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, tile + group * S::PIECE, S::PIECE,
                 full + stage * 8, once);
   };
-  const auto inputs = [&](int stage, int group) {
-    if (lane < 2) bulk_copy(stages_at + stage * S::STAGE + to, input + (size_t)group * bytes, bytes, full + stage * 8);
+  const auto load_inputs = [&](int stage, int group) {
+    if (lane < 2)
+      bulk_copy(stages_at + stage * S::STAGE + place, input + (size_t)group * bytes, bytes, full + stage * 8);
   };
-  int group = of_class;
+  int group = this_class;
   const auto advance = [&]() {
     if ((group += CLASSES) >= groups) {
-      group = of_class;
-      mine -= S::TILES;
-      of_tile += (size_t)S::TILES * apart;
+      group = this_class;
+      tiles_left -= S::TILES;
+      tile += (size_t)S::TILES * tile_pitch;
     }
   };
   // Weights do not depend on the previous kernel: those of all stages are loaded before it ends.
   int early = 0;
 #pragma unroll 1
-  for (; early < S::STAGES && mine > 0; early++) {
-    weights(early, group);
+  for (; early < S::STAGES && tiles_left > 0; early++) {
+    load_weights(early, group);
     advance();
   }
   grid_wait();
-  int from = of_class;
+  int input_group = this_class;
 #pragma unroll 1
   for (int stage = 0; stage < early; stage++) {
-    inputs(stage, from);
-    if ((from += CLASSES) >= groups) from = of_class;
+    load_inputs(stage, input_group);
+    if ((input_group += CLASSES) >= groups) input_group = this_class;
   }
   int stage = 0, phase = 0;
 #pragma unroll 1
-  while (mine > 0) {
+  while (tiles_left > 0) {
     mbar_wait(empty + stage * 8, phase);
-    weights(stage, group);
-    inputs(stage, group);
+    load_weights(stage, group);
+    load_inputs(stage, group);
     advance();
     if (++stage == S::STAGES) {
       stage = 0;
@@ -150,19 +158,19 @@ template <int BITS>
 struct WideCodes {
   uint32_t a[4][4];  // operand A of each wgmma (32 inputs)
   uint2 params;
-  // With 4 bits, rows g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
+  // With 4 bits, outputs g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
     uint4 v[BITS / 2];
 #pragma unroll
     for (int i = 0; i < BITS / 2; i++) v[i] = lds128(block + (i * 32 + lane) * 16);
-    params = lds64(block + QUANT_BLOCK<BITS> - 64 + (lane >> 2) * 8);
+    params = lds64(block + QUANT_BLOCK<BITS> - QUANT_PARAMS + (lane >> 2) * 8);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       const uint4 p = v[BITS == 4 ? s / 2 : s];
       const uint32_t q = s & 1 ? p.z : p.x, r = s & 1 ? p.w : p.y;
-      a[s][0] = BITS == 4 ? q & 0x0f0f0f0f : p.x;
+      a[s][0] = BITS == 4 ? q & LOW_NIBBLES : p.x;
       a[s][1] = BITS == 4 ? q : p.y;
-      a[s][2] = BITS == 4 ? r & 0x0f0f0f0f : p.z;
+      a[s][2] = BITS == 4 ? r & LOW_NIBBLES : p.z;
       a[s][3] = BITS == 4 ? r : p.w;
     }
     // All registers are written before wgmma_fence: a write between two wgmmas would serialise them.
@@ -180,7 +188,6 @@ struct WideCodes {
   // loaded (`release_stage`).
   template <int D>
   DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t scales, int c) const {
-    constexpr int ONE_AND_A_HALF = 0x4b400000;  // 1.5 * 2^23: read as a float the sum is exact
     const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);
     const float upper_scale = BITS == 4 ? high.x * 0.0625f : high.x;
     uint32_t seen = params.x;
@@ -192,19 +199,18 @@ struct WideCodes {
       for (int e = 0; e < 2; e++) {
         const float scale = __uint_as_float(e ? s.z : s.x), sum = __uint_as_float(e ? s.w : s.y);
         const int lower = d[4 * j + e], upper = BITS == 4 ? d[4 * j + 2 + e] - lower : d[4 * j + 2 + e];
-        float &to = acc[4 * j + e], &to8 = acc[4 * j + 2 + e];
-        to = __fmaf_rn(__fadd_rn(__int_as_float(lower + ONE_AND_A_HALF), -12582912.f), __fmul_rn(low.x, scale),
-                       __fmaf_rn(low.y, sum, to));
-        to8 = __fmaf_rn(__fadd_rn(__int_as_float(upper + ONE_AND_A_HALF), -12582912.f), __fmul_rn(upper_scale, scale),
-                        __fmaf_rn(high.y, sum, to8));
+        const auto exact = [](int n) { return __fadd_rn(__int_as_float(n + INTEGER_BIAS_BITS), -integer_bias()); };
+        float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
+        y = add_group(y, exact(lower), low.x, scale, low.y, sum);
+        y8 = add_group(y8, exact(upper), upper_scale, scale, high.y, sum);
       }
     }
     return seen;
   }
 };
 
-// One warpgroup: multiplies its class, adds it to the running sum of the classes before; the last class stores y
-// [rows][n].
+// One warpgroup: multiplies its class, adds it to the running
+// sum of the classes before; the last class stores y [rows][n].
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
   const int warp = threadIdx.x >> 5;
@@ -212,7 +218,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
   const int g = lane >> 2;
   const int c = lane & 3;
   const int j = warp >> 2;
-  const int of_class = cluster_rank() * WIDE_GROUPS + j;
+  const int this_class = cluster_rank() * WIDE_GROUPS + j;
   const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
   const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8;
   const uint32_t empty = full + S::EMPTY;
@@ -224,20 +230,20 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
-    const int here = mine - first;  // tiles left, one per warp; the results of further warps are not stored
+    const int tiles_left = mine - first;  // one per warp and unit; the results of further ones are not stored
     float acc[S::UNITS][S::N / 2];
 #pragma unroll
     for (int i = 0; i < S::UNITS; i++)
 #pragma unroll
       for (int e = 0; e < S::N / 2; e++) acc[i][e] = 0;
 #pragma unroll 1
-    for (int group = of_class; group < groups; group += CLASSES) {
+    for (int group = this_class; group < groups; group += CLASSES) {
       const uint32_t stage_at = stages_at + stage * S::STAGE, block = stage_at + S::WEIGHTS + (warp & 3) * S::PIECE;
       mbar_wait(full + stage * 8, phase);
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
-        if (4 * i < here) {
+        if (4 * i < tiles_left) {
           WideCodes<S::BITS> codes;
           int d[S::N / 2];
           codes.load(block + i * 4 * S::PIECE, lane);
@@ -252,37 +258,38 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
         phase ^= 1;
       }
     }
-    // ---- add the classes ----
-    if (first > 0 || of_class > 0) {
-      if (of_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
-      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);  // class 0 waits for class 3 of the previous pass
+    // ---- wait for the token: the sum of the classes before ----
+    if (first > 0 || this_class > 0) {
+      if (this_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
+      mbar_wait(tokens + j * 8, this_class > 0 ? pass : pass ^ 1);  // class 0 waits for class 3 of the previous pass
     }
     uint32_t seen = 0;
-    if (of_class > 0)
+    if (this_class > 0)
 #pragma unroll
       for (int i = 0; i < S::UNITS * S::N / 8; i++) {
         const uint4 s = lds128(sums + i * 128 * 16);
-        float* const to = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+        float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
         seen |= s.x;
-        to[0] = __fadd_rn(__uint_as_float(s.x), to[0]);
-        to[1] = __fadd_rn(__uint_as_float(s.y), to[1]);
-        to[2] = __fadd_rn(__uint_as_float(s.z), to[2]);
-        to[3] = __fadd_rn(__uint_as_float(s.w), to[3]);
+        sum[0] = __fadd_rn(__uint_as_float(s.x), sum[0]);
+        sum[1] = __fadd_rn(__uint_as_float(s.y), sum[1]);
+        sum[2] = __fadd_rn(__uint_as_float(s.z), sum[2]);
+        sum[3] = __fadd_rn(__uint_as_float(s.w), sum[3]);
       }
-    if (of_class == CLASSES - 1) {
+    // ---- the last class stores y ----
+    if (this_class == CLASSES - 1) {
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++) {
         const int tile = 4 * i + (warp & 3);
         const int out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g;
-        const int end = tile < here ? n : 0;
-        const int left = rows - 2 * c;
-        float* to = y + (size_t)(2 * c) * n + out;
+        const int end = tile < tiles_left ? n : 0;
+        const int rows_left = rows - 2 * c;
+        float* row = y + (size_t)(2 * c) * n + out;
 #pragma unroll
-        for (int e = 0; e < S::N / 2; e += 4, to += 8 * (size_t)n) {
-          if (2 * e < left && out < end) to[0] = acc[i][e];
-          if (2 * e < left && out + 8 < end) to[8] = acc[i][e + 2];
-          if (2 * e + 1 < left && out < end) to[n] = acc[i][e + 1];
-          if (2 * e + 1 < left && out + 8 < end) to[n + 8] = acc[i][e + 3];
+        for (int e = 0; e < S::N / 2; e += 4, row += 8 * (size_t)n) {
+          if (2 * e < rows_left && out < end) row[0] = acc[i][e];
+          if (2 * e < rows_left && out + 8 < end) row[8] = acc[i][e + 2];
+          if (2 * e + 1 < rows_left && out < end) row[n] = acc[i][e + 1];
+          if (2 * e + 1 < rows_left && out + 8 < end) row[n + 8] = acc[i][e + 3];
         }
       }
       // After the last pass block 0 may have exited.
@@ -292,25 +299,27 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       }
       continue;
     }
-    if (of_class == WIDE_GROUPS - 1) {
+    // ---- other classes pass the sum and the token on ----
+    if (this_class == WIDE_GROUPS - 1) {
       mbar_wait(sums_free, pass ^ 1);
-      const uint32_t to = at_rank(sums, 1), bar = at_rank(tokens, 1);
+      const uint32_t next_sums = at_rank(sums, 1), next_token = at_rank(tokens, 1);
 #pragma unroll
       for (int i = 0; i < S::UNITS * S::N / 8; i++)
-        store_async(to + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, bar);
+        store_async(next_sums + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, next_token);
     } else {
 #pragma unroll
       for (int i = 0; i < S::UNITS * S::N / 8; i++) {
-        const float* const of = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
-        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]),
-                                               __float_as_uint(of[3])));
+        const float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
+                                               __float_as_uint(sum[2]), __float_as_uint(sum[3])));
       }
     }
     mbar_arrive(tokens + (j + 1) % WIDE_GROUPS * 8);
   }
 }
 
-// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
+// w: blocks of QUANT_BLOCK bytes [tiles][groups]; x and xs in panels;
+// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs.
 template <class S>
 DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
                    int rows) {
@@ -325,17 +334,17 @@ DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float*
   }
   __syncthreads();
   cluster_arrive_relaxed();
-  const size_t above = blockIdx.y * PANEL_ROWS;  // rows of earlier panels
-  rows = min(rows - (int)above, PANEL_ROWS);
+  const size_t first_row = blockIdx.y * PANEL_ROWS;  // of this panel
+  rows = min(rows - (int)first_row, PANEL_ROWS);
   if (threadIdx.x >= WIDE_GROUPS * 128) {
     registers_give<WIDE_KEPT>();
-    wide_fill<S>(w, x + above * groups * 128, xs + above * groups * 8, base, groups, tiles, panel_height(rows));
+    wide_fill<S>(w, x + first_row * groups * 128, xs + first_row * groups * 8, base, groups, tiles, panel_height(rows));
     __syncwarp();
     cluster_wait();
   } else {
     registers_take<WIDE_TAKEN>();
     cluster_wait();  // the other block has initialised its barriers
     grid_wait();     // the previous kernel may read y
-    wide_multiply<S>(y + above * n, base, groups, tiles, n, rows);
+    wide_multiply<S>(y + first_row * n, base, groups, tiles, n, rows);
   }
 }
