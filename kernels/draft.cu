@@ -11,44 +11,49 @@
 // their final form. Weights do not depend on the previous kernel: a producer warp fills the pipeline stages in half an
 // SM's shared memory while that kernel still runs in the other half.
 //
-// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the outputs
-// instead of the inputs.
+// The norm's factor 1 / rms of a row is known only when all warps have
+// synchronised, so it multiplies the outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh;
 // kernels named _planes). Then two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
+//
+// In this file lane = 4 g + c (ptx.cuh), h is a half of a group of 128 inputs, and j an output, 0 to 7, of a tile.
 #include "layout.cuh"
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// tiles of a block that share a warp's reads of the inputs, tiles per chunk
-constexpr int DRAFT_TOGETHER = 4, DRAFT_CHUNK_TILES = 2;
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has at least DRAFT_AHEAD
-// stages.
+constexpr int DRAFT_TOGETHER = 4;     // tiles of a block that share a warp's reads of the inputs
+constexpr int DRAFT_CHUNK_TILES = 2;  // tiles per chunk
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel
+// runs, and later. A launch has at least DRAFT_AHEAD stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;  // rows are the even columns of an mma, so that a lane has outputs of one row
-// Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS,
-// those of the second half NEXT_PARAMS further.
+// Registers per thread: at entry, so that two blocks and a small one fit on an SM; of the loading warps after they
+// release theirs; of the computing warps after that.
+enum { DRAFT_ENTRY = 80, DRAFT_KEPT = 24, DRAFT_TAKEN = 104 };
+
+// Weights of 16 outputs x 128 inputs of one warp, in bytes. Codes of 64 inputs are CODES apart; parameters begin at
+// PARAMS, those of the second half NEXT_PARAMS further.
 template <bool PLANES>
 struct DraftLayout {
   static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>;
   static constexpr int HALF = LINEAR_WARPS * BLOCK;
   static constexpr int CHUNK = DRAFT_CHUNK_TILES * HALF;
   static constexpr int CODES = PLANES ? UPPER_BLOCK : 512;
-  static constexpr int PARAMS = PLANES ? 512 : 1024;
+  static constexpr int PARAMS = PLANES ? UPPER_PARAMS : QUANT_BLOCK<4> - QUANT_PARAMS;
   static constexpr int NEXT_PARAMS = UPPER_BLOCK;
-  static constexpr int GROUPS = PLANES ? 2 : 1;
+  static constexpr int GROUPS = PLANES ? 2 : 1;  // with parameters of their own
 };
 
-// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages],
-// int8 inputs [row][pitch], [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of
-// both halves}.
+// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2]
+// squares, barriers [2][stages], int8 inputs [row][pitch], [row][groups] {f32 scale,
+// f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
 template <bool PLANES>
 struct DraftShared {
   static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
   float *sums, *squares;
   uint32_t stages_at, full, empty, x, xs;
-  int groups, pitch;
-  // 64: neighbouring rows in other banks
+  int groups, pitch;  // pitch: 64 bytes more than a row, so that neighbouring rows are in other banks
   DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {
     sums = reinterpret_cast<float*>(shared + stages * CHUNK);
     squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
@@ -58,18 +63,21 @@ struct DraftShared {
     x = (empty + stages * 8 + 15) & ~15;
     xs = x + rows * pitch;
   }
-  // Stores one warp's group of a row. Stores are adjacent: the groups' code computations must not be interleaved with
-  // them.
-  DEV void put(int row, int group, const Int8Group& of) const {
+  // Stores one warp's group of a row. Callers quantise several groups first and then store them, so that the stores do
+  // not interrupt the computation.
+  DEV void store_group(int row, int group, const Int8Group& codes) const {
     const int lane = threadIdx.x & 31;
-    sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
+    sts32(x + row * pitch + group * 128 + lane * 4, codes.codes);
     if (lane == 0)
       sts64(xs + (row * groups + group) * 8,
-            make_uint2(__float_as_uint(of.scale), PLANES ? of.halves : __float_as_uint(of.sum)));
+            make_uint2(__float_as_uint(codes.scale), PLANES ? codes.halves : __float_as_uint(codes.sum)));
   }
 };
 
-// ---- inputs: a warp stages groups warp, warp + 8, ... ----
+// ---- inputs ----
+//
+// `prefetch` is called before the previous kernel has ended. `stage` then quantises a warp's groups warp, warp + 8, ...
+// of every row to int8 in shared memory. NORM: it also stores the warp's sums of squares.
 //
 // hidden f32 [row][width] times the norm's weight f32 [width]; the squares give the factor 1 / rms.
 struct FromHidden {
@@ -77,47 +85,47 @@ struct FromHidden {
   const float *hidden, *weight;
   float eps;
   int width;
-  static constexpr int AT_ONCE = 4;
-  float4 kept[AT_ONCE];  // of the weight, loaded before the previous kernel has ended: of groups first, first + 8, ...
-  DEV float4 factor(int group) const {
+  static constexpr int AT_ONCE = 4;  // groups of a warp
+  float4 factors[AT_ONCE];           // the weight, of groups first, first + 8, ...
+  DEV float4 load_factor(int group) const {
     const int k = group * 128 + (threadIdx.x & 31) * 4;
     return k < width ? __ldg(reinterpret_cast<const float4*>(weight + k)) : make_float4(0, 0, 0, 0);
   }
-  DEV void before(int first) {
+  DEV void prefetch(int first) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) kept[i] = factor(first + i * LINEAR_WARPS);
+    for (int i = 0; i < AT_ONCE; i++) factors[i] = load_factor(first + i * LINEAR_WARPS);
   }
   template <bool PLANES>
-  DEV void stage(const DraftShared<PLANES>& to, int rows) {
+  DEV void stage(const DraftShared<PLANES>& s, int rows) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       float square = 0;
 #pragma unroll 1
-      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
-        if (to.groups > AT_ONCE * LINEAR_WARPS && (row || first > warp)) before(first);
+      for (int first = warp; first < s.groups; first += AT_ONCE * LINEAR_WARPS) {
+        if (s.groups > AT_ONCE * LINEAR_WARPS && (row || first > warp)) prefetch(first);
         float4 v[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
           v[i] = k < width ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0);
         }
-        Int8Group of[AT_ONCE];
+        Int8Group codes[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           square = __fmaf_rn(v[i].x, v[i].x, square);
           square = __fmaf_rn(v[i].y, v[i].y, square);
           square = __fmaf_rn(v[i].z, v[i].z, square);
           square = __fmaf_rn(v[i].w, v[i].w, square);
-          const float4 f = kept[i];
-          of[i] = int8_group(make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
+          const float4 f = factors[i];
+          codes[i] = int8_group(make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-          if (first + i * LINEAR_WARPS < to.groups) to.put(row, first + i * LINEAR_WARPS, of[i]);
+          if (first + i * LINEAR_WARPS < s.groups) s.store_group(row, first + i * LINEAR_WARPS, codes[i]);
       }
       square = warp_sum(square);
-      if (lane == 0) to.squares[warp * DRAFT_ROWS + row] = square;
+      if (lane == 0) s.squares[warp * DRAFT_ROWS + row] = square;
     }
   }
 };
@@ -126,35 +134,35 @@ struct FromBf16 {
   static constexpr bool NORM = false;
   const uint16_t* x;
   int width, pitch;
-  DEV void before(int) {}
+  DEV void prefetch(int) {}
   template <bool PLANES>
-  DEV void stage(const DraftShared<PLANES>& to, int rows) const {
+  DEV void stage(const DraftShared<PLANES>& s, int rows) const {
     constexpr int AT_ONCE = 7;  // twice that, 14,336 inputs, are in flight
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       uint2 v[AT_ONCE], next[AT_ONCE];
-      auto load = [&](uint2(&into)[AT_ONCE], int first) {
+      auto load = [&](uint2(&pairs)[AT_ONCE], int first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
-          into[i] = k < width ? __ldcg(reinterpret_cast<const uint2*>(x + (size_t)row * pitch + k)) : make_uint2(0, 0);
+          pairs[i] = k < width ? __ldcg(reinterpret_cast<const uint2*>(x + (size_t)row * pitch + k)) : make_uint2(0, 0);
         }
       };
       load(next, warp);
 #pragma unroll 1
-      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
+      for (int first = warp; first < s.groups; first += AT_ONCE * LINEAR_WARPS) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) v[i] = next[i];
         load(next, first + AT_ONCE * LINEAR_WARPS);
-        Int8Group of[AT_ONCE];
+        Int8Group codes[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-          of[i] = int8_group(make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u),
-                                         __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u)));
+          codes[i] = int8_group(make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u),
+                                            __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u)));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
-          if (first + i * LINEAR_WARPS < to.groups) to.put(row, first + i * LINEAR_WARPS, of[i]);
+          if (first + i * LINEAR_WARPS < s.groups) s.store_group(row, first + i * LINEAR_WARPS, codes[i]);
       }
     }
   }
@@ -164,18 +172,18 @@ struct FromInt8 {
   static constexpr bool NORM = false;
   const int8_t* x;
   const float2* xs;
-  DEV void before(int) {}
+  DEV void prefetch(int) {}
   template <bool PLANES>
-  DEV void stage(const DraftShared<PLANES>& to, int rows) const {
+  DEV void stage(const DraftShared<PLANES>& s, int rows) const {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++)
 #pragma unroll 1
-      for (int first = warp; first < to.groups; first += 4 * LINEAR_WARPS) {
+      for (int first = warp; first < s.groups; first += 4 * LINEAR_WARPS) {
         const int group = first + lane / 8 * LINEAR_WARPS;  // eight lanes a group
-        if (group >= to.groups && !PLANES) continue;
+        if (group >= s.groups && !PLANES) continue;
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (group < to.groups) v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
+        if (group < s.groups) v = ldg_plain(x + ((size_t)row * s.groups + group) * 128 + lane % 8 * 16);
         uint32_t halves = 0;
         if constexpr (PLANES) {
           // A lane has 16 codes; four lanes hold a half.
@@ -184,27 +192,30 @@ struct FromInt8 {
           halves = (uint32_t)sum << (lane & 4) * 4;
 #pragma unroll
           for (int step = 4; step; step >>= 1) halves += __shfl_xor_sync(~0u, halves, step);
-          if (group >= to.groups) continue;
+          if (group >= s.groups) continue;
         }
         if (lane % 8 == 0) {
-          const float2 s = __ldcg(xs + (size_t)row * to.groups + group);
-          sts64(to.xs + (row * to.groups + group) * 8,
-                make_uint2(__float_as_uint(s.x), PLANES ? halves : __float_as_uint(s.y)));
+          const float2 scale_sum = __ldcg(xs + (size_t)row * s.groups + group);
+          sts64(s.xs + (row * s.groups + group) * 8,
+                make_uint2(__float_as_uint(scale_sum.x), PLANES ? halves : __float_as_uint(scale_sum.y)));
         }
-        sts128(to.x + row * to.pitch + group * 128 + lane % 8 * 16, v);
+        sts128(s.x + row * s.pitch + group * 128 + lane % 8 * 16, v);
       }
   }
 };
 
-// ---- outputs: a thread has outputs j and j + 8 of a tile, and loads their other operands early ----
+// ---- outputs ----
+//
+// A thread has outputs j and j + 8 of a tile. `load_early` loads their other operands before the sums are complete;
+// `store` stores the outputs, a and b.
 //
 // y f32 [row][n].
 struct ToRows {
   struct Early {};
   float* y;
   int n;
-  DEV Early early(int, int, int) const { return {}; }
-  DEV void put(int row, int tile, int j, float a, float b, Early) const {
+  DEV Early load_early(int, int, int) const { return {}; }
+  DEV void store(int row, int tile, int j, float a, float b, Early) const {
     const int out = tile * 16 + j;
     if (out < n) y[(size_t)row * n + out] = a;
     if (out + 8 < n) y[(size_t)row * n + out + 8] = b;
@@ -216,14 +227,14 @@ struct ToHidden {
   float* hidden;
   const float* bias;
   int n;
-  DEV Early early(int row, int tile, int j) const {
+  DEV Early load_early(int row, int tile, int j) const {
     const int out = tile * 16 + j;
-    auto at = [&](int o) {
+    auto addend = [&](int o) {
       return o < n ? __ldcg(hidden + (size_t)row * n + o) + (bias ? __ldg(bias + o) : 0.f) : 0.f;
     };
-    return make_float2(at(out), at(out + 8));
+    return make_float2(addend(out), addend(out + 8));
   }
-  DEV void put(int row, int tile, int j, float a, float b, Early old) const {
+  DEV void store(int row, int tile, int j, float a, float b, Early old) const {
     const int out = tile * 16 + j;
     if (out < n) hidden[(size_t)row * n + out] = old.x + a;
     if (out + 8 < n) hidden[(size_t)row * n + out + 8] = old.y + b;
@@ -235,16 +246,17 @@ struct ToGated {
   uint16_t* x;
   const float* bias;
   int width, pitch;
-  DEV Early early(int, int tile, int j) const {
+  DEV Early load_early(int, int tile, int j) const {
     const int out = tile * 16 + j;
     return bias && tile * 8 + j < width ? make_float2(__ldg(bias + out), __ldg(bias + out + 8)) : make_float2(0, 0);
   }
-  DEV void put(int row, int tile, int j, float a, float b, Early early) const {
+  DEV void store(int row, int tile, int j, float a, float b, Early early) const {
     const int k = tile * 8 + j;
     if (k < width) x[(size_t)row * pitch + k] = Bf16::from_float(silu(a + early.x) * (b + early.y));
   }
 };
-// Heads whose channels c and D / 2 + c are adjacent (`weights_w4_*` with `paired`): as `append_*` without head norms.
+// Queries, keys and values, as `append_*` of elementwise.cu without head norms. Channels c and D / 2 + c of a head are
+// outputs j and j + 8 of a tile (`weights_w4_*` with `paired`).
 template <int D>
 struct ToHeads {
   struct Early {
@@ -259,32 +271,32 @@ struct ToHeads {
   int heads, kv_heads, layer, slots;
   uint32_t* flag;
   static DEV int channel(int tile, int j) { return tile % (D / 16) * 8 + j; }
-  DEV Early early(int row, int tile, int j) const {
+  DEV Early load_early(int row, int tile, int j) const {
     const int head = tile / (D / 16), c = channel(tile, j);
     Early early = {make_float2(0, 0), make_float2(1, 0), rows[row].slot, rows[row].position};
     if (bias) early.bias = make_float2(__ldg(bias + head * D + c), __ldg(bias + head * D + D / 2 + c));
     if (head < heads + kv_heads) early.angle = __ldcg(cos_sin + row * (D / 2) + c);
     return early;
   }
-  DEV void put(int row, int tile, int j, float a, float b, Early early) const {
+  DEV void store(int row, int tile, int j, float a, float b, Early early) const {
     const int head = tile / (D / 16), c = channel(tile, j);
     a += early.bias.x;
     b += early.bias.y;
     float x = a * early.angle.x - b * early.angle.y, z = b * early.angle.x + a * early.angle.y;
-    uint16_t* to;
+    uint16_t* out;  // the head's channels
     if (head < heads) {
-      to = q + ((size_t)row * heads + head) * D;
+      out = q + ((size_t)row * heads + head) * D;
       x *= scale;
       z *= scale;
     } else {
       const int kv = (head - heads) % kv_heads;
-      to = (head < heads + kv_heads ? ring_k : ring_v) +
-           ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
+      out = (head < heads + kv_heads ? ring_k : ring_v) +
+            ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
     }
     const uint16_t low = Half::from_float(x), high = Half::from_float(z);
     const bool low_finite = (low & 0x7c00) != 0x7c00, high_finite = (high & 0x7c00) != 0x7c00;
-    to[c] = low_finite ? low : 0;
-    to[D / 2 + c] = high_finite ? high : 0;
+    out[c] = low_finite ? low : 0;
+    out[D / 2 + c] = high_finite ? high : 0;
     if (!low_finite || !high_finite) atomicOr(flag, FLAG_CACHE);
   }
 };
@@ -294,8 +306,9 @@ struct ToHeads {
 template <bool PLANES>
 struct DraftPiece {
   static constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
-  uint4 v[2][2];
-  uint2 params[2][GROUPS];
+  uint4 v[2][2];            // codes [tile][half]
+  uint2 params[2][GROUPS];  // [tile][group]
+  // Bits of all that was loaded (`release_stage`).
   DEV uint32_t seen() const {
     uint32_t all = v[0][0].x | v[0][1].x | v[1][0].x | v[1][1].x;
 #pragma unroll
@@ -306,40 +319,44 @@ struct DraftPiece {
 // A warp's position in the pipeline.
 template <bool PLANES>
 struct DraftReader {
-  typedef DraftLayout<PLANES> Of;
-  uint32_t codes, bar, first, end;  // codes of this lane; barrier of the stage; first, end: of the barriers
+  typedef DraftLayout<PLANES> Layout;
+  // Shared memory: this lane's codes in the stage, the stage's barrier, and the ends of the stages' barriers.
+  uint32_t codes, bar, first_bar, end_bar;
   int phase;
   DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
-    codes = s.stages_at + warp * Of::BLOCK + lane * 16;
-    bar = first = s.full;
-    end = s.empty;
+    codes = s.stages_at + warp * Layout::BLOCK + lane * 16;
+    bar = first_bar = s.full;
+    end_bar = s.empty;
     phase = 0;
   }
-  DEV void fetch(DraftPiece<PLANES>& to, int lane) {
+  // Loads the warp's share of the next chunk.
+  DEV void fetch(DraftPiece<PLANES>& piece, int lane) {
     mbar_wait(bar, phase);
-    const uint32_t params = codes + Of::PARAMS - lane * 16 + lane / 4 * 8;
+    const uint32_t params = codes + Layout::PARAMS - lane * 16 + lane / 4 * 8;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      to.v[i][0] = lds128(codes + i * Of::HALF);
-      to.v[i][1] = lds128(codes + i * Of::HALF + Of::CODES);
+      piece.v[i][0] = lds128(codes + i * Layout::HALF);
+      piece.v[i][1] = lds128(codes + i * Layout::HALF + Layout::CODES);
 #pragma unroll
-      for (int h = 0; h < Of::GROUPS; h++) to.params[i][h] = lds64(params + i * Of::HALF + h * Of::NEXT_PARAMS);
+      for (int h = 0; h < Layout::GROUPS; h++)
+        piece.params[i][h] = lds64(params + i * Layout::HALF + h * Layout::NEXT_PARAMS);
     }
-    codes += Of::CHUNK;
+    codes += Layout::CHUNK;
     bar += 8;
-    if (bar == end) {
-      codes -= (end - first) / 8 * Of::CHUNK;
-      bar = first;
+    if (bar == end_bar) {
+      codes -= (end_bar - first_bar) / 8 * Layout::CHUNK;
+      bar = first_bar;
       phase ^= 1;
     }
   }
   // Releases the stage that `fetch` read `ago` calls ago. Barriers of free stages follow those of full ones.
   DEV void release(int ago, const DraftPiece<PLANES>& piece) const {
-    const uint32_t of = bar - ago * 8, all = end - first;
-    release_stage(of + (of < first ? 2 * all : all), piece.seen());
+    const uint32_t full = bar - ago * 8, bytes = end_bar - first_bar;
+    release_stage(full + (full < first_bar ? 2 * bytes : bytes), piece.seen());
   }
 };
-// A warp's input of a group: codes of row g / 2 for even g, scale of row c and a sixteenth of it, sums.
+// A warp's input of a group: codes of row g / 2 for even g; of row c the scale, a sixteenth of it, and scale times the
+// sums of the codes (of both halves with PLANES, else twice that of the group).
 template <bool PLANES>
 struct DraftInput {
   uint4 b[2];
@@ -364,19 +381,18 @@ struct DraftInput {
     }
   }
 };
-// Outputs g and g + 8 of two tiles. Row g has the low nibbles; row g + 8 the whole bytes, 16 times the high nibbles
-// plus the low ones, which are subtracted.
+// Outputs g and g + 8 of two tiles. The A operand of output g is the low nibbles; that of output g + 8 the whole bytes,
+// 16 times the high nibbles plus the low ones, which are subtracted.
 template <bool PLANES>
 DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece,
                         const DraftInput<PLANES>& in) {
-  constexpr uint32_t L = 0x0f0f0f0f;
+  constexpr uint32_t L = LOW_NIBBLES;
   constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   int d[2][GROUPS][4];
 #pragma unroll
   for (int t = 0; t < 2; t++)
 #pragma unroll
-    // 1.5 * 2^23: read as a float the sum is exact
-    for (int h = 0; h < GROUPS; h++) d[t][h][0] = d[t][h][1] = d[t][h][2] = d[t][h][3] = 0x4b400000;
+    for (int h = 0; h < GROUPS; h++) d[t][h][0] = d[t][h][1] = d[t][h][2] = d[t][h][3] = INTEGER_BIAS_BITS;
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -394,7 +410,7 @@ DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<
       const float2 low = unpack_half2(piece.params[t][h].x), high = unpack_half2(piece.params[t][h].y);
       const float a = __int_as_float(d[t][h][0]), b = __int_as_float(d[t][h][2]);
       float (&acc)[2] = t ? second : first;
-      acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum[h], acc[0]));
+      acc[0] = __fmaf_rn(__fadd_rn(a, -integer_bias()), low.x * in.scale, __fmaf_rn(low.y, in.sum[h], acc[0]));
       acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.sixteenth, __fmaf_rn(high.y, in.sum[h], acc[1]));
     }
 }
@@ -416,12 +432,13 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reade
   }
 }
 
-// w: blocks [tiles][groups] of `linear.cuh`. Blocks take the tiles in turn; of a tile, warp w has groups w, w + 8, ...
+// w: blocks [tiles][groups] (`DraftLayout`). Blocks take the tiles in turn; of a tile, warp w has groups w, w + 8, ...
+// stages: pipeline stages, at least DRAFT_AHEAD.
 template <bool PLANES, class In, class Out>
 DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
-  // shuffled, so that the compiler treats it as uniform in the warp
+  // Shuffled, so that the compiler treats it as uniform in the warp.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const DraftShared<PLANES> s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -432,25 +449,25 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   }
   __syncthreads();
   if (warp >= W) {
-    registers_give<24>();
+    registers_give<DRAFT_KEPT>();
     if (threadIdx.x == W * 32)
       fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty,
                                          stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
-  registers_take<104>();
-  in.before(warp);
+  registers_take<DRAFT_TAKEN>();
+  in.prefetch(warp);
   grid_wait();
   in.stage(s, rows);
   __syncwarp();
-  // This thread's outputs of a batch of tiles.
-  const int j = threadIdx.x & 7, row = (threadIdx.x >> 3) % rows, of = (threadIdx.x >> 3) / rows;
+  // This thread's outputs of a batch of tiles: j and j + 8 of one tile, for one row.
+  const int j = threadIdx.x & 7, row = (threadIdx.x >> 3) % rows, batch_tile = (threadIdx.x >> 3) / rows;
   DraftReader<PLANES> reader(s, warp, lane);
 #pragma unroll 1
   for (int first = 0; first < mine; first += T) {
-    const int count = min(T, mine - first), tile = blockIdx.x + (first + of) * gridDim.x;
+    const int count = min(T, mine - first), tile = blockIdx.x + (first + batch_tile) * gridDim.x;
     typename Out::Early early;
-    if (of < count) early = out.early(row, tile, j);
+    if (batch_tile < count) early = out.load_early(row, tile, j);
     float acc[T][2];
 #pragma unroll
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = 0;
@@ -462,43 +479,44 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
 #pragma unroll
     for (int t = 0; t < T; t++)
       if (t < count && c < rows) {
-        float* const to = s.sums + ((t * W + warp) * rows + c) * 16 + g;
-        to[0] = acc[t][0];
-        to[8] = acc[t][1];
+        float* const sum = s.sums + ((t * W + warp) * rows + c) * 16 + g;
+        sum[0] = acc[t][0];
+        sum[8] = acc[t][1];
       }
     bar_sync(1, W * 32);
-    if (of < count) {
+    if (batch_tile < count) {
       float lower = 0, upper = 0, square = 0;
 #pragma unroll
-      for (int v = 0; v < W; v++) {
-        const float* sum = s.sums + ((of * W + v) * rows + row) * 16 + j;
+      for (int i = 0; i < W; i++) {
+        const float* sum = s.sums + ((batch_tile * W + i) * rows + row) * 16 + j;
         lower += sum[0];
         upper += sum[8];
-        if (In::NORM) square += s.squares[v * DRAFT_ROWS + row];
+        if (In::NORM) square += s.squares[i * DRAFT_ROWS + row];
       }
       if constexpr (In::NORM) {
-        const float f = __frsqrt_rn(square / (float)in.width + in.eps);
-        lower *= f;
-        upper *= f;
+        const float inverse_rms = __frsqrt_rn(square / (float)in.width + in.eps);
+        lower *= inverse_rms;
+        upper *= inverse_rms;
       }
-      out.put(row, tile, j, lower, upper, early);
+      out.store(row, tile, j, lower, upper, early);
     }
   }
 }
 
-// Grid min(tiles, SMs), 384 threads; 80 registers, so that two blocks and a small one fit on an SM. Shared memory as
-// above.
-#define DRAFT KERNEL __maxnreg__(80)
+// Grid min(tiles, SMs), 384 threads, dynamic shared memory as `DraftShared`. Arguments: those of `draft_gemm`, then of
+// the input and of the output (`From*`, `To*`).
+#define DRAFT KERNEL __maxnreg__(DRAFT_ENTRY)
 #define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages
 #define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
 
 // Names end in _planes if the weights are the upper plane of a matrix in nibbles.
 #define DRAFT_HEADS(D, NAME, PLANES)                                                                                  \
-  DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin,   \
+  DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* step, const float* bias, const float2* cos_sin, \
                               uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float scale, int heads, int kv_heads,  \
                               int layer, int slots, uint32_t* flag) {                                                 \
-    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                        \
-                       ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag}); \
+    draft_gemm<PLANES>(                                                                                               \
+        w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                       \
+        ToHeads<D>{step, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});              \
   }
 #define DRAFTS(NAME, PLANES)                                                                                           \
   DRAFT_HEADS(64, NAME, PLANES)                                                                                        \
