@@ -1,5 +1,5 @@
-// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, activation * up, the conversions to
-// a GEMM's input type.
+// Operations between the GEMMs: embedding, norms, RoPE and the append to
+// the rings, activation * up, the conversions to a GEMM's input type.
 //
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of
 // rows. Kernels that write a GEMM's input exist once per input type:
@@ -14,29 +14,29 @@
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `inside`: k is
-// inside the row.
+// Stores four consecutive values of a row, from column k = 4 * lane +
+// 128 * group on; one warp holds a group. `inside`: k is inside the row.
 template <class T>
 struct Into {
   typename T::Bits* x;
   int pitch;
-  DEV void put(int row, int group, int lane, bool inside, float4 v) const {
+  DEV void store(int row, int group, int lane, bool inside, float4 v) const {
     if (!inside) return;
-    typename T::Bits* to = x + (size_t)row * pitch + group * 128 + lane * 4;
+    typename T::Bits* values = x + (size_t)row * pitch + group * 128 + lane * 4;
     if constexpr (sizeof(typename T::Bits) == 4)
-      *(float4*)to = v;
+      *(float4*)values = v;
     else
-      *(uint2*)to = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
+      *(uint2*)values = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
   }
 };
 struct IntoInt8 {
   int8_t* x;
   float2* xs;
   int groups, panels;
-  DEV void put(int row, int group, int lane, bool inside, float4 v) const {
-    const float most =
+  DEV void store(int row, int group, int lane, bool inside, float4 v) const {
+    const float largest =
         warp_max_nonnegative(inside ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
-    const float scale = __fdiv_rn(most, 127.f);
+    const float scale = __fdiv_rn(largest, 127.f);
     auto code = [&](float value) {
       return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0;
     };
@@ -57,15 +57,20 @@ DEV float4 times(float4 a, float f) {
 
 // ---- embedding ----
 //
-// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width]. A row's
-// token is its own, which is then stored in its window (slot * window_pitch + offset), or the window's. Without `rows`
-// it is tokens[row]. hidden f32 [row][width], times `scale`. Grid (rows), block 256. `load` gives eight values of a row
-// from column k on, a multiple of 8; the last four of a row's last eight may be outside.
+// embed_{bf16,f16,f32}(rows, windows, window_pitch, tokens, table, hidden, width, vocab, scale):
+// hidden[row] = scale * table[token].
 //
-// A step begins with this kernel, so its loads are issued together.
+//     rows     [row]; a row's token is its own, which is then stored in its window, or the window's. Null: tokens[row]
+//     windows  int32 [slot][window_pitch]
+//     table    atoms (linear.cuh); of f32 row-major [vocab][width]
+//     hidden   f32 [row][width]
+//
+// Grid (rows), 256 threads, no shared memory. A step begins with this kernel, so its loads are issued together.
 struct Eight {
   float4 low, high;
 };
+// load(token, k): eight values of a row from column k on, a multiple
+// of 8; the last four of a row's last eight may be outside.
 template <class Load>
 DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab,
                float scale, Load load) {
@@ -83,7 +88,7 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
     token = tokens[row];
   }
   token = min(max(token, 0), vocab - 1);  // never outside the table
-  float* to = hidden + (size_t)row * width;
+  float* h = hidden + (size_t)row * width;
 #pragma unroll 1
   for (int first = threadIdx.x * 8; first < width; first += AT_ONCE * ACROSS) {
     Eight x[AT_ONCE];
@@ -93,8 +98,8 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int k = first + i * ACROSS;
-      if (k < width) *(float4*)(to + k) = times(x[i].low, scale);
-      if (k + 4 < width) *(float4*)(to + k + 4) = times(x[i].high, scale);
+      if (k < width) *(float4*)(h + k) = times(x[i].low, scale);
+      if (k + 4 < width) *(float4*)(h + k + 4) = times(x[i].high, scale);
     }
   }
 }
@@ -117,12 +122,12 @@ EMBED(f16, Half)
 KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens,
                                         const float* table, float* hidden, int width, int vocab, float scale) {
   embed(rows, windows, window_pitch, tokens, hidden, width, vocab, scale, [&](int token, int k) {
-    const float4* from = (const float4*)(table + (size_t)token * width + k);
-    return Eight{__ldg(from), k + 4 < width ? __ldg(from + 1) : make_float4(0, 0, 0, 0)};
+    const float4* line = (const float4*)(table + (size_t)token * width + k);
+    return Eight{__ldg(line), k + 4 < width ? __ldg(line + 1) : make_float4(0, 0, 0, 0)};
   });
 }
 
-// embed_planes: the same for a table in planes.
+// embed_planes: the same for a table in planes (layout.cuh); `stride`: blocks per tile.
 KERNEL __launch_bounds__(256)
     embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper,
                  const uint8_t* lower, int stride, float* hidden, int width, int vocab, float scale) {
@@ -136,12 +141,15 @@ KERNEL __launch_bounds__(256)
 // ---- RMSNorm ----
 constexpr int NORM_THREADS = 512;  // few enough registers to be resident next to a GEMM's block
 //
-// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y
-// f32 [row][width]; bias, weight f32 [width]. Grid (rows), block NORM_THREADS.
+// norm_*: hidden += y + bias, then x = hidden / rms(hidden) * weight.
 //
-// A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before
-// the kernel waits for the previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are
-// read a second time.
+//     hidden, y     f32 [row][width]; y may be null
+//     bias, weight  f32 [width]; bias may be null
+//     x             a GEMM's input [row]
+//
+// Grid (rows), NORM_THREADS threads. A step has few rows, and this kernel is latency-bound. So a row gets a whole
+// block, and its weights are loaded before the kernel waits for the previous one. A thread keeps its loaded values;
+// rows wider than KEPT groups per warp are read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
   constexpr int WARPS = NORM_THREADS / 32, KEPT = 2;
@@ -153,17 +161,18 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
   auto constant = [&](const float* p, int group) {
     return inside(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none;
   };
-  float4 kept[KEPT], scale[KEPT];
+  float4 kept[KEPT], scale[KEPT];  // of the groups that are kept: the hidden stream, the weight
 #pragma unroll
   for (int i = 0; i < KEPT; i++) scale[i] = constant(weight, warp + i * WARPS);
   grid_wait();
   float* h = hidden + (size_t)row * width;
   float sum = 0;
-  auto loaded = [&](const float* p, int group) { return inside(group) ? load4(p + group * 128 + lane * 4) : none; };
-  auto added = [&](int group) { return y ? loaded(y + (size_t)row * width, group) : none; };
-  auto settle = [&](int group, float4 v, float4 more) {
+  auto load = [&](const float* p, int group) { return inside(group) ? load4(p + group * 128 + lane * 4) : none; };
+  auto load_y = [&](int group) { return y ? load(y + (size_t)row * width, group) : none; };
+  // Adds y and bias to a group of the hidden stream, stores it and adds its squares to `sum`.
+  auto add_residual = [&](int group, float4 v, float4 residual) {
     if (!inside(group)) return none;
-    if (y) v = add4(v, more);
+    if (y) v = add4(v, residual);
     if (bias) v = add4(v, constant(bias, group));
     if (y || bias) *(float4*)(h + group * 128 + lane * 4) = v;
     sum = __fmaf_rn(v.x, v.x, sum);
@@ -173,32 +182,38 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     return v;
   };
   // All loads are issued before the first is used: a store in between would order them.
-  float4 more[KEPT];
+  float4 residual[KEPT];
 #pragma unroll
   for (int i = 0; i < KEPT; i++) {
-    kept[i] = loaded(h, warp + i * WARPS);
-    more[i] = added(warp + i * WARPS);
+    kept[i] = load(h, warp + i * WARPS);
+    residual[i] = load_y(warp + i * WARPS);
   }
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) kept[i] = settle(warp + i * WARPS, kept[i], more[i]);
-  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) settle(group, loaded(h, group), added(group));
-  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
-  auto finish = [&](int group, float4 v, float4 w) {
-    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y),
-                                 __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
-    if (group < groups) out.put(row, group, lane, inside(group), x);
+  for (int i = 0; i < KEPT; i++) kept[i] = add_residual(warp + i * WARPS, kept[i], residual[i]);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS)
+    add_residual(group, load(h, group), load_y(group));
+  const float inverse_rms = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
+  auto normalise = [&](int group, float4 v, float4 w) {
+    const float4 x =
+        make_float4(__fmul_rn(__fmul_rn(v.x, inverse_rms), w.x), __fmul_rn(__fmul_rn(v.y, inverse_rms), w.y),
+                    __fmul_rn(__fmul_rn(v.z, inverse_rms), w.z), __fmul_rn(__fmul_rn(v.w, inverse_rms), w.w));
+    if (group < groups) out.store(row, group, lane, inside(group), x);
   };
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) finish(warp + i * WARPS, kept[i], scale[i]);
+  for (int i = 0; i < KEPT; i++) normalise(warp + i * WARPS, kept[i], scale[i]);
   for (int group = warp + KEPT * WARPS; group < groups; group += WARPS)
-    finish(group, loaded(h, group), constant(weight, group));
+    normalise(group, load(h, group), constant(weight, group));
 }
 
 // norm_rows: to (+)= x / rms(x) * weight, accumulated if `add`. For a branch before its residual addition, and for all
 // query or key heads in place.
-//   x, to f32 rows with pitches in elements, the same buffer or disjoint; weight f32 [width]. paired: 0, or the
-//   channels of a head if x alternates channels c .. c + 7 and paired / 2 + c .. of each head (`weights_w4_*` in
-//   quantize.cu); the weight does not. Grid (rows), block NORM_THREADS.
+//
+//     x, to   f32 [row][pitch, to_pitch], pitches in elements; the same buffer or disjoint
+//     weight  f32 [width]
+//     paired  0, or the channels of a head if x alternates channels c .. c + 7 and paired / 2 + c .. of each head
+//             (`weights_w4_*` in quantize.cu); the weight does not
+//
+// Grid (rows), NORM_THREADS threads.
 KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch,
                                                  const float* weight, float eps, int width, int paired, int add) {
   constexpr int WARPS = NORM_THREADS / 32;
@@ -215,11 +230,11 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, floa
     sum = __fmaf_rn(v.z, v.z, sum);
     sum = __fmaf_rn(v.w, v.w, sum);
   }
-  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
+  const float inverse_rms = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   for (int k = threadIdx.x * 4; k < width; k += NORM_THREADS * 4) {
     const int in_head = paired ? k % paired : 0;
     const int channel = in_head / 16 * 8 + in_head % 8 + in_head / 8 % 2 * (paired / 2);
-    const float4 w = __ldg((const float4*)(weight + k - in_head + channel)), v = times(load4(x + k), f);
+    const float4 w = __ldg((const float4*)(weight + k - in_head + channel)), v = times(load4(x + k), inverse_rms);
     float4 y = make_float4(__fmul_rn(v.x, w.x), __fmul_rn(v.y, w.y), __fmul_rn(v.z, w.z), __fmul_rn(v.w, w.w));
     if (add) y = add4(load4(to + k), y);
     *(float4*)(to + k) = y;
@@ -228,8 +243,8 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, floa
 
 // ---- the hidden stream as it is: one warp per group of 128 inputs of a row ----
 //
-// convert_*: hidden f32 [row][width] -> x, for models without a norm before the GEMM. Grid (ceil(width / 1024), rows),
-// block 256.
+// convert_*: hidden f32 [row][width] -> x [row], for models without a norm before the GEMM. Grid
+// (ceil(width / 1024), rows), 256 threads, no shared memory.
 template <class Out>
 DEV void convert(const float* hidden, int width, Out out) {
   grid_trigger();
@@ -240,13 +255,13 @@ DEV void convert(const float* hidden, int width, Out out) {
   const int k = group * 128 + lane * 4;
   if (group >= (width + 127) / 128) return;
   const bool inside = k < width;
-  out.put(row, group, lane, inside, inside ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
+  out.store(row, group, lane, inside, inside ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
 }
 
 // ---- activation * up: one warp per group of 128 outputs of a row ----
 //
-// {silu,gelu}_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x
-// [row][width]. width a multiple of 8. Grid (ceil(width / 1024), rows), block 256.
+// {silu,gelu}_mul_*: y f32 [row][2 width], gate and up interleaved by 8, and bias f32 [2 width] in the same order or
+// null -> x [row]. width is a multiple of 8. Grid (ceil(width / 1024), rows), 256 threads, no shared memory.
 template <class Activation, class Out>
 DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
   const Activation f;
@@ -260,18 +275,18 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
   const bool inside = k < width;
   float4 v = make_float4(0, 0, 0, 0);
   if (inside) {
-    const int at = k / 8 * 16 + k % 8;
-    const float* from = y + (size_t)row * 2 * width + at;
-    float4 gate = load4(from), up = load4(from + 8);
+    const int column = k / 8 * 16 + k % 8;  // of the gate; that of up is 8 further
+    const float* gate_up = y + (size_t)row * 2 * width + column;
+    float4 gate = load4(gate_up), up = load4(gate_up + 8);
     if (bias) {
-      gate = add4(gate, *(const float4*)(bias + at));
-      up = add4(up, *(const float4*)(bias + at + 8));
+      gate = add4(gate, *(const float4*)(bias + column));
+      up = add4(up, *(const float4*)(bias + column + 8));
     }
     v = make_float4(f(gate.x) * up.x, f(gate.y) * up.y, f(gate.z) * up.z, f(gate.w) * up.w);
   }
-  out.put(row, group, lane, inside, v);
+  out.store(row, group, lane, inside, v);
 }
-// 48 registers: four warps per scheduler, which fit next to the three of a GEMM's ring (linear.cu) with 104 each.
+// 48 registers: four warps per scheduler, which fit next to the three of a pipelined GEMM (linear.cu) with 104 each.
 // norm_i8 uses 50, allocated as 56, and fits next to the 96 of linear_w4_pipeline_1.
 #define PRODUCERS(NAME, T)                                                                                             \
   KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight,            \
@@ -306,15 +321,15 @@ KERNEL __launch_bounds__(256) convert_i8(const float* hidden, int8_t* x, float2*
   convert(hidden, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
-// coarse_i8: rounds int8 inputs, as written by norm_i8, to the 4-bit grid: codes of -7 .. 7. Grid (groups, rows),
-// block 32. A group's codes are 128 bytes in any order.
+// coarse_i8: rounds int8 inputs, as written by norm_i8, in place to the 4-bit grid: codes of -7 .. 7. Grid
+// (groups, rows), 32 threads. A group's codes are 128 bytes in any order.
 KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   grid_trigger();
   grid_wait();
   const int lane = threadIdx.x;
   const size_t index = input_index(blockIdx.y, blockIdx.x, gridDim.x, panels);
-  uint32_t* at = (uint32_t*)(x + index * 128) + lane;
-  const uint32_t codes = *at;
+  uint32_t* word = (uint32_t*)(x + index * 128) + lane;
+  const uint32_t codes = *word;
   uint32_t coarse = 0;
   int sum = 0;
 #pragma unroll
@@ -324,38 +339,40 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
     sum += code;
   }
   sum = warp_sum(sum);
-  *at = coarse;
-  float2* of_group = xs + index;
+  *word = coarse;
+  float2* scale_sum = xs + index;
   __syncwarp();
   if (lane == 0) {
-    const float scale = __fmul_rn(of_group->x, 127.f / 7.f);
-    *of_group = make_float2(scale, __fmul_rn(scale, (float)sum));
+    const float scale = __fmul_rn(scale_sum->x, 127.f / 7.f);
+    *scale_sum = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 }
 
-// coarse_{bf16,f16}: the same for 16-bit inputs, in groups of 64: each becomes the nearest of 15 values, in 16 bits.
-// Grid (groups, rows), block 32.
+// coarse_{bf16,f16}: the same for 16-bit inputs [row][pitch], in groups of 64: each becomes the nearest of 15 values,
+// in 16 bits. Grid (groups, rows), 32 threads.
 template <class T>
 DEV void coarse(uint16_t* x, int pitch) {
   grid_trigger();
   grid_wait();
-  uint32_t* at = (uint32_t*)(x + (size_t)blockIdx.y * pitch + blockIdx.x * 64) + threadIdx.x;
-  const uint32_t bits = *at;
+  uint32_t* pair = (uint32_t*)(x + (size_t)blockIdx.y * pitch + blockIdx.x * 64) + threadIdx.x;
+  const uint32_t bits = *pair;
   const float a = T::to_float((uint16_t)bits), b = T::to_float((uint16_t)(bits >> 16));
   const float scale = __fdiv_rn(warp_max_nonnegative(fmaxf(fabsf(a), fabsf(b))), 7.f);
-  auto near = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
-  *at = T::pack(near(a), near(b));
+  auto nearest = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
+  *pair = T::pack(nearest(a), nearest(b));
 }
 KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int pitch) { coarse<Bf16>(x, pitch); }
 KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int pitch) { coarse<Half>(x, pitch); }
 
-// widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid ceil(n / 256), block 256.
+// widen: x f32 [n] = h f16 [n] (attention's output for checkpoints
+// in single precision). Grid ceil(n / 256), 256 threads.
 KERNEL __launch_bounds__(256) widen(const uint16_t* h, float* x, int64_t n) {
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i < n) x[i] = Half::to_float(h[i]);
 }
 
-// add_rows: hidden f32 [row][width] += y (+ bias), if no norm follows. Grid ceil(rows * width / 1024), block 256.
+// add_rows: hidden f32 [row][width] += y f32 [row][width] + bias f32 [width] or null, if no norm follows. `elements` is
+// the rows times width. Grid ceil(elements / 1024), 256 threads.
 KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const float* bias, int64_t elements, int width) {
   grid_trigger();
   grid_wait();
@@ -367,35 +384,34 @@ KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const floa
 }
 
 // read_all: reads `pieces` uint4 once, at memory speed, as the reference for kernel bandwidth. Stores only if the
-// exclusive or of all data is `never`, so that no load is optimised away. Any grid, block 512.
+// exclusive or of all data is `never`, so that no load is optimised away. Any grid, 512 threads.
 KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32_t never, uint32_t* to) {
-  constexpr int B = 8;
+  constexpr int IN_FLIGHT = 8;
   const uint64_t once = evict_first();
   uint32_t all = 0;
   const int64_t step = (int64_t)gridDim.x * 512;
-  for (int64_t i = (int64_t)blockIdx.x * 512 + threadIdx.x; i < pieces; i += B * step) {
-    uint4 v[B];
+  for (int64_t i = (int64_t)blockIdx.x * 512 + threadIdx.x; i < pieces; i += IN_FLIGHT * step) {
+    uint4 v[IN_FLIGHT];
 #pragma unroll
-    for (int j = 0; j < B; j++)
+    for (int j = 0; j < IN_FLIGHT; j++)
       v[j] = i + j * step < pieces ? ldg_once(from + i + j * step, once) : make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int j = 0; j < B; j++) all ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+    for (int j = 0; j < IN_FLIGHT; j++) all ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
   }
   if (all == never) *to = all;
 }
 
 // ---- heads: bias, per-head norm, RoPE ----
 //
-// One warp per head of a row. Lane l has channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE rotates together: v[i],
-// v[PAIRS + i].
+// One warp per head of a row. Lane l has channels PAIRS l .. and D /
+// 2 + PAIRS l .., which RoPE rotates together: v[i] and v[PAIRS + i].
 template <int D>
 struct Head {
   static constexpr int PAIRS = D / 64;
   float v[2 * PAIRS];
 
-  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired: y alternates
-  // channels c .. c + 7 and D / 2 + c
-  // .. (`weights_w4_*` in quantize.cu).
+  // y f32 [D]: the head's outputs; bias, norm f32 [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired:
+  // y alternates channels c .. c + 7 and D / 2 + c .. D / 2 + c + 7 (`weights_w4_*` in quantize.cu).
   DEV Head(const float* y, bool paired, const float* bias, const float* norm, float eps, const float2* angles) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -408,9 +424,9 @@ struct Head {
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < 2 * PAIRS; i++) sum = __fmaf_rn(v[i], v[i], sum);
-      const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(sum), (float)D), eps));
+      const float inverse_rms = __frsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(sum), (float)D), eps));
 #pragma unroll
-      for (int i = 0; i < 2 * PAIRS; i++) v[i] = __fmul_rn(__fmul_rn(v[i], f), norm[channel_of(lane, i)]);
+      for (int i = 0; i < 2 * PAIRS; i++) v[i] = __fmul_rn(__fmul_rn(v[i], inverse_rms), norm[channel_of(lane, i)]);
     }
     if (angles)
 #pragma unroll
@@ -424,7 +440,7 @@ struct Head {
   static DEV int channel_of(int lane, int i) { return (i / PAIRS) * (D / 2) + PAIRS * lane + i % PAIRS; }
   // Stores the head as f16; returns true if a value is not finite. Such a value is stored as 0: earlier rows multiply
   // later entries by zero, and a failed round is repeated without its drafted rows.
-  DEV bool put(uint16_t* to, float scale) const {
+  DEV bool store(uint16_t* head, float scale) const {
     const int lane = threadIdx.x & 31;
     bool bad = false;
 #pragma unroll
@@ -432,16 +448,22 @@ struct Head {
       const uint16_t bits = Half::from_float(v[i] * scale);
       const bool finite = (bits & 0x7c00) != 0x7c00;
       bad |= !finite;
-      to[channel_of(lane, i)] = finite ? bits : 0;
+      head[channel_of(lane, i)] = finite ? bits : 0;
     }
     return bad;
   }
 };
 
 // append_{64,128,256}: queries, keys and values of a step's rows.
-//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D]
-//   or null; cos_sin float2 [row][D / 2]. q f16 [row][heads][D] times `scale`; keys and values to the rings f16
-//   [layer][slot][kv_heads][RING][D] at the row's position. Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+//
+//     y               f32 [row][(heads + 2 kv_heads) D], channels in order or `paired`
+//     bias            f32 of that width, or null
+//     q_norm, k_norm  f32 [D] or null
+//     cos_sin         float2 [row][D / 2]
+//     q               f16 [row][heads][D], times `scale`
+//     ring_k, ring_v  f16 [layer][slot][kv_heads][RING][D], written at the row's position
+//
+// Grid (ceil((heads + 2 kv_heads) / 4), rows), 128 threads, no shared memory.
 template <int D>
 DEV void append(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,
                 const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale,
@@ -458,18 +480,18 @@ DEV void append(const Row* rows, const float* y, const float* bias, const float*
                   eps, is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
   bool bad;
   if (is_q)
-    bad = h.put(q + ((size_t)row * heads + head) * D, scale);
+    bad = h.store(q + ((size_t)row * heads + head) * D, scale);
   else {
     const Row r = rows[row];
     const int kv = (head - heads) % kv_heads;
-    bad = h.put((is_k ? ring_k : ring_v) + ring_at(layer, r.slot, kv, r.position, slots, kv_heads, D), 1.f);
+    bad = h.store((is_k ? ring_k : ring_v) + ring_at(layer, r.slot, kv, r.position, slots, kv_heads, D), 1.f);
   }
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
 // rope_store_{64,128,256}: the same for prompt rows, if the GEMM did not do it: q f16 [row][heads D], unscaled; kv f16
-// [row][2 kv_heads D]. Non-finite values set the flag, since later kernels cannot detect them. Grid (ceil((heads + 2
-// kv_heads) / 4), rows), block 128.
+// [row][2 kv_heads D]. Non-finite values set the flag, because later kernels cannot detect them. Grid
+// (ceil((heads + 2 kv_heads) / 4), rows), 128 threads.
 template <int D>
 DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,
                     uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads, uint32_t* flag) {
@@ -481,12 +503,12 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
                   : is_k ? k_norm
                          : nullptr,
                   eps, is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
-  if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f))
+  if (h.store(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f))
     atomicOr(flag, FLAG_CACHE);
 }
 
 // scale_queries: q f16 [row][width] times 1 + beta ln(1 + floor(position / original)), at the positions of `rows`, or
-// at first + row without them. Width a multiple of 8. Grid (ceil(width / 2048), rows), block 256.
+// at first + row without them. width is a multiple of 8. Grid (ceil(width / 2048), rows), 256 threads.
 KERNEL __launch_bounds__(256)
     scale_queries(uint16_t* q, const Row* rows, int first, float beta, int original, int width) {
   grid_trigger();
@@ -496,12 +518,12 @@ KERNEL __launch_bounds__(256)
   const int whole = (rows ? rows[row].position : first + row) / original;
   if (k >= width || whole == 0) return;
   const float factor = 1.f + beta * logf(1.f + (float)whole);
-  uint4* at = (uint4*)(q + (size_t)row * width + k);
-  const uint4 v = ldg_plain(at);
+  uint4* channels = (uint4*)(q + (size_t)row * width + k);
+  const uint4 v = ldg_plain(channels);
   auto scaled = [&](uint32_t x) {
     return Half::pack(Half::to_float((uint16_t)x) * factor, Half::to_float((uint16_t)(x >> 16)) * factor);
   };
-  *at = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
+  *channels = make_uint4(scaled(v.x), scaled(v.y), scaled(v.z), scaled(v.w));
 }
 
 #define HEADS(D)                                                                                                      \
