@@ -1,17 +1,17 @@
-// Decode attention, merging, and the choice of pages. All kernels exist on every architecture, those for heads of 256
-// channels from 8.0 on.
+// Decode attention, merging, and the choice of pages. All kernels exist
+// on every architecture, those for heads of 256 channels from 8.0 on.
 #include "attend.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_half_{64,128}_{ROWS} (half an SM): up to ROWS query
-// rows per KV head. Threads and shared memory are in the table below (`ATTEND_KERNEL`). The number of warpgroups
+// rows per KV head. Threads and shared memory are columns of the table (`ATTEND_KERNEL`). The number of warpgroups
 // affects the order of a row's sums, so it is fixed per view and head width.
 #define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
   ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one group of 128
-// producer threads
+// Grid min(items, SMs); 128 threads and one producer warp per warpgroup;
+// if registers are handed over, one group of 128 producer threads.
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1, false, 640, 18432, 38016)
@@ -47,7 +47,7 @@ ATTEND(attend_full_256_8, 256, FULL, 8, 2, 3, 1, false, 384, 65536, 21440)
 ATTEND(attend_full_256_16, 256, FULL, 16, 2, 2, 1, false, 384, 65536, 42624)
 ATTEND(attend_full_256_32, 256, FULL, 32, 2, 2, 1, false, 384, 65536, 84992)
 #else
-// grid items, 128 threads
+// Grid items, 128 threads.
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 1, 0, 4, false, 128, 4608, 4288)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 1, 0, 4, false, 128, 4608, 4480)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 1, 0, 3, false, 128, 4608, 11008)
@@ -90,20 +90,24 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 // depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few blocks fit next
 // to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
 constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;  // MERGE_SHARED: bytes of static shared memory
-// of a row: its first partial row, items per KV head, query rows of its span
+// The items of a row. first: its first partial row; items: per KV head; total: query rows of its span.
 struct Merged {
   int first, items, total, unused;
 };
 struct MergeArgs {
-  const Merged* rows;  // of the slice: the rows of one launch
-  const float* partial;
-  const float2* extremes;
-  void* x;  // x and xs: of the step's row 0
+  const Merged* rows;      // of the slice: the rows of one launch
+  const float* partial;    // as AttendArgs
+  const float2* extremes;  // as AttendArgs
+  void* x;                 // x and xs: of the step's row 0
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, panels;  // first_row: the step's row at which the slice begins
+  int kv_heads, group, head_dim;
+  int pitch;      // of x, in elements
+  int first_row;  // the step's row at which the slice begins
+  int panels;     // panel.cuh
 };
 
-template <class Out, int B>  // B: items in flight
+// IN_FLIGHT: items that a warp loads at a time.
+template <class Out, int IN_FLIGHT>
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
   __shared__ float2 heads[MERGE_WARPS][32];
@@ -113,31 +117,32 @@ DEV void merge(const MergeArgs& p) {
   const int channel = blockIdx.x * 128 + lane * 4;
   const int row = p.first_row + blockIdx.y;
   grid_trigger();
-  const int4 m = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);  // complete before the step
-  const int items = m.y, total = m.z, all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim);
-  const size_t base = (size_t)m.x + (size_t)(head / p.group) * items * total + head % p.group;
-  const float* o = p.partial + base * p.head_dim + channel % p.head_dim;
-  const float2* e = p.extremes + base;
+  const int4 merged = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);  // complete before the step
+  const int items = merged.y, total = merged.z;
+  const int query_heads = p.kv_heads * p.group, head = min(query_heads - 1, channel / p.head_dim);
+  const size_t first = (size_t)merged.x + (size_t)(head / p.group) * items * total + head % p.group;
+  const float* outputs = p.partial + first * p.head_dim + channel % p.head_dim;
+  const float2* extremes = p.extremes + first;
   grid_wait();
   // Each warp has its own running maximum; they are combined at the end, so no warp waits for the row's maximum.
   float4 sum = make_float4(0, 0, 0, 0);
   float top = LOG_ZERO, l = 0;
 #pragma unroll 1
-  for (int i0 = warp; i0 < items; i0 += B * MERGE_WARPS) {
-    float4 v[B];
-    float2 m[B];
+  for (int start = warp; start < items; start += IN_FLIGHT * MERGE_WARPS) {
+    float4 v[IN_FLIGHT];
+    float2 m[IN_FLIGHT];  // {maximum, sum}
 #pragma unroll
-    for (int i = 0; i < B; i++) {
-      const int item = (i0 + i * MERGE_WARPS) * total;
+    for (int i = 0; i < IN_FLIGHT; i++) {
+      const int item = (start + i * MERGE_WARPS) * total;
       v[i] = make_float4(0, 0, 0, 0);
       m[i] = make_float2(LOG_ZERO, 0);
-      if (i0 + i * MERGE_WARPS < items) {
-        m[i] = __ldcg(e + item);
-        v[i] = __ldcg(reinterpret_cast<const float4*>(o + (size_t)item * p.head_dim));
+      if (start + i * MERGE_WARPS < items) {
+        m[i] = __ldcg(extremes + item);
+        v[i] = __ldcg(reinterpret_cast<const float4*>(outputs + (size_t)item * p.head_dim));
       }
     }
 #pragma unroll
-    for (int i = 0; i < B; i++) {
+    for (int i = 0; i < IN_FLIGHT; i++) {
       // One item after another, so that the number of items in flight does not affect a bit.
       const float now = fmaxf(top, m[i].x);
       const float old = exp2_fast(__fadd_rn(top, -now));
@@ -150,6 +155,7 @@ DEV void merge(const MergeArgs& p) {
       sum.w = __fmaf_rn(a, v[i].w, __fmul_rn(sum.w, old));
     }
   }
+  // ---- the warps, in order ----
   sums[warp][lane] = sum;
   heads[warp][lane] = make_float2(top, l);
   __syncthreads();
@@ -169,21 +175,23 @@ DEV void merge(const MergeArgs& p) {
     sum.z = __fmaf_rn(a, v.z, sum.z);
     sum.w = __fmaf_rn(a, v.w, sum.w);
   }
-  const bool inside = channel < all * p.head_dim;
-  const float over = inside ? __frcp_rn(l) : 0.f;
-  const float4 out =
-      make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
+  // ---- the output projection's input ----
+  const bool inside = channel < query_heads * p.head_dim;
+  const float inverse = inside ? __frcp_rn(l) : 0.f;
+  const float4 out = make_float4(__fmul_rn(sum.x, inverse), __fmul_rn(sum.y, inverse), __fmul_rn(sum.z, inverse),
+                                 __fmul_rn(sum.w, inverse));
   if constexpr (Out::BYTES == 1) {
-    const Int8Group of = int8_group(out);
+    const Int8Group codes = int8_group(out);
     const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) = of.codes;
-    if (lane == 0) p.xs[index] = make_float2(of.scale, of.sum);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) =
+        codes.codes;
+    if (lane == 0) p.xs[index] = make_float2(codes.scale, codes.sum);
   } else if constexpr (Out::BYTES == 4) {
     if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (inside) {
-    uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
-    to[0] = Out::Element::pack(out.x, out.y);
-    to[1] = Out::Element::pack(out.z, out.w);
+    uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
+    x[0] = Out::Element::pack(out.x, out.y);
+    x[1] = Out::Element::pack(out.z, out.w);
   }
 }
 template <class E, int B>
@@ -203,26 +211,33 @@ MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
 //
-// bounds_1_4 (for one query head per KV head), bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables,
-// table_pitch, q f16 [row][heads][d], choices [list], scores f32 [.][kv head][score_pitch], ...): the score of a page
-// is the largest upper bound of q . k over the heads of a group (core::attend::page_bound). The bound is the sum over
-// channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
-// + hi) / 2 + |q| (hi - lo) / 2.
+// bounds_{HEADS}_{U}(upper, tables, table_pitch, q, choices, scores, score_pitch, ...): scores of pages. The score of a
+// page is the largest upper bound of q . k over the heads of a group (core::attend::page_bound). The bound is the sum
+// over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15. It equals
+// q (lo + hi) / 2 + |q| (hi - lo) / 2.
 //
-// A page takes d / 8 lanes of eight channels each, and each lane has U pages (bounds_{HEADS}_{U}): 2048 U / d pages per
-// block. grid (blocks, kv heads, lists), 256 threads. Pages were complete before the step, so their parameters are
-// loaded before q is ready.
+//     upper    the layer's upper blocks [page][kv head]
+//     tables   [slot][table_pitch] logical -> physical page
+//     q        f16 [row][heads][d]
+//     choices  [list]
+//     scores   f32 [.][kv head][score_pitch]
 //
-// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches.
-// Unrolled to 25 KB of code, `select` takes 14 us, because it waits for instructions.
+// A page takes d / 8 lanes of eight channels each, and each lane has U pages: 2,048 U / d pages per block. HEADS heads
+// are processed together, 1 for a single query head per KV head. Grid (blocks, kv heads, lists), CHOICE_THREADS
+// threads, no shared memory. Pages were complete before the step, so their parameters are loaded before q is ready.
+//
+// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches, and
+// more code would take longer to load than it saves.
 constexpr int CHOICE_THREADS = 256;  // of a block of bounds_* and of select
-// A list to make. row: of q; pages: visible, at least one; scored: how many of them are chosen among (all later ones
-// are listed); scores: index of the list's scores.
+// A list to make, written by the host.
 struct PageChoice {
-  int row, slot, pages, scored, scores;
+  int row, slot;  // row of q
+  int pages;      // visible, at least one
+  int scored;     // how many of them are chosen among; all later ones are listed
+  int scores;     // index of the list's scores
 };
-// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight
-// channels of each head.
+// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each of its `lanes` lanes has
+// eight channels: q of each head, scales and zero points. Codes stand for U s + z - centre s.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane,
                      float best) {
@@ -259,7 +274,9 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
                 float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
   const PageChoice choice = choices[blockIdx.z];
-  const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = CHOICE_THREADS / lanes, head = blockIdx.y;
+  const int lanes = d / 8, lane = threadIdx.x & (lanes - 1);
+  const int across = CHOICE_THREADS / lanes;  // pages that a block has at a time
+  const int head = blockIdx.y;
   const int first = blockIdx.x * U * across + threadIdx.x / lanes;
   int id[U];
   uint4 scale[U], zero[U];  // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
@@ -276,7 +293,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
   const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group) * d + lane / 4 * 32 + lane % 4 * 2;
   float best[U];
 #pragma unroll
-  for (int u = 0; u < U; u++) best[u] = MASKED;
+  for (int u = 0; u < U; u++) best[u] = minus_infinity();
 #pragma unroll 1
   for (int h = 0; h < group; h += HEADS) {  // if fewer than HEADS heads are left, the last one is repeated
     float2 x[HEADS][4];
@@ -307,11 +324,11 @@ BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): writes lists [slot][kv head][list_pitch],
 // ascending. Of the pages chosen among it lists the first, the newest and the n - 2 best others (ties to the lower
-// number); it also lists all later pages. Without scores the newest pages are the best. grid (kv heads, lists), 256
-// threads.
+// number); it also lists all later pages. Without scores the newest pages are the best. Grid (kv heads, lists),
+// CHOICE_THREADS threads, static shared memory.
 //
-// The range of scores is split into 32 buckets, then the bucket with the smallest kept score is split again, until the
-// kept pages are separated.
+// A page's key is in the order of its score; 0 means no page, and SELECT_ALWAYS a page that is listed in any case.
+enum : uint32_t { SELECT_ALWAYS = ~0u };
 constexpr int SELECT_KEPT = 2048;  // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;  // pages listed at a time, a word of 32 for each lane
 // Up to this many pages are ranked by comparing each with every other, which takes fewer barriers than the buckets.
@@ -334,53 +351,55 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
 #pragma unroll 1
   for (int dry = waits; dry >= 0; dry--) {
     const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
-    const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
-    // Keys in the order of the scores (zeros differ, as in core's total_cmp), from 1 on; 0 means no page.
-    auto make = [&](int page) -> uint32_t {
+    const int wanted_of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = wanted_of_scored + pages - scored;
+    // Zeros differ, as in core's total_cmp.
+    auto key_of = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
-      if (page == 0 || page >= scored - 1) return ~0u;
+      if (page == 0 || page >= scored - 1) return SELECT_ALWAYS;
       if (!scores || dry) return page;
       const uint32_t bits = __float_as_uint(__ldcg(s + page));
       return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     };
     __syncthreads();
+    // ---- few pages: list those of the highest rank ----
     if (choice.pages <= SELECT_RANKED) {
-      const int all = (pages + 31) / 32;  // words of 32 pages
+      const int page_words = (pages + 31) / 32;  // words of 32 pages
       if (!dry) grid_wait();
 #pragma unroll 1
-      for (int page = threadIdx.x; page < all * 32; page += CHOICE_THREADS) keys[page] = make(page);
+      for (int page = threadIdx.x; page < page_words * 32; page += CHOICE_THREADS) keys[page] = key_of(page);
       __syncthreads();
 #pragma unroll 1
-      for (int word = warp; word < all; word += CHOICE_THREADS / 32) {
-        const uint32_t mine = keys[word * 32 + lane];
+      for (int word = warp; word < page_words; word += CHOICE_THREADS / 32) {
+        const uint32_t own = keys[word * 32 + lane];
         int rank = 0;  // pages above, and ties with a lower number
 #pragma unroll 4
         for (int i = 0; i < word * 8; i++) {
           const uint4 k = reinterpret_cast<const uint4*>(keys)[i];
-          rank += (k.x >= mine) + (k.y >= mine) + (k.z >= mine) + (k.w >= mine);
+          rank += (k.x >= own) + (k.y >= own) + (k.z >= own) + (k.w >= own);
         }
 #pragma unroll 8
         for (int i = 0; i < 32; i++) {
           const uint32_t k = keys[word * 32 + i];
-          rank += k > mine || (k == mine && i < lane);
+          rank += k > own || (k == own && i < lane);
         }
 #pragma unroll 4
-        for (int i = word * 8 + 8; i < all * 8; i++) {
+        for (int i = word * 8 + 8; i < page_words * 8; i++) {
           const uint4 k = reinterpret_cast<const uint4*>(keys)[i];
-          rank += (k.x > mine) + (k.y > mine) + (k.z > mine) + (k.w > mine);
+          rank += (k.x > own) + (k.y > own) + (k.z > own) + (k.w > own);
         }
-        const uint32_t chosen = __ballot_sync(~0u, word * 32 + lane < pages && (mine == ~0u || rank < kept));
+        const uint32_t chosen = __ballot_sync(~0u, word * 32 + lane < pages && (own == SELECT_ALWAYS || rank < kept));
         if (lane == 0) words[0][0][word] = chosen;
       }
       __syncthreads();
 #pragma unroll 1
-      for (int word = warp; word < all; word += CHOICE_THREADS / 32) {
+      for (int word = warp; word < page_words; word += CHOICE_THREADS / 32) {
         const uint32_t chosen = words[0][0][word];
         const int before = warp_sum(lane < word ? __popc(words[0][0][lane]) : 0);
         if (!dry && chosen >> lane & 1) list[before + __popc(chosen & ((1u << lane) - 1))] = word * 32 + lane;
       }
       continue;
     }
+    // ---- many pages: keys and their range ----
     if (threadIdx.x < 32) buckets[0][lane] = 0;
     if (threadIdx.x == 0) {
       lowest = ~0u;
@@ -392,9 +411,9 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     uint32_t low = ~0u, high = 0;
 #pragma unroll 1
     for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
-      const uint32_t key = make(page);
+      const uint32_t key = key_of(page);
       if (page < SELECT_KEPT) keys[page] = key;
-      if (key != ~0u) {
+      if (key != SELECT_ALWAYS) {
         low = min(low, key);
         high = max(high, key);
       }
@@ -406,39 +425,42 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       atomicMax(&highest, high);
     }
     __syncthreads();
-    auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
+    auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : key_of(page); };
 
-    // At least `kept` pages have a key of `least` or more.
-    const int wanted = of_scored - 2;  // in addition to the first, the newest and those listed unconditionally
-    uint32_t least = wanted > 0 ? lowest : ~0u - 1;
+    // ---- the smallest key that is kept: at least `kept` pages have it or a larger one ----
+    //
+    // The range of keys is split into 32 buckets, then the bucket with the smallest kept key is split again, until the
+    // kept pages are separated.
+    const int wanted = wanted_of_scored - 2;  // in addition to the first and the newest
+    uint32_t least = wanted > 0 ? lowest : SELECT_ALWAYS - 1;
     if (wanted > 0 && kept < pages) {
-      // of 32 buckets, each of which is 32 of the next ones
+      // `above`: pages in higher buckets of earlier turns. A bucket is 32 of the next turn's.
       int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;
 #pragma unroll 1
       for (int turn = 0;; turn = turn == 2 ? 0 : turn + 1, shift -= 5) {
 #pragma unroll 1
         for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
           const uint32_t k = key(page), bucket = (k - least) >> shift;
-          if (k >= least && k != ~0u && bucket < 32) atomicAdd(&buckets[turn][bucket], 1);
+          if (k >= least && k != SELECT_ALWAYS && bucket < 32) atomicAdd(&buckets[turn][bucket], 1);
         }
         if (threadIdx.x < 32) buckets[turn == 2 ? 0 : turn + 1][lane] = 0;  // not read before the next barrier
         __syncthreads();
         // Pages in this lane's bucket and above, and the highest bucket that has enough pages.
-        const int mine = buckets[turn][lane];
-        int sum = mine;
+        const int own = buckets[turn][lane];
+        int sum = own;
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) {
-          const int more = __shfl_down_sync(~0u, sum, step);
-          if (lane + step < 32) sum += more;
+          const int higher = __shfl_down_sync(~0u, sum, step);
+          if (lane + step < 32) sum += higher;
         }
         const int bucket = 31 - __clz(__ballot_sync(~0u, above + sum >= wanted));
         least += (uint32_t)bucket << shift;
         const int together = above + __shfl_sync(~0u, sum, bucket);
-        above = together - __shfl_sync(~0u, mine, bucket);
+        above = together - __shfl_sync(~0u, own, bucket);
         if (shift == 0 || together == wanted) break;
       }
     }
-    // Pages above `least`, and in page order the needed number of ties with it.
+    // ---- list the pages with a larger key, and in page order the needed number of ties ----
     int over = 0;
 #pragma unroll 1
     for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) over += key(page) > least;
@@ -461,16 +483,16 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       const int ties = kept - (int)overs_all;
       const uint32_t lower = (1u << lane) - 1;
       // Low half: pages above; high half: ties; both counted up to this lane's word.
-      const uint32_t mine = __popc(words[turn][0][lane]) | __popc(words[turn][1][lane]) << 16;
-      uint32_t sum = mine;
+      const uint32_t own = __popc(words[turn][0][lane]) | __popc(words[turn][1][lane]) << 16;
+      uint32_t sum = own;
 #pragma unroll
       for (int step = 1; step < 32; step <<= 1) {
-        const uint32_t more = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += more;
+        const uint32_t earlier = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += earlier;
       }
 #pragma unroll 1
       for (int word = warp; word < 32; word += CHOICE_THREADS / 32) {
-        const uint32_t ahead = __shfl_sync(~0u, sum - mine, word);
+        const uint32_t ahead = __shfl_sync(~0u, sum - own, word);
         const uint32_t overs = words[turn][0][word];
         const uint32_t equals = words[turn][1][word];
         const int tie = before_ties + (ahead >> 16) + __popc(equals & lower);
@@ -478,9 +500,9 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
         if (!dry && (is_over || (is_tie && tie < ties)))
           list[before + (ahead & 0xffff) + __popc(overs & lower) + min(tie, ties)] = slab + word * 32 + lane;
       }
-      const uint32_t all = __shfl_sync(~0u, sum, 31);
-      before += all & 0xffff;
-      before_ties += all >> 16;
+      const uint32_t slab_total = __shfl_sync(~0u, sum, 31);
+      before += slab_total & 0xffff;
+      before_ties += slab_total >> 16;
     }
   }
 }

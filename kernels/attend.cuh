@@ -7,11 +7,18 @@
 // with their own pipeline stages in shared memory; the warpgroups of a block take a chunk's pages in turn. A step of a
 // warpgroup is a page, or some recent tokens. Its phases, one file each:
 //
-//     attend_copy.cuh       load: keys and values into pipeline stages, by a producer warp and TMA, or by the
-//     warpgroup's own threads attend_page.cuh       prepare: q times the key scales; score: q . k of 32 tokens per
-//     warp; accumulate: p . v of a quarter of the channels per warp attend_state.cuh      rescale: the running maximum
-//     moves; weigh: scores to probabilities; merge: the warpgroups' states into one partial result attend_warpgroup.cuh
-//     a consumer warp's indices and barriers, and unpacking codes to mma operands
+//     attend_copy.cuh       load: keys and values into pipeline stages, by a producer warp and TMA or by the
+//                           warpgroup's own threads
+//     attend_page.cuh       prepare: q times the key scales
+//                           score: q . k of 32 tokens per warp
+//                           accumulate: p . v of a quarter of the channels per warp
+//     attend_state.cuh      rescale: the running maximum moves
+//                           weigh: scores to probabilities
+//                           merge: the warpgroups' states into one partial result
+//     attend_warpgroup.cuh  a consumer warp's indices and barriers, and unpacking codes to mma operands
+//
+// The maximum moves only by more than a threshold, as in FlashAttention-4. Partial results of chunks are added by
+// `merge_*` of attend.cu, as in Flash-Decoding.
 //
 // Codes are the mma A operand (K: tokens x channels, V: channels x tokens) and query rows its columns, so every code is
 // unpacked once for up to 32 rows. Scales are not applied to codes: a key scale multiplies q (per page), a value scale
@@ -20,6 +27,10 @@
 // Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a
 // warpgroup are a function of the position. A token that a row does not see leaves its state unchanged to the bit (p =
 // 0, factor 1). Columns of an mma are independent, and the number of row tiles NT only adds columns.
+//
+// In these files lane = 4 g + c (ptx.cuh), t is a tile of eight query rows, e a
+// lane's row in it, kp a slice of 32 channels, tp a pair of token tiles. S, M, l
+// and O are scores, reference maxima, sums of p and outputs, as in FlashAttention.
 #pragma once
 #include "layout.cuh"
 #include "numbers.cuh"
@@ -30,21 +41,25 @@
 
 constexpr int UPPER = 0, BOTH = 1, FULL = 2;
 
-// Consecutive rows of one sequence slot with the same division into chunks.
+// Consecutive rows of one sequence slot with the same division into chunks. Written by the host.
 struct Span {
-  int slot, row, queries, position;  // first row in the step, rows, position of the first
-  int chunk_pages, chunks;           // pages per chunk, chunks per KV head
-  int first_block;                   // block of 128 tokens with the first recent token, absolute
-  int list, listed;                  // list: index of the span's page list; listed: its length, or < 0 for all pages
+  int slot;
+  int row, queries;  // first row in the step, number of rows
+  int position;      // of the first row
+  int chunk_pages;   // pages per chunk
+  int chunks;        // per KV head
+  int first_block;   // block of 128 tokens with the first recent token, from the start of the text
+  int list, listed;  // list: index of the span's page list; listed: its length, or < 0 for all pages
   // Rows read at most this many tokens from pages: those that were visible when the list was made. Without a list so
   // large that the visibility law decides.
   int cap;
   int partial;  // first row of the span in the partial results
   int fresh;    // 1 if the list is made in this step
 };
-// Up to ROWS query rows of a span: row = query * group + head in group. `first`: its first work item.
+// Up to ROWS query rows of a span: row = query * group + head in group. Written by the host.
 struct QueryTile {
-  int span, row, rows, first;
+  int span, row, rows;
+  int first;  // its first work item
 };
 
 struct AttendArgs {
@@ -73,8 +88,8 @@ struct AttendArgs {
   int panels, unused;
 };
 
-// Tokens that a row at `position` reads from pages (core::cache::visible_quantised).
-DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
+// Number of tokens that a row at `position` reads from pages (core::cache::visible_quantised).
+DEV int visible_quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
 // One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one
 // column instead of two and computes half the probabilities. STAGES: pipeline stages of a warpgroup; 0: set at launch,
@@ -108,11 +123,11 @@ struct Attend {
   static constexpr int PARAMS = K_PARAMS > V_PARAMS ? K_PARAMS : V_PARAMS;
   static constexpr int CODES = 64 * D;
   static constexpr int LOWER = PARAMS + CODES;  // where the lower codes of a stage begin
-  // bytes of a stage
+  // Bytes of a stage: of a packed page, of f16 tokens, and the larger of both.
   static constexpr int PACKED = LOWER + (TWO ? CODES : 0);
   static constexpr int PLAIN = STEP * D * 2;
   static constexpr int STAGE = FULL_VIEW || PLAIN > PACKED ? PLAIN : PACKED;
-  // bytes per token of P: stores and ldmatrix without bank conflicts
+  // Bytes per token of P: stores and ldmatrix have no bank conflicts.
   static constexpr int PITCH = NT & 1 ? NT * 16 : NT * 16 + 16;
   // wgmma for three and four row tiles: one instruction instead of three or four mma.sync, with the same bits. q * s
   // and P are then stored as core matrices.
@@ -121,9 +136,9 @@ struct Attend {
   // A consumer waits for its loads before it releases a stage (`release_stage`): by a proxy fence where that is faster,
   // and where collecting the loaded bits would need one register too many.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
-  static constexpr int QUERY = NT * 16 * D;  // q as B fragments
-  // A warpgroup: stages, then q * s, probabilities, maxima or sums of the warps, initial scores, barriers. At the
-  // chunk's end O overwrites q * s and P.
+  static constexpr int QUERY = NT * 16 * D;  // bytes of q as B fragments
+  // Shared memory of a warpgroup after its stages: q * s, probabilities (P), maxima or sums of the warps (RED), initial
+  // scores (C0), barriers. At the chunk's end O overwrites q * s and P.
   static constexpr int P = FULL_VIEW ? 0 : QUERY;
   static constexpr int P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH;
   static constexpr int O_SIZE = WARPGROUPS > 1 ? 2 * QUERY : 0;
@@ -131,7 +146,8 @@ struct Attend {
   static constexpr int C0 = RED + ROWS * 16;
   static constexpr int BARS = C0 + ROWS * 16;
   static constexpr int REST = (BARS + STAGES * 16 + 127) / 128 * 128;
-  // A block: warpgroups, then q, {maximum, sum} of the warpgroups, {end of the pages, position} of the rows.
+  // Shared memory of a block: the warpgroups', then q, {maximum, sum}
+  // of the warpgroups, {end of the pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + WARPGROUPS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
   // Registers per thread at entry: a block takes an SM (or half of it), minus what a block of `merge` needs to start
   // next to it. Each quarter of an SM has 16,384 registers and runs every fourth warp. TAKEN: registers of a consumer
@@ -153,29 +169,31 @@ struct Work {
 template <class C>
 DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   Work w;
-  int at = 0;
-  if (p.tile_count > 1)  // the last tile that begins at or before the item
+  int tile = 0;  // the last one that begins at or before the item
+  if (p.tile_count > 1)
     for (int base = 0, found = 32; found == 32 && base < p.tile_count; base += 32) {
       const int i = base + (threadIdx.x & 31);
       found = __popc(__ballot_sync(~0u, i < p.tile_count && p.tiles[i].first <= index));
-      if (found) at = base + found - 1;
+      if (found) tile = base + found - 1;
     }
-  w.tile = p.tiles[at];
+  w.tile = p.tiles[tile];
   w.span = p.spans[w.tile.span];
   const Span& span = w.span;
-  const int local = index - w.tile.first, last = span.position + span.queries - 1;
-  w.head = local / span.chunks;
-  w.chunk = local - w.head * span.chunks;
+  const int item = index - w.tile.first;  // of the tile
+  const int last = span.position + span.queries - 1;
+  w.head = item / span.chunks;
+  w.chunk = item - w.head * span.chunks;
   w.first_page = w.chunk * span.chunk_pages;
   if (C::LOCAL) w.first_page += first_visible(span.position, p.reach) / PAGE;
-  const int all = span.listed >= 0 ? span.listed : min(quantised(last), span.cap) / PAGE;
+  const int all = span.listed >= 0 ? span.listed : min(visible_quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - warpgroup + C::WARPGROUPS - 1) / C::WARPGROUPS;
-  // Recent step u belongs to chunk u modulo the number of chunks, and to the warpgroups in turn, from the one with the
-  // fewest pages on.
-  const int first = span.first_block * C::SUB, u = first + (w.chunk + span.chunks - first % span.chunks) % span.chunks;
-  const int of = (span.chunk_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.chunks) % C::WARPGROUPS;
-  w.recent = u + (warpgroup + C::WARPGROUPS - of) % C::WARPGROUPS * span.chunks;
+  // Recent step u belongs to chunk u modulo the number of chunks, and
+  // to the warpgroups in turn, from the one with the fewest pages on.
+  const int first = span.first_block * C::SUB;
+  const int u = first + (w.chunk + span.chunks - first % span.chunks) % span.chunks;
+  const int taker = (span.chunk_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.chunks) % C::WARPGROUPS;
+  w.recent = u + (warpgroup + C::WARPGROUPS - taker) % C::WARPGROUPS * span.chunks;
   const int left = last / C::STEP - w.recent;
   w.recents = left < 0 ? 0 : left / (span.chunks * C::WARPGROUPS) + 1;
   return w;
@@ -196,41 +214,42 @@ DEV void attend_step(Warpgroup<C>& warpgroup, State<C>& state, OwnCopies<C>& cop
   const bool owner = !PLAIN || warpgroup.warp < C::STEP / 16;  // this warp has tokens
   warpgroup.ready(warpgroup.stage, warpgroup.parity);
   float S[TILES][NT][4];
+  // ---- score ----
   uint32_t loaded;
   if constexpr (PLAIN)
     loaded = score_halves(warpgroup, n >= w.pages, owner, token, hidden, seen, S);
   else
     loaded = score_codes(warpgroup, token, hidden, seen, S);
   if (PLAIN || !C::WGMMA) warpgroup.release(loaded);
-  // ---- if a score exceeds its row's reference maximum by more than REACH, the reference becomes the step's maximum
-  // ----
-  float over = MASKED;
+  // ---- rescale: if a score exceeds its row's reference maximum by more than REACH ----
+  float over = minus_infinity();
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
     for (int e = 0; e < E; e++) over = fmaxf(over, __fmaf_rn(row_maximum(S, t, e), SCALE, -state.M[t][e]));
   if (!C::TMA) copy_wait<0>();  // values of this step and keys of the next
-  // every warp has finished reading this step's keys, the last step's values, P and q * s
+  // Every warp has finished reading this step's keys, the last step's values, P and q * s.
   const bool moved = warpgroup.any(over > REACH);
-  copies.next(n);
+  copies.load_ahead(n);
   if (moved) state.rescale(warpgroup, S, SCALE);
-  // ---- probabilities, overlapped with q times the next page's key scales ----
+  // ---- weigh, overlapped with prepare for the next page ----
   warpgroup.ready(warpgroup.stage, warpgroup.parity);
-  const uint32_t v = warpgroup.stages_at + warpgroup.stage * C::STAGE;
-  const int after = warpgroup.stage + 1 == warpgroup.stages ? 0 : warpgroup.stage + 1;
-  const bool more = !PLAIN && (C::TMA || warpgroup.stages == 4) && n + 1 < w.pages;
-  if (more) warpgroup.ready(after, warpgroup.parity ^ (after == 0));
-  if (owner) state.template weigh<PLAIN>(warpgroup, S, v, SCALE);
-  if (more) prepare(warpgroup, warpgroup.stages_at + after * C::STAGE);
+  const uint32_t values = warpgroup.stages_at + warpgroup.stage * C::STAGE;
+  const int following = warpgroup.stage + 1 == warpgroup.stages ? 0 : warpgroup.stage + 1;
+  const bool prepares = !PLAIN && (C::TMA || warpgroup.stages == 4) && n + 1 < w.pages;
+  if (prepares) warpgroup.ready(following, warpgroup.parity ^ (following == 0));
+  if (owner) state.template weigh<PLAIN>(warpgroup, S, values, SCALE);
+  if (prepares) prepare(warpgroup, warpgroup.stages_at + following * C::STAGE);
   warpgroup.publish();
-  // ---- outputs of this warp's channels over all tokens ----
+  // ---- accumulate ----
   if constexpr (PLAIN)
-    loaded = accumulate_halves(warpgroup, state, v);
+    loaded = accumulate_halves(warpgroup, state, values);
   else
-    loaded = accumulate_codes(warpgroup, state, v);
+    loaded = accumulate_codes(warpgroup, state, values);
   if (PLAIN || !C::WGMMA) warpgroup.release(loaded);
 }
 
+// The kernel: `shared` is all of its shared memory.
 template <class C>
 DEV void attend(const AttendArgs& p, uint8_t* shared) {
   constexpr int WARPGROUPS = C::WARPGROUPS;
@@ -273,7 +292,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     warpgroup.load_query(w);
     // A list was made for this row or an earlier one, so every listed page is visible.
     const int seen =
-        w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.tile.row / p.group), w.span.cap);
+        w.span.listed >= 0 ? 0x7fffffff : min(visible_quantised(w.span.position + w.tile.row / p.group), w.span.cap);
     const int hidden =
         C::LOCAL ? first_visible(w.span.position + (w.tile.row + w.tile.rows - 1) / p.group, p.reach) : 0;
     warpgroup.block_sync();
@@ -281,7 +300,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     State<C> state;
     state.reset();
     if (copies.ahead()) {
-      copies.first();
+      copies.wait_first_keys();
       warpgroup.sync();
     }
     if (!C::FULL_VIEW && w.pages > 0 && (C::TMA || warpgroup.stages == 4)) {
@@ -293,7 +312,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     auto fetch = [&](int n) {
       if (C::TMA || warpgroup.stages == 4) return;
       warpgroup.sync();
-      copies.both(n);
+      copies.load_step(n);
       warpgroup.sync();
       if (!C::FULL_VIEW && n < w.pages) {
         prepare(warpgroup, warpgroup.stages_at);
@@ -324,8 +343,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   }
 }
 
-// Defines an instance, of the attend arguments after SHARED. BLOCK threads, SHARED bytes of shared memory and
-// STAGE_BYTES more per pipeline stage. build.rs copies the tables' rows for the launcher.
+// Defines the kernel `name` of an instance Attend<...>, given by the arguments after SHARED. It has BLOCK threads,
+// SHARED bytes of shared memory and STAGE_BYTES more per pipeline stage. PER_SM: blocks of an SM, without TMA. build.rs
+// copies the rows of the tables for the launcher.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
 #else

@@ -6,69 +6,71 @@
 template <class C>
 struct Copier {
   const AttendArgs& p;
-  // id, next: physical pages of the step whose keys were copied last, and of the following step
-  int warpgroup, id, next;
-  uint64_t once;  // pages are read once, so they are evicted from L2 first
+  int warpgroup;
+  int page, next_page;  // physical, of the step whose keys were copied last and of the following one
+  uint64_t once;        // pages are read once, so they are evicted from L2 first
 
-  DEV int page(const Work& w, int n) const {
+  DEV int page_of(const Work& w, int n) const {
     const int logical = w.first_page + (warpgroup + n * C::WARPGROUPS) / (C::FULL_VIEW ? C::SUB : 1);
     const int* list = p.lists + ((size_t)w.span.list * p.kv_heads + w.head) * p.list_pitch;
     return p.tables[(size_t)w.span.slot * p.table_pitch + (w.span.listed >= 0 ? list[logical] : logical)];
   }
   DEV void begin(const Work& w) {
-    if (w.pages > 0) next = page(w, 0);
+    if (w.pages > 0) next_page = page_of(w, 0);
   }
-  DEV void rows(const __half* from, uint32_t to) const {
+  // Copies STEP tokens of f16 to the stage at `stage_at`.
+  DEV void copy_tokens(const __half* tokens, uint32_t stage_at) const {
     constexpr int COPIERS = C::TMA ? 32 : 128;
-    // the 16-byte piece j of token t is stored at piece j ^ (t & 7), so ldmatrix has no bank conflicts
+    // The 16-byte piece j of token t is stored at piece j ^ (t & 7), so ldmatrix has no bank conflicts.
 #pragma unroll 4
     for (int i = threadIdx.x % COPIERS; i < C::STEP * C::D / 8; i += COPIERS) {
       const int t = i / (C::D / 8), j = i % (C::D / 8);
-      copy16_once(to + (t * (C::D / 8) + (j ^ (t & 7))) * 16, from + i * 8, once);
+      copy16_once(stage_at + (t * (C::D / 8) + (j ^ (t & 7))) * 16, tokens + i * 8, once);
     }
   }
-  // Starts copying the keys (`value` 0) or values (1) of step n to the stage at `to`; `full` is the stage's barrier.
-  DEV void copy(const Work& w, int n, int value, uint32_t to, uint32_t full) {
+  // Starts copying the keys (`value` 0) or values (1) of step n to the stage at `stage_at`, whose barrier is `full`.
+  DEV void copy(const Work& w, int n, int value, uint32_t stage_at, uint32_t full) {
     const bool recent = n >= w.pages;
     if (!value && !recent) {
-      id = next;
-      if (n + 1 < w.pages) next = page(w, n + 1);
+      page = next_page;
+      if (n + 1 < w.pages) next_page = page_of(w, n + 1);
     }
     if (recent || C::FULL_VIEW) {
       if (recent) {
         const int token = (w.recent + (n - w.pages) * w.span.chunks * C::WARPGROUPS) * C::STEP;
-        rows((value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D,
-             to);
+        copy_tokens(
+            (value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D,
+            stage_at);
       } else {
-        const uint8_t* block = p.full + ((size_t)id * p.kv_heads + w.head) * full_bytes(C::D);
-        rows(reinterpret_cast<const __half*>(block) +
-                 (value * PAGE + (warpgroup + n * C::WARPGROUPS) % C::SUB * C::STEP) * C::D,
-             to);
+        const uint8_t* block = p.full + ((size_t)page * p.kv_heads + w.head) * full_bytes(C::D);
+        copy_tokens(reinterpret_cast<const __half*>(block) +
+                        (value * PAGE + (warpgroup + n * C::WARPGROUPS) % C::SUB * C::STEP) * C::D,
+                    stage_at);
       }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       if (C::TMA) copy_arrive(full);
 #endif
     } else {
-      const size_t at = (size_t)id * p.kv_heads + w.head;
-      const uint8_t* up = p.upper + at * upper_bytes(C::D) + (value ? v_params_at(C::D) : 0);
-      const uint8_t* low = p.lower + at * lower_bytes(C::D) + (value ? lower_v_at(C::D) : 0);
-      const int bytes = (value ? C::V_PARAMS : C::K_PARAMS) + C::CODES;
+      const size_t block = (size_t)page * p.kv_heads + w.head;
+      const uint8_t* up = p.upper + block * upper_bytes(C::D) + (value ? v_params_at(C::D) : 0);
+      const uint8_t* low = p.lower + block * lower_bytes(C::D) + (value ? lower_v_at(C::D) : 0);
+      const int bytes = (value ? C::V_PARAMS : C::K_PARAMS) + C::CODES;  // of the upper plane
       if constexpr (C::TMA) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
         if (threadIdx.x % 32 == 0) {
           mbar_expect(full, bytes + (C::TWO ? C::CODES : 0));
-          bulk_copy(to, up, bytes, full, once);
-          if (C::TWO) bulk_copy(to + C::LOWER, low, C::CODES, full, once);
+          bulk_copy(stage_at, up, bytes, full, once);
+          if (C::TWO) bulk_copy(stage_at + C::LOWER, low, C::CODES, full, once);
         } else {
           mbar_arrive(full);
         }
 #endif
       } else {
-        for (int i = threadIdx.x; i < bytes / 16; i += 128) copy16_once(to + i * 16, up + i * 16, once);
+        for (int i = threadIdx.x; i < bytes / 16; i += 128) copy16_once(stage_at + i * 16, up + i * 16, once);
         if (C::TWO)
 #pragma unroll
           for (int i = 0; i < C::CODES / 2048; i++)
-            copy16_once(to + C::LOWER + (i * 128 + threadIdx.x) * 16, low + (i * 128 + threadIdx.x) * 16, once);
+            copy16_once(stage_at + C::LOWER + (i * 128 + threadIdx.x) * 16, low + (i * 128 + threadIdx.x) * 16, once);
       }
     }
   }
@@ -97,7 +99,8 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
   constexpr int WARPGROUPS = C::WARPGROUPS, WARPGROUP_BYTES = C::STAGES * C::STAGE + C::REST;
   const uint32_t stages_at = base + warpgroup * WARPGROUP_BYTES, bars = stages_at + C::STAGES * C::STAGE + C::BARS;
   Copier<C> copier{p, warpgroup, 0, 0, evict_first()};
-  int stage = 0, parity = 1, early = p.stages;
+  int stage = 0, parity = 1;
+  int early = p.stages;  // stages that may still be filled before the previous kernel has ended
   bool waited = false;
   auto wait = [&]() {
     if (!waited) {
@@ -126,7 +129,7 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
     }
   }
   // Memory is nearly idle from here to the GEMM after `merge`, so that GEMM's first weights are prefetched.
-  constexpr int PIECE = 16384;
+  constexpr int PIECE = 16384;  // bytes, as in `NextWeights`
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
     for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes;
@@ -155,8 +158,9 @@ struct OwnCopies {
     if (!C::TMA && n < w.pages + w.recents)
       copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
   }
-  DEV bool ahead() const { return !C::TMA && stages == 4; }
-  DEV void two() {
+  DEV bool ahead() const { return !C::TMA && stages == 4; }  // the next step is loaded during the current one
+  // Two groups: keys of step 0; its values and the keys of step 1.
+  DEV void load_first() {
     load(0, 0);
     copy_commit();
     load(0, 1);
@@ -165,23 +169,22 @@ struct OwnCopies {
   }
   DEV void begin() {
     copier.begin(w);
-    if (early) two();
+    if (early) load_first();
   }
-  // Waits for the first step's keys.
-  DEV void first() {
-    if (!early) two();
+  DEV void wait_first_keys() {
+    if (!early) load_first();
     copy_wait<1>();
   }
-  // With four stages: values of the next step and keys of the one after it.
-  DEV void next(int n) {
+  // With four stages, during step n: values of the next step and keys of the one after it.
+  DEV void load_ahead(int n) {
     if (ahead()) {
       load(n + 1, 1);
       load(n + 2, 0);
       copy_commit();
     }
   }
-  // With two stages: keys and values of one step.
-  DEV void both(int n) {
+  // With two stages: keys and values of step n.
+  DEV void load_step(int n) {
     load(n, 0);
     load(n, 1);
     copy_commit();

@@ -1,15 +1,18 @@
-// Matrix multiplications of a step with codes (a packed page) and with f16 tokens: q . k and p . v. Included by
-// attend.cuh.
+// Matrix multiplications of a step with codes (a packed page)
+// and with f16 tokens: q . k and p . v. Included by attend.cuh.
 #pragma once
+
+// 1,152 = 1,024 + 8 + 120 as a pair of f16: the offset of unpacked codes and the centre of their range.
+enum : uint32_t { CODE_CENTRE = 0x64806480 };
 
 DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t r;
   asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// For a packed page with keys at `k`: stores q * s as B fragments, and the initial scores q . z. View Both subtracts
-// 1032 sum(q * s), because codes are unpacked with an offset of 1024 + 8 (`unpack`). Slices of 32 channels are summed
-// as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..), whether by one warp or by four.
+// For a packed page with keys at `k` in shared memory: stores q * s as B fragments, and the initial scores q . z. View
+// Both subtracts 1032 sum(q * s), because codes are unpacked with an offset of 1,024 + 8 (`unpack`). Slices p of 32
+// channels are summed as (p0 + p4 + ..) + (p1 + p5 + ..), plus (p2 + ..) + (p3 + ..), whether by one warp or by four.
 template <class C>
 DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
   if constexpr (!C::FULL_VIEW) {
@@ -17,21 +20,20 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
     constexpr bool TWO = C::TWO;
     const int g = warpgroup.g, c = warpgroup.c, lane = warpgroup.lane, w4 = warpgroup.warp;
     const uint32_t rest = warpgroup.rest;
-    const uint32_t less1032[4] = {0xe408e408, 0xe408e408, 0xe408e408, 0xe408e408};
-    uint4 s, zz;
-    auto params = [&](int kp) {
+    const uint32_t minus1032[4] = {0xe408e408, 0xe408e408, 0xe408e408, 0xe408e408};  // pairs of f16
+    uint4 s, z;  // scales and zero points of eight channels
+    auto load_params = [&](int kp) {
       s = lds128(k + (kp * 4 + c) * 32);
-      zz = lds128(k + (kp * 4 + c) * 32 + 16);
+      z = lds128(k + (kp * 4 + c) * 32 + 16);
       if (!TWO) {
         const uint32_t shift = pack_half2(-warpgroup.p.centre, -warpgroup.p.centre);
-        zz = make_uint4(hfma2(s.x, shift, zz.x), hfma2(s.y, shift, zz.y), hfma2(s.z, shift, zz.z),
-                        hfma2(s.w, shift, zz.w));
+        z = make_uint4(hfma2(s.x, shift, z.x), hfma2(s.y, shift, z.y), hfma2(s.z, shift, z.z), hfma2(s.w, shift, z.w));
       }
     };
     auto add_channels = [&](int kp, int t, float (&sum)[2]) {
       // Rows g of this operand hold one half of the channels, rows g + 8 the other; each mma below uses one half of its
-      // rows. The assignment of halves saves register moves, for zz loaded from memory and for x computed in registers.
-      const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
+      // rows. The assignment of halves saves register moves, for z loaded from memory and for x computed in registers.
+      const uint32_t za[4] = {z.x, TWO ? z.y : z.z, TWO ? z.z : z.y, z.w};
       const uint4 x = lds128(warpgroup.tail + ((kp * NT + t) * 32 + lane) * 16);
       const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
       if (C::WGMMA) {  // cores [channel / 8][row tile], K-major
@@ -41,16 +43,17 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
       } else {
         sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
       }
-      float cz[4] = {0, 0, 0, 0}, cy[4] = {0, 0, 0, 0}, co[4] = {0, 0, 0, 0};
-      mma_f16(cz, za, x.x, TWO ? x.z : x.y);
-      mma_f16(cy, za, TWO ? x.y : x.z, x.w);
+      float zero0[4] = {0, 0, 0, 0}, zero1[4] = {0, 0, 0, 0}, offset[4] = {0, 0, 0, 0};
+      mma_f16(zero0, za, x.x, TWO ? x.z : x.y);
+      mma_f16(zero1, za, TWO ? x.y : x.z, x.w);
       if (TWO) {
-        mma_f16(co, less1032, y.x, y.y);
-        mma_f16(co, less1032, y.z, y.w);
+        mma_f16(offset, minus1032, y.x, y.y);
+        mma_f16(offset, minus1032, y.z, y.w);
       }
 #pragma unroll
       for (int e = 0; e < E; e++)
-        sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / Warpgroup<C>::SCORE_SCALE, co[e]));
+        sum[e] =
+            __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(zero0[e], zero1[2 + e]), 1.f / Warpgroup<C>::SCORE_SCALE, offset[e]));
     };
     if constexpr (C::BY_ROWS) {
       if (w4 >= NT) return;
@@ -59,7 +62,7 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
       for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = 0;
 #pragma unroll
       for (int kp = 0; kp < KP; kp++) {
-        params(kp);
+        load_params(kp);
         add_channels(kp, w4, sum[kp & 3]);
       }
       if (g == 0)
@@ -73,7 +76,7 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
       for (int t = 0; t < NT; t++) sum[t][0] = sum[t][1] = 0;
 #pragma unroll
       for (int kp = w4; kp < KP; kp += 4) {
-        params(kp);
+        load_params(kp);
 #pragma unroll
         for (int t = 0; t < NT; t++) add_channels(kp, t, sum[t]);
       }
@@ -87,8 +90,9 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
   }
 }
 
-// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage, for
-// `Warpgroup::release`; with wgmma it releases the stage itself.
+// Scores of a packed page, 32 tokens per warp. `token`: the page's first; tokens before `hidden` and from `seen` on are
+// not seen by every row. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it
+// releases the stage itself.
 template <class C>
 DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
@@ -96,6 +100,7 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
   const int lane = warpgroup.lane, w4 = warpgroup.warp;
   const uint32_t rest = warpgroup.rest, k = warpgroup.stages_at + warpgroup.stage * C::STAGE;
   uint32_t loaded = 0;
+  // ---- initial scores ----
   float start[NT][2];
 #pragma unroll
   for (int t = 0; t < NT; t++) {
@@ -120,6 +125,7 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
       if (TWO) low[i] = lds128(at + C::LOWER);
     }
   };
+  // ---- codes times q * s ----
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
     uint32_t a[2][TILES][4];  // for a step of 16 channels, double-buffered
@@ -181,6 +187,7 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
           S[i][t][e] = __fadd_rn(S[i][t][e], -S[i][t][e + 2]);
           S[i][t][e + 2] = __fmaf_rn(S[i][t][e + 2], 0.0625f, start[t][e]);
         }
+  // ---- masks ----
   if (token + PAGE > seen)  // a page that only some rows see
 #pragma unroll
     for (int t = 0; t < NT; t++)
@@ -188,25 +195,25 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
       for (int e = 0; e < E; e++)
         if (token + PAGE > (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8))
 #pragma unroll
-          for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = MASKED;
+          for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = minus_infinity();
   if (C::LOCAL && token < hidden)  // a page whose first tokens only some rows see
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < E; e++) {
-        const int from =
-            first_visible((int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4), warpgroup.p.reach) -
-            token - w4 * 32 - warpgroup.g;
+        const int position = (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4);
+        const int masked = first_visible(position, warpgroup.p.reach) - token - w4 * 32 - warpgroup.g;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
-          if (i * 16 < from) S[i][t][e] = MASKED;
-          if (i * 16 + 8 < from) S[i][t][e + 2] = MASKED;
+          if (i * 16 < masked) S[i][t][e] = minus_infinity();
+          if (i * 16 + 8 < masked) S[i][t][e + 2] = minus_infinity();
         }
       }
   return loaded;
 }
 
-// Scores of f16 tokens, 16 per warp with tokens (`owner`), of the buffer (`recent`) or of a full page.
+// Scores of f16 tokens, 16 per warp with tokens (`owner`), of the
+// buffer (`recent`) or of a full page. Otherwise as `score_codes`.
 template <class C>
 DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner, int token, int hidden, int seen,
                           float (&S)[1][C::NT][4]) {
@@ -217,7 +224,7 @@ DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) S[0][t][e] = owner ? 0.f : MASKED;
+    for (int e = 0; e < 4; e++) S[0][t][e] = owner ? 0.f : minus_infinity();
   if (owner) {
     const int row = w4 * 16 + (lane & 15);
 #pragma unroll
@@ -233,19 +240,19 @@ DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner
         mma_f16(S[0][t], a1, x.z, x.w);
       }
     }
-    const int a = token + w4 * 16 + warpgroup.g;
+    const int own = token + w4 * 16 + warpgroup.g;  // this lane's first token; the second is 8 later
     if (recent || token + C::STEP > seen || (C::LOCAL && token < hidden))
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const uint2 limit = lds64(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8);
-          // tokens [0, limit.x) are read from pages (in a local layer only visible ones), [limit.x, limit.y] from the
-          // buffer
-          const int from = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, warpgroup.p.reach) : 0;
-          const int to = recent ? (int)limit.y : (int)limit.x - 1;
-          if (a < from || a > to) S[0][t][e] = MASKED;
-          if (a + 8 < from || a + 8 > to) S[0][t][e + 2] = MASKED;
+          // Tokens [0, limit.x) are read from pages (in a local layer
+          // only visible ones), [limit.x, limit.y] from the buffer.
+          const int first = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, warpgroup.p.reach) : 0;
+          const int last = recent ? (int)limit.y : (int)limit.x - 1;
+          if (own < first || own > last) S[0][t][e] = minus_infinity();
+          if (own + 8 < first || own + 8 > last) S[0][t][e + 2] = minus_infinity();
         }
   }
   return loaded;
@@ -270,8 +277,8 @@ DEV void load_p(const Warpgroup<C>& warpgroup, int tile, uint32_t (&b)[C::NT][2]
     }
 }
 
-// O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns and releases as
-// `score_codes` does.
+// O += p . v of a packed page with values at `v`, a quarter of the
+// channels per warp. Returns and releases as `score_codes` does.
 //
 // The tensor core truncates its accumulator. Over many pages of codes of one sign the bias would reach 3e-2 of the
 // output of diffuse attention at 256k tokens. Both: codes are centred (16 U + L - 120) and the centre moves into the
@@ -307,7 +314,7 @@ DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t
             unpack<true>(warpgroup.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x),
                          h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152 = 1024 + 8 + 120
+            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], CODE_CENTRE);
           }
           wgmma_fence();
 #pragma unroll
@@ -356,7 +363,7 @@ DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t
                       h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
           if (TWO)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);  // 1152 = 1024 + 8 + 120
+            for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], CODE_CENTRE);
 #pragma unroll
           for (int t = 0; t < NT; t++) mma_f16(TWO ? O[t][tile] : sum[t][tile], a, b[t][0], b[t][1]);
         }

@@ -5,7 +5,6 @@
 // most pages the warps only vote, and exchange no maxima. p <= 2^REACH, so p times a value scale fits in f16 for value
 // ranges up to some thousands.
 constexpr float REACH = 4;
-#define MASKED __uint_as_float(0xff800000u)  // score of a token that a row does not see: -infinity
 
 DEV float max4(uint4 v) {
   return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w)));
@@ -15,22 +14,22 @@ DEV float sum4(uint4 v) {
                    __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w)));
 }
 
-// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 /
-// N). The order of the operations does not depend on N.
+// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value
+// g / (8 / N). The order of the operations does not depend on N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int o = 16, n = N / 2; o >= 4; o >>= 1, n >>= 1) {
-    if (n >= 1) {
+  for (int step = 16, n = N / 2; step >= 4; step >>= 1, n >>= 1) {
+    if (n >= 1) {  // exchange half of the values
 #pragma unroll
       for (int i = 0; i < n; i++) {
-        const bool up = lane & o;
-        const float keep = up ? x[i + n] : x[i], send = up ? x[i] : x[i + n];
-        x[i] = f(keep, __shfl_xor_sync(~0u, send, o));
+        const bool upper = lane & step;
+        const float keep = upper ? x[i + n] : x[i], send = upper ? x[i] : x[i + n];
+        x[i] = f(keep, __shfl_xor_sync(~0u, send, step));
       }
     } else {
-      x[0] = f(x[0], __shfl_xor_sync(~0u, x[0], o));
+      x[0] = f(x[0], __shfl_xor_sync(~0u, x[0], step));
     }
   }
   return x[0];
@@ -43,14 +42,15 @@ DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
   return TILES == 2 ? fmaxf(y, fmaxf(S[TILES - 1][t][e], S[TILES - 1][t][e + 2])) : y;
 }
 
-// State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z); channels belong to
-// one warp.
+// State of a lane's columns. Tokens of all warps are combined in
+// `rescale` (M) and `merge` (l, z); channels belong to one warp.
 template <class C>
 struct State {
   static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Warpgroup<C>::NV;
   float O[NT][TILES_W][4];  // outputs times O_SCALE, without the zero points' contribution
-  // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
-  float M[NT][2], l[NT][2], z[NT][2];
+  float M[NT][2];           // reference maxima
+  float l[NT][2];           // sums of p over this warp's tokens
+  float z[NT][2];           // sums of p times the values' zero points over this warp's tokens
 
   DEV void reset() {
 #pragma unroll
@@ -74,7 +74,7 @@ struct State {
   DEV void rescale(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], float scale) {
     float x[NV];
 #pragma unroll
-    for (int i = 0; i < NV; i++) x[i] = i < NT * E ? row_maximum(S, warpgroup.tile_of(i), i % E) : MASKED;
+    for (int i = 0; i < NV; i++) x[i] = i < NT * E ? row_maximum(S, warpgroup.tile_of(i), i % E) : minus_infinity();
     warpgroup.scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
     warpgroup.sync();
 #pragma unroll
@@ -82,26 +82,27 @@ struct State {
 #pragma unroll
       for (int e = 0; e < E; e++) {
         const float y = max4(lds128(warpgroup.rest + C::RED + warpgroup.row_of(t, e) * 16));
-        const float now = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e];
-        const float a = exp2_fast(__fadd_rn(M[t][e], -now));
-        M[t][e] = now;
-        l[t][e] = __fmul_rn(l[t][e], a);
-        z[t][e] = __fmul_rn(z[t][e], a);
-        scale_outputs(t, e, a);
+        const float reference = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e];
+        const float factor = exp2_fast(__fadd_rn(M[t][e], -reference));
+        M[t][e] = reference;
+        l[t][e] = __fmul_rn(l[t][e], factor);
+        z[t][e] = __fmul_rn(z[t][e], factor);
+        scale_outputs(t, e, factor);
       }
   }
 
-  // Probabilities times value scale, [token][row] in shared memory; sums stay in the token's warp. `v`: the step's
-  // values.
+  // Probabilities times value scale, f16 [token][row] in shared memory; sums stay in the token's warp. `values`: the
+  // step's values in shared memory; `scale`: that of S.
   template <bool PLAIN, int TILES>
-  DEV void weigh(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
+  DEV void weigh(const Warpgroup<C>& warpgroup, const float (&S)[TILES][NT][4], uint32_t values, float scale) {
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
       const int tile = PLAIN ? warpgroup.warp : warpgroup.warp * 2 + i;
+      // Scales and zero points of tokens g and g + 8.
       float2 vs = make_float2(Warpgroup<C>::O_SCALE, Warpgroup<C>::O_SCALE), vz = make_float2(0.f, 0.f);
       if (!PLAIN) {
-        const uint2 sz = lds64(v + (tile * 8 + warpgroup.g) * 8);
-        const float2 f0 = unpack_half2(sz.x), f1 = unpack_half2(sz.y);
+        const uint2 params = lds64(values + (tile * 8 + warpgroup.g) * 8);
+        const float2 f0 = unpack_half2(params.x), f1 = unpack_half2(params.y);
         vs = make_float2(f0.x * Warpgroup<C>::V_SCALE, f1.x * Warpgroup<C>::V_SCALE);
         vz = make_float2(__fmaf_rn(f0.x, warpgroup.v_centre, f0.y), __fmaf_rn(f1.x, warpgroup.v_centre, f1.y));
       }
@@ -128,8 +129,8 @@ struct State {
     }
   }
 
-  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the warpgroups,
-  // into warpgroup 0.
+  // End of a work item: combines sums over the warpgroup's warps, then
+  // maxima, sums and outputs over the warpgroups, into warpgroup 0.
   DEV void merge(const Warpgroup<C>& warpgroup) {
     constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
     const uint32_t rest = warpgroup.rest, tail = warpgroup.tail;
@@ -171,17 +172,17 @@ struct State {
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const uint32_t at = tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
-          float most = LOG_ZERO, sum = 0;
+          float largest = LOG_ZERO, sum = 0;
 #pragma unroll
-          for (int i = 0; i < WARPGROUPS; i++) most = fmaxf(most, __uint_as_float(lds32(at + i * ROWS * 8)));
+          for (int i = 0; i < WARPGROUPS; i++) largest = fmaxf(largest, __uint_as_float(lds32(at + i * ROWS * 8)));
 #pragma unroll
           for (int i = 0; i < WARPGROUPS; i++) {
             const uint2 x = lds64(at + i * ROWS * 8);
-            sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -most)), __uint_as_float(x.y), sum);
+            sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -largest)), __uint_as_float(x.y), sum);
           }
-          const float a = exp2_fast(__fadd_rn(M[t][e], -most));
-          scale_outputs(t, e, a);
-          M[t][e] = most;
+          const float factor = exp2_fast(__fadd_rn(M[t][e], -largest));
+          scale_outputs(t, e, factor);
+          M[t][e] = largest;
           l[t][e] = sum;
         }
       if (warpgroup.index)
@@ -209,15 +210,16 @@ struct State {
     warpgroup.sync();
 #pragma unroll 1
     for (int r = warpgroup.warp; r < w.tile.rows; r += 4) {
-      const int query = w.tile.row + r, row = w.span.row + query / p.group, group = w.head * p.group + query % p.group;
-      const float over = __frcp_rn(__uint_as_float(lds32(warpgroup.tail + C::EXTREMES + r * 4)));
+      const int query = w.tile.row + r;
+      const int row = w.span.row + query / p.group, head = w.head * p.group + query % p.group;
+      const float inverse = __frcp_rn(__uint_as_float(lds32(warpgroup.tail + C::EXTREMES + r * 4)));
       const uint4 v = lds128(warpgroup.rest + (r * C::D + warpgroup.lane * 4) * 4);
-      const Int8Group of =
-          int8_group(make_float4(__fmul_rn(__uint_as_float(v.x), over), __fmul_rn(__uint_as_float(v.y), over),
-                                 __fmul_rn(__uint_as_float(v.z), over), __fmul_rn(__uint_as_float(v.w), over)));
-      const size_t at = input_index(row, group, p.kv_heads * p.group, p.panels);
-      *reinterpret_cast<uint32_t*>(p.codes + at * 128 + input_code(row, warpgroup.lane, p.panels)) = of.codes;
-      if (warpgroup.lane == 0) p.scales[at] = make_float2(of.scale, of.sum);
+      const Int8Group codes =
+          int8_group(make_float4(__fmul_rn(__uint_as_float(v.x), inverse), __fmul_rn(__uint_as_float(v.y), inverse),
+                                 __fmul_rn(__uint_as_float(v.z), inverse), __fmul_rn(__uint_as_float(v.w), inverse)));
+      const size_t index = input_index(row, head, p.kv_heads * p.group, p.panels);
+      *reinterpret_cast<uint32_t*>(p.codes + index * 128 + input_code(row, warpgroup.lane, p.panels)) = codes.codes;
+      if (warpgroup.lane == 0) p.scales[index] = make_float2(codes.scale, codes.sum);
     }
   }
 
@@ -227,7 +229,7 @@ struct State {
     const AttendArgs& p = warpgroup.p;
     const bool direct = C::DIRECT && p.codes;
     const int total = w.span.queries * p.group;  // query rows of the span
-    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
+    const size_t first = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
@@ -246,11 +248,11 @@ struct State {
           const int r = warpgroup.row_of(t, e);
           const int channel = (warpgroup.warp * TILES_W + j) * 16 + warpgroup.g;
           if (direct) {
-            const uint32_t to = warpgroup.rest + (r * C::D + channel) * 4;
-            sts32(to, __float_as_uint(O[t][j][e]));
-            sts32(to + 32, __float_as_uint(O[t][j][e + 2]));
+            const uint32_t out = warpgroup.rest + (r * C::D + channel) * 4;
+            sts32(out, __float_as_uint(O[t][j][e]));
+            sts32(out + 32, __float_as_uint(O[t][j][e + 2]));
           } else if (r < w.tile.rows) {
-            float* out = p.partial + (at + r) * C::D + channel;
+            float* out = p.partial + (first + r) * C::D + channel;
             out[0] = O[t][j][e];
             out[8] = O[t][j][e + 2];
           }
@@ -264,7 +266,7 @@ struct State {
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const int r = warpgroup.row_of(t, e);
-          if (r < w.tile.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
+          if (r < w.tile.rows) p.extremes[first + r] = make_float2(M[t][e], l[t][e]);
         }
   }
 };

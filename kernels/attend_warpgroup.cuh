@@ -1,17 +1,22 @@
-// A consumer warpgroup: their indices in the block, the stages they read, and unpacking codes to mma operands. Included
-// by attend.cuh.
+// A consumer warpgroup: indices of its threads, the stages that it
+// reads, and unpacking codes to mma operands. Included by attend.cuh.
 #pragma once
 
 // A constant kept in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
 DEV uint32_t in_register(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x & 31); }
+// Constants of `unpack`.
 struct Magic {
-  uint32_t h1024, bytes;
-};  // f16 pairs of 1024, and their upper bytes
+  uint32_t h1024;  // a pair of 1,024 in f16
+  uint32_t bytes;  // the upper byte of that f16, four times
+};
 
-// A word of upper codes, or an upper and a lower word, as an f16 A fragment. Both: 1024 + 16 U + (L + 8). Upper: an
-// integer n below 1024 in the low bits of an f16 is the subnormal n 2^-24, which tensor cores accept. Rows g hold both
-// rows' codes, U + 16 U8; rows g + 8 hold 16 U8 alone, which is subtracted from the results of rows g. So four
-// instructions unpack the eight codes of a word.
+// A word of upper codes, or an upper and a lower word, as an f16 A fragment.
+//
+// Both (TWO): 1024 + 16 U + (L + 8); the exponent comes from a constant.
+//
+// Upper: an integer n below 1,024 in the low bits of an f16 is the subnormal n 2^-24, which tensor cores accept. Rows g
+// hold both rows' codes, U + 16 U8; rows g + 8 hold 16 U8 alone, which is subtracted from the results of rows g. So
+// four instructions unpack the eight codes of a word.
 template <bool TWO>
 DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
   if (!TWO) {
@@ -38,11 +43,12 @@ struct Warpgroup {
   static constexpr int NV = C::NT >= 3 ? 8 : C::NT * C::E;  // values per lane of a column pair, padded
 
   const AttendArgs& p;
-  const int stages, lane, g, c;  // lane = 4 g + c, as in mma fragments
-  const int index, warp;         // of the block; of the warpgroup
-  // bytes: of a warpgroup. Shared-memory addresses: tail, the arrays that all warpgroups share; stages_at, this
-  // warpgroup's stages; rest, its other arrays; bars, its barriers.
-  const uint32_t bytes, tail, stages_at, rest, bars;
+  const int stages, lane, g, c;
+  const int index;       // of the warpgroup in the block
+  const int warp;        // in the warpgroup
+  const uint32_t bytes;  // of shared memory of a warpgroup
+  // Shared memory: arrays of all warpgroups; this warpgroup's stages, its other arrays and its barriers.
+  const uint32_t tail, stages_at, rest, bars;
   const float v_centre;  // added to a value's zero point, in units of its scale
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const Cores q_cores, p_cores;
@@ -83,6 +89,7 @@ struct Warpgroup {
 
   // ---- barriers of the warpgroup's 128 threads, and of all consumers ----
   DEV void sync() const { asm volatile("bar.sync %0,128;" ::"r"(index + 1) : "memory"); }
+  // A barrier that returns whether any thread's v is true.
   DEV bool any(bool v) const {
     uint32_t r;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p,%1,0;\nbar.red.or.pred q,%2,128,p;\nselp.u32 %0,1,0,q;\n}"
@@ -103,12 +110,14 @@ struct Warpgroup {
   }
 
   // ---- stages ----
-  DEV void ready(int at, int phase) const {
+  //
+  // Waits until stage `i` is full; without TMA, copies are waited for by their threads.
+  DEV void ready(int i, int phase) const {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if (C::TMA) mbar_wait(bars + at * 8, phase);
+    if (C::TMA) mbar_wait(bars + i * 8, phase);
 #endif
   }
-  // Releases the stage. `loaded`: bits of all data that this lane loaded from it (`release_stage`).
+  // Releases the current stage. `loaded`: bits of all data that this lane loaded from it (`release_stage`).
   DEV void release(uint32_t loaded) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (C::TMA) {
@@ -125,37 +134,38 @@ struct Warpgroup {
   // ---- query rows: columns of a tile ----
   DEV int row_of(int t, int e) const { return C::E == 1 ? c : t * 8 + 2 * c + e; }  // of a lane's e-th column of tile t
   DEV static int tile_of(int i) { return i / C::E < C::NT ? i / C::E : 0; }         // of a lane's i-th row
-  // One value per row and warp, in the order of `reduce_scatter`: [row][warp of the warpgroup]
+  // Stores one value per row and warp, which `reduce_scatter` returned, as f32 [row][warp] at offset `area`.
   DEV void scatter(int area, float v) const {
     const int i = g / (8 / NV);
     if (i < C::NT * C::E && g % (8 / NV) == 0)
       sts32(rest + area + row_of(i / C::E, i % C::E) * 16 + warp * 4, __float_as_uint(v));
   }
 
-  // q of a work item as B fragments [kp][t][lane], two k tiles per uint4, and the end of each row's pages. By all
-  // consumers.
+  // Stores q of a work item as B fragments [kp][t][lane], two k tiles per uint4, and {end of the pages, position} of
+  // each row. By all consumers.
   DEV void load_query(const Work& w) const {
     constexpr int D = C::D, NT = C::NT, E = C::E;
     const int group = p.group;
     for (int i = threadIdx.x; i < C::KP * NT * 32; i += C::CONSUMERS) {
       const int column = (i & 31) / 4;
-      const int local = i / 32 % NT * 8 + column / (3 - E);
-      const int r = w.tile.row + local;
+      const int row = i / 32 % NT * 8 + column / (3 - E);  // of the tile; with E = 1 rows have the even columns
+      const int query = w.tile.row + row;                  // of the span
       const int kp = i / (32 * NT);
-      const int first = kp * 32 + (i & 3) * 2;
+      const int channel = kp * 32 + (i & 3) * 2;
       uint32_t x[4] = {0, 0, 0, 0};
-      if (local < w.tile.rows && column % (3 - E) == 0) {
+      if (row < w.tile.rows && column % (3 - E) == 0) {
         const __half* q =
-            p.q + ((size_t)(w.span.row + r / group) * p.kv_heads * group + w.head * group + r % group) * D + first;
+            p.q + ((size_t)(w.span.row + query / group) * p.kv_heads * group + w.head * group + query % group) * D +
+            channel;
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
       }
       sts128(tail + i * 16, make_uint4(x[0], x[1], x[2], x[3]));
     }
     if (threadIdx.x < C::ROWS) {
-      const int own = w.span.position + min(w.span.queries - 1, (w.tile.row + (int)threadIdx.x) / group);
-      sts32(tail + C::LIMITS + threadIdx.x * 8, min(quantised(own), w.span.cap));
-      sts32(tail + C::LIMITS + threadIdx.x * 8 + 4, own);
+      const int position = w.span.position + min(w.span.queries - 1, (w.tile.row + (int)threadIdx.x) / group);
+      sts32(tail + C::LIMITS + threadIdx.x * 8, min(visible_quantised(position), w.span.cap));
+      sts32(tail + C::LIMITS + threadIdx.x * 8 + 4, position);
     }
   }
 };
