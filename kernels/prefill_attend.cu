@@ -1,9 +1,12 @@
-// Causal attention of prompt rows over full-precision keys and values, with grouped query heads.
+// Causal attention of prompt rows over full-precision keys and values, with grouped query heads, as FlashAttention.
 //
 // Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys
 // and values are the numbers that the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its
 // tail out of the subnormals. Sums are f32; O has the weights' type. Keys run upward in tiles of fixed width, so a
 // query row's bits do not depend on q0, n or the row's position in its tile.
+//
+// A thread has two query rows of each block of 16, g and g + 8 for lane = 4 g + c (ptx.cuh): suffixes 0 and 1. S, P and
+// O are named as in FlashAttention, i counts accumulators, j tiles of keys.
 //
 // LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped.
 // Scores of hidden keys are minus infinity: a tile of which a row sees nothing then leaves the row's sums as they are
@@ -15,18 +18,44 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory in bytes: per channel of a head, and for the wgmma kernel a constant in addition (barriers,
-// alignment).
+// Dynamic shared memory: bytes per channel of a head, and for the
+// wgmma kernel a constant in addition (barriers, room to align).
 constexpr int PROMPT_WGMMA_CHANNEL = 1280;
 constexpr int PROMPT_WGMMA_MORE = 1096;
 constexpr int PROMPT_MMA_CHANNEL = 512;
 constexpr int PROMPT_MMA_CHANNEL_256 = 384;
 
-// Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees, so a finite number
-// suffices.
+// Score of a key that a query does not see. Without LOCAL a row's
+// first tile has a key that it sees, so a finite number suffices.
 template <bool LOCAL>
 DEV float hidden_score() {
-  return LOCAL ? __uint_as_float(0xff800000) : LOG_ZERO;
+  return LOCAL ? minus_infinity() : LOG_ZERO;
+}
+
+// Maximum and sum over the four lanes that have the same rows, for both rows of a lane.
+DEV void quad_max(float& x0, float& x1) {
+  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1));
+  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
+  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2));
+  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
+}
+DEV void quad_sum(float& x0, float& x1) {
+  x0 += __shfl_xor_sync(~0u, x0, 1);
+  x1 += __shfl_xor_sync(~0u, x1, 1);
+  x0 += __shfl_xor_sync(~0u, x0, 2);
+  x1 += __shfl_xor_sync(~0u, x1, 2);
+}
+
+// What a CTA computes: ROWS query rows from row0 on of a query head. Grid: KV head slowest, then query tiles from the
+// last (longest) down, then the heads of the group, which share K and V in L2.
+struct Place {
+  int row0, head, kv_head;
+};
+template <int ROWS>
+DEV Place place_of_block(int n, int group) {
+  const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
+  const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q;
+  return {row0, kv_head * group + in_group, kv_head};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -36,8 +65,9 @@ namespace wgmma_attention {
 
 // A CTA takes 64 or 128 query rows of a head: a consumer warpgroup per 64 rows, and a producer that loads K and V tiles
 // of 128 keys. While one warpgroup computes exponentials, the tensor cores serve the other. S of tile j is issued
-// before P V of tile j - 1 is awaited. Blocks of few rows take 64, so that twice as many SMs work.
+// before P V of tile j - 1 is awaited (FlashAttention-3). Prompts of few rows take 64, so that twice as many SMs work.
 enum { KEYS = 128, STAGES = 2 };
+enum { PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240 };  // per thread, with two consumer warpgroups
 constexpr int threads(int consumers) { return 128 * (consumers + 1); }
 
 // A tile: D / 64 slices of 64 channels, each 128 rows x 128 bytes, swizzled.
@@ -45,6 +75,48 @@ template <int D>
 struct Tile {
   static constexpr int SLICE = 128 * 128, SLICES = D / 64, BYTES = SLICE * SLICES;
 };
+
+// Shared-memory addresses of a CTA's tiles and barriers.
+template <int D>
+struct Shared {
+  uint32_t q, k, v;  // k, v: [STAGES]
+  uint32_t q_full, k_full, k_empty, v_full, v_empty;
+  DEV explicit Shared(uint32_t raw) {
+    q = (raw + 1023) & ~1023u;
+    k = q + Tile<D>::BYTES;
+    v = k + STAGES * Tile<D>::BYTES;
+    q_full = v + STAGES * Tile<D>::BYTES;
+    k_full = q_full + 8;
+    k_empty = k_full + 8 * STAGES;
+    v_full = k_empty + 8 * STAGES;
+    v_empty = v_full + 8 * STAGES;
+  }
+};
+
+// The producer, one thread: loads Q, and K and V of every tile in the order of their use.
+template <int D>
+DEV void load_tiles(const Shared<D>& at, const TensorMap* Q, const TensorMap* K, const TensorMap* V, const Place& place,
+                    int first_key, int tiles) {
+  constexpr int BYTES = Tile<D>::BYTES;
+  auto load = [&](uint32_t dst, const TensorMap* tensor, int row, int head, uint32_t bar) {
+    mbar_expect(bar, BYTES);
+#pragma unroll
+    for (int i = 0; i < Tile<D>::SLICES; i++) tma_load(dst + i * Tile<D>::SLICE, tensor, 64 * i, row, head, bar);
+  };
+  load(at.q, Q, place.row0, place.head, at.q_full);
+  for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1
+    if (j < tiles) {
+      const int s = j % STAGES;
+      mbar_wait(at.k_empty + 8 * s, (j / STAGES & 1) ^ 1);
+      load(at.k + s * BYTES, K, first_key + j * KEYS, place.kv_head, at.k_full + 8 * s);
+    }
+    if (j) {
+      const int i = j - 1, s = i % STAGES;
+      mbar_wait(at.v_empty + 8 * s, (i / STAGES & 1) ^ 1);
+      load(at.v + s * BYTES, V, first_key + i * KEYS, place.kv_head, at.v_full + 8 * s);
+    }
+  }
+}
 
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1};
 // O: box {64, 64, 1}. Q and O have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer,
@@ -57,87 +129,61 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
   constexpr int SLICES = Tile<D>::SLICES;
   constexpr int ROWS = 64 * CONSUMERS;
   constexpr int WARPS = 4 * CONSUMERS;
-  // barriers; room to align
   static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D &&
                 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);
   extern __shared__ char raw[];
-  const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
-  const uint32_t q_full = v_at + STAGES * BYTES;
-  const uint32_t k_full = q_full + 8;
-  const uint32_t k_empty = k_full + 8 * STAGES;
-  const uint32_t v_full = k_empty + 8 * STAGES;
-  const uint32_t v_empty = v_full + 8 * STAGES;
+  const Shared<D> at(shared_address(raw));
   const int warpgroup = threadIdx.x >> 7;
-  // Grid: KV head slowest, then query tiles from the last (longest) down, then the heads of the group, which share K
-  // and V in L2.
-  const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
-  const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
+  const Place place = place_of_block<ROWS>(n, group);
+  const int row0 = place.row0;
   const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
   const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   if (threadIdx.x == 0) {
-    mbar_init(q_full, 1);
+    mbar_init(at.q_full, 1);
     for (int s = 0; s < STAGES; s++) {
-      mbar_init(k_full + 8 * s, 1);
-      mbar_init(v_full + 8 * s, 1);
-      mbar_init(k_empty + 8 * s, WARPS);
-      mbar_init(v_empty + 8 * s, WARPS);
+      mbar_init(at.k_full + 8 * s, 1);
+      mbar_init(at.v_full + 8 * s, 1);
+      mbar_init(at.k_empty + 8 * s, WARPS);
+      mbar_init(at.v_empty + 8 * s, WARPS);
     }
     mbar_init_done();
   }
   __syncthreads();
   if (warpgroup == CONSUMERS) {
-    if constexpr (CONSUMERS > 1) registers_give<24>();
-    if (threadIdx.x == 128 * CONSUMERS) {
-      auto load = [&](uint32_t dst, const TensorMap* from, int row, int of_head, uint32_t bar) {
-        mbar_expect(bar, BYTES);
-#pragma unroll
-        for (int i = 0; i < SLICES; i++) tma_load(dst + i * SLICE, from, 64 * i, row, of_head, bar);
-      };
-      load(q_at, Q, row0, head, q_full);
-      for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1: the order of use
-        if (j < tiles) {
-          const int s = j % STAGES;
-          mbar_wait(k_empty + 8 * s, (j / STAGES & 1) ^ 1);
-          load(k_at + s * BYTES, K, first_key + j * KEYS, kv_head, k_full + 8 * s);
-        }
-        if (j) {
-          const int i = j - 1, s = i % STAGES;
-          mbar_wait(v_empty + 8 * s, (i / STAGES & 1) ^ 1);
-          load(v_at + s * BYTES, V, first_key + i * KEYS, kv_head, v_full + 8 * s);
-        }
-      }
-    }
+    if constexpr (CONSUMERS > 1) registers_give<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 128 * CONSUMERS) load_tiles<D>(at, Q, K, V, place, first_key, tiles);
   } else {
-    if constexpr (CONSUMERS > 1) registers_take<240>();
+    if constexpr (CONSUMERS > 1) registers_take<CONSUMER_REGISTERS>();
     const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    // position of this thread's first row; the second is 8 later
+    // Position of this thread's first row; the second is 8 later.
     const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);
     // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
     const int unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
     const int shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
-    const uint64_t q_desc = desc_kmajor(q_at + w * 64 * 128);
-    float s[64], o[D / 2], max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
+    const uint64_t q_desc = desc_kmajor(at.q + w * 64 * 128);
+    float s[64], o[D / 2];
+    float max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
     uint32_t p[32];
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0;
     auto scores = [&](int stage) {  // s = Q K^T
-      const uint64_t k_desc = desc_kmajor(k_at + stage * BYTES);
+      const uint64_t k_desc = desc_kmajor(at.k + stage * BYTES);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        const int at = (k >> 2) * (SLICE >> 4) + (k & 3) * 2;
-        Wgmma<Half>::shared(s, q_desc + at, k_desc + at, k != 0);
+        const int step = (k >> 2) * (SLICE >> 4) + (k & 3) * 2;
+        Wgmma<Half>::shared(s, q_desc + step, k_desc + step, k != 0);
       }
       wgmma_commit();
     };
     auto values = [&](int stage) {  // o += P V
-      const uint64_t v_desc = desc_nmajor(v_at + stage * BYTES, SLICE);
+      const uint64_t v_desc = desc_nmajor(at.v + stage * BYTES, SLICE);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
       wgmma_commit();
     };
-    // s becomes 2^(s - max + P_SHIFT); keep: the factor for the earlier sums
+    // s of tile j becomes 2^(s - max + P_SHIFT). keep: the factor for the earlier sums.
     auto softmax = [&](int j, float& keep0, float& keep1) {
       if (j >= unmasked || (LOCAL && j < shown)) {
 #pragma unroll
@@ -152,12 +198,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
         m0 = fmaxf(m0, fmaxf(s[i], s[i + 1]));
         m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
       }
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
-      const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
-      // exactly 1 where the maximum stays
+      quad_max(m0, m1);
+      const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
+      // Exactly 1 where the maximum stays.
       keep0 = exp2_fast((max0 - m0) * scale_log2);
       keep1 = exp2_fast((max1 - m1) * scale_log2);
       max0 = m0;
@@ -166,10 +209,10 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       sum1 *= keep1;
 #pragma unroll
       for (int i = 0; i < 64; i += 4) {
-        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -c0));
-        s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -c0));
-        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -c1));
-        s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -c1));
+        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -shift0));
+        s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -shift0));
+        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -shift1));
+        s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -shift1));
         sum0 += s[i] + s[i + 1];
         sum1 += s[i + 2] + s[i + 3];
       }
@@ -180,24 +223,24 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     };
 
     float keep0, keep1;
-    mbar_wait(q_full, 0);
-    mbar_wait(k_full, 0);
+    mbar_wait(at.q_full, 0);
+    mbar_wait(at.k_full, 0);
     scores(0);
     wgmma_wait<0>();
-    if (lane == 0) mbar_arrive(k_empty);
+    if (lane == 0) mbar_arrive(at.k_empty);
     softmax(0, keep0, keep1);
     pack();
     int ks = 1 % STAGES, k_parity = 1 / STAGES & 1, vs = 0, v_parity = 0;
     for (int j = 1; j < tiles; j++) {
-      mbar_wait(k_full + 8 * ks, k_parity);
+      mbar_wait(at.k_full + 8 * ks, k_parity);
       scores(ks);
-      mbar_wait(v_full + 8 * vs, v_parity);
+      mbar_wait(at.v_full + 8 * vs, v_parity);
       values(vs);
       wgmma_wait<1>();
-      if (lane == 0) mbar_arrive(k_empty + 8 * ks);
+      if (lane == 0) mbar_arrive(at.k_empty + 8 * ks);
       softmax(j, keep0, keep1);
       wgmma_wait<0>();
-      if (lane == 0) mbar_arrive(v_empty + 8 * vs);
+      if (lane == 0) mbar_arrive(at.v_empty + 8 * vs);
       // Only if a maximum of the warp moved; otherwise the factor is exactly 1.
       if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
 #pragma unroll
@@ -217,12 +260,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
         v_parity ^= 1;
       }
     }
-    mbar_wait(v_full + 8 * vs, v_parity);
+    mbar_wait(at.v_full + 8 * vs, v_parity);
     values(vs);
-    sum0 += __shfl_xor_sync(~0u, sum0, 1);
-    sum1 += __shfl_xor_sync(~0u, sum1, 1);
-    sum0 += __shfl_xor_sync(~0u, sum0, 2);
-    sum1 += __shfl_xor_sync(~0u, sum1, 2);
+    quad_sum(sum0, sum1);
     const float f0 = 1.f / sum0, f1 = 1.f / sum1;
     wgmma_wait<0>();
     bar_sync(1 + w, 128);  // the whole warpgroup has read its 64 rows of Q, which O overwrites
@@ -230,7 +270,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
       float* v = o + i * 8;
-      stmatrix4(q_at + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4),
+      stmatrix4(at.q + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4),
                 T::pack(v[0] * f0, v[1] * f0), T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0),
                 T::pack(v[6] * f1, v[7] * f1));
     }
@@ -238,7 +278,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     bar_sync(1 + w, 128);
     if ((threadIdx.x & 127) == 0) {
 #pragma unroll
-      for (int i = 0; i < SLICES; i++) tma_store(O, 64 * i, row0 + w * 64, head, q_at + i * SLICE + w * 64 * 128);
+      for (int i = 0; i < SLICES; i++) tma_store(O, 64 * i, row0 + w * 64, place.head, at.q + i * SLICE + w * 64 * 128);
       bulk_commit();
       bulk_wait_all();
     }
@@ -247,10 +287,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 
 }  // namespace wgmma_attention
 
-// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e), reach),
-// prefill_attend_{64,128}_local_*: the suffix is O's type; `reach` is read by local kernels. Grid: ceil(n / 128) *
-// heads; block 384; dynamic shared memory as above. prefill_attend_few_*: the same with grid ceil(n / 64) * heads,
-// block 256.
+// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2, reach), prefill_attend_{64,128}_local_*: the
+// suffix is O's type. scale_log2 = scale * log2(e); `reach` is read by local kernels. Grid ceil(n / 128) * heads, 384
+// threads, dynamic shared memory as above. prefill_attend_few_*: the same with grid ceil(n / 64) * heads, 256 threads.
 #define KERNEL_OF(NAME, D, T, LOCAL, CONSUMERS)                                                                      \
   extern "C" __global__ void __launch_bounds__(wgmma_attention::threads(CONSUMERS), 1) prefill_attend_##NAME(        \
       const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V, \
@@ -273,22 +312,23 @@ ENTRY(128, f16, Half)
 
 namespace mma_attention {
 
-// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory reads would be the limit),
-// keys upward in tiles of 64. Shared memory: Q, one tile of K (the next loads during P V) and one of V (loads during Q
-// K^T); two CTAs per SM. Heads of 256 channels have registers for only 16 rows per warp; they use this kernel on
-// Hopper, too.
+// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory
+// reads would be the limit), keys upward in tiles of 64. Shared memory: Q, one tile of K (the
+// next loads during P V) and one of V (loads during Q K^T); two CTAs per SM. Heads of 256
+// channels have registers for only 16 rows per warp; they use this kernel on Hopper, too.
 enum { KEYS = 64, THREADS = 128 };
 
 template <int D>
 DEV uint32_t swizzled(int row, int piece) {
   return row * (2 * D) + ((piece ^ (row & 7)) << 4);
 }
-DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
+// Waits for this thread's copies, then for all threads'.
 DEV void arrived() {
   copy_wait<0>();
   __syncthreads();
 }
 
+// store(row, column, x, y) stores two neighbouring outputs. Other arguments as below.
 template <int D, bool LOCAL, class Store>
 DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row,
                 int64_t kv_row, float scale_log2, int reach, Store store) {
@@ -297,8 +337,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
-  const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
-  const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
+  const Place place = place_of_block<ROWS>(n, group);
+  const int row0 = place.row0, head = place.head;
   const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
   const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
   const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
@@ -308,7 +348,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
                      first + i < end);
     copy_commit();
   };
-  const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
+  const uint16_t *k_head = K + place.kv_head * D, *v_head = V + place.kv_head * D;
   const uint32_t q_at = base + warp * 16 * BLOCKS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
   load(base, Q + head * D, q_row, row0, n, ROWS);
   load(k_at, k_head, kv_row, first_key, keys, KEYS);
@@ -342,8 +382,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         ldmatrix4(b, k_at + swizzled<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
-          mma(s[m][2 * i], q[m], b[0], b[1]);
-          mma(s[m][2 * i + 1], q[m], b[2], b[3]);
+          mma_f16(s[m][2 * i], q[m], b[0], b[1]);
+          mma_f16(s[m][2 * i + 1], q[m], b[2], b[3]);
         }
       }
     }
@@ -366,12 +406,9 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1]));
         m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
       }
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2));
-      m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+      quad_max(m0, m1);
       const float keep0 = exp2_fast((top[m][0] - m0) * scale_log2), keep1 = exp2_fast((top[m][1] - m1) * scale_log2);
-      const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
+      const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
       top[m][0] = m0;
       top[m][1] = m1;
       sum[m][0] *= keep0;
@@ -386,10 +423,10 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         }
 #pragma unroll
       for (int i = 0; i < 8; i++) {
-        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -c0));
-        const float e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -c0));
-        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -c1));
-        const float e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -c1));
+        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -shift0));
+        const float e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -shift0));
+        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -shift1));
+        const float e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -shift1));
         sum[m][0] += e0 + e1;
         sum[m][1] += e2 + e3;
         p[m][i >> 1][(i & 1) * 2] = Half::pack(e0, e1);
@@ -404,8 +441,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         ldmatrix4_trans(b, v_at + swizzled<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
-          mma(o[m][2 * i], p[m][k], b[0], b[1]);
-          mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
+          mma_f16(o[m][2 * i], p[m][k], b[0], b[1]);
+          mma_f16(o[m][2 * i + 1], p[m][k], b[2], b[3]);
         }
       }
   }
@@ -428,9 +465,9 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 }  // namespace mma_attention
 
 // prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2, reach),
-// prefill_attend_{64,128,256}_local_*: q_row, kv_row and o_row are row strides in elements; a head's channels are
-// contiguous and 16-byte aligned; the suffix is O's type; `reach` is read by local kernels. Grid: ceil(n / 128) *
-// heads, or with 256 channels ceil(n / 64) * heads; block 128; dynamic shared memory as above.
+// prefill_attend_{64,128,256}_local_*: the suffix is O's type. q_row, kv_row and o_row are row strides in elements; a
+// head's channels are contiguous and 16-byte aligned. scale_log2 = scale * log2(e); `reach` is read by local kernels.
+// Grid ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads; 128 threads; dynamic shared memory as above.
 #define KERNEL_OF(NAME, D, T, LOCAL)                                                                                \
   extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                             \
       prefill_attend_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0,    \

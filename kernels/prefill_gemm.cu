@@ -4,20 +4,23 @@
 // prefill_{plain,residual,gated}_* (plain and elementwise.cu's `rope_store` replace qkv). sm_75 has no bfloat16 tensor
 // cores: there prefill_plain_bf16, without them, is the only bf16 kernel. prefill_plain_f32 exists everywhere.
 //
-//     A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
-//     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded
-//     with zeros. This equals TMA's
-//        128-byte swizzle, so tiles are wgmma operands as they are.
+//     A  row-major activations, bf16 or f16, pitch K padded to 64 elements
+//     W  atoms, [N / 16][K / 64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K
+//        padded with zeros. This is TMA's 128-byte swizzle, so tiles are wgmma operands as they are.
 //
 // Each output is summed over k in one fixed order, whatever M, the row's position and the tile's shape. So a row's bits
 // depend on the row alone.
 //
-//     Epilogues:
-//     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim
-//     64, 128 or 256. residual  hidden[M][N] f32 += C + bias gated     W's rows are gate and up interleaved by 8 (rows
-//     16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = activation(gate) * up, in the weights'
-//               type
+// Epilogues:
+//
+//     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices; heads of
+//               64, 128 or 256 channels
+//     residual  hidden[M][N] f32 += C + bias
+//     gated     X[M][N / 2] = activation(gate) * up, in the weights' type. W's rows are gate and up interleaved by 8:
+//               rows 16 i .. 16 i + 7 are gate, the next eight up
 //     plain     Y[M][N] f32 = C
+//
+// In this file lane = 4 g + c (ptx.cuh), kb is a block of k, and j a group of 8, 16, 32 or 64 columns.
 #include "numbers.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -25,23 +28,25 @@
 
 namespace wgmma_gemm {
 
-// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a share
-// and multicasts it).
+// CONSUMERS warpgroups of 64 rows x COLUMNS each per CTA, and one producer. CLUSTER CTAs share W's tile: each loads a
+// share and multicasts it.
 template <class T_, int COLUMNS_, int CONSUMERS_, int CLUSTER_, int STAGES_>
 struct Config {
   typedef T_ T;
   static constexpr int COLUMNS = COLUMNS_, CONSUMERS = CONSUMERS_, CLUSTER = CLUSTER_, STAGES = STAGES_;
   static constexpr int ROWS = 64 * CONSUMERS, TILE_ROWS = ROWS * CLUSTER, BLOCK_K = 64, THREADS = 128 * (CONSUMERS + 1);
   static constexpr int A_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + W_BYTES;
-  // 64 x 64 output staging blocks, per warpgroup
+  // Outgoing blocks of a warpgroup: 64 x 64 of 16 bits, or 64 x 32 of f32.
   static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;
-  // barriers, alignment
+  // Stages, outgoing blocks, barriers, room to align.
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;  // the producer gives registers to the consumers
 };
-// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs;
-// slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies these
-// rows for the launcher.
+// Registers per thread after that.
+enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
+// Few rows: small tiles and many stages, since weights come from memory and latency
+// dominates. Otherwise pairs of CTAs; slim pairs and single CTAs if wider tiles would leave
+// SMs idle. SHARED bytes of shared memory. build.rs copies these rows for the launcher.
 #define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED) \
   template <class T>                                            \
   using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;  \
@@ -56,19 +61,18 @@ TILE(Narrow, 64, 1, 1, 12, 206016)
 struct TileIndex {
   int row, column;  // in tiles
 };
-// Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square block, so L2 serves
-// most loads.
+// Tiles in groups of `group` tile rows, column by column: the tiles
+// in flight form a nearly square block, so L2 serves most loads.
 DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
-  const int per = group * tile_columns;
-  const int g = tile / per;
-  const int first = g * group;
-  const int high = min(group, tile_rows - first);
-  const int r = tile - g * per;
-  return {first + r % high, r / high};
+  const int group_tiles = group * tile_columns;
+  const int index = tile / group_tiles;  // of the group
+  const int first = index * group;
+  const int height = min(group, tile_rows - first);
+  const int rest = tile - index * group_tiles;
+  return {first + rest % height, rest / height};
 }
 
-// Position of a warpgroup's accumulators in C, and shared memory for blocks of 16-bit outputs or f32 sums that TMA
-// stores.
+// Position of a warpgroup's accumulators in C, and shared memory for its outgoing blocks, which TMA stores or adds.
 struct Corner {
   int row;       // first of the warpgroup's 64 rows
   int column;    // first of its COLUMNS columns
@@ -77,10 +81,10 @@ struct Corner {
   int sent;      // blocks sent so far
 };
 
-// Stores one 64 x 64 block of 16-bit values, columns 64 j .. of `d`, at (column, row) of a matrix; several stores may
-// be in flight.
+// Stores one 64 x 64 block of 16-bit values, the accumulators from `d`
+// on, at (column, row) of a matrix. Several stores may be in flight.
 template <class C, class Pack>
-DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column, int row, Pack pack) {
+DEV void send_block(Corner& at, const float* d, const TensorMap* matrix, int column, int row, Pack pack) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, r = warp * 16 + (lane & 15), half = lane >> 4;
   const uint32_t block = at.out + at.sent % C::OUT_BUFFERS * C::OUT_BYTES;
   if ((threadIdx.x & 127) == 0) bulk_wait_read<C::OUT_BUFFERS - 1>();
@@ -94,7 +98,7 @@ DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column,
   fence_async();
   bar_sync(at.barrier, 128);
   if ((threadIdx.x & 127) == 0) {
-    tma_store(to, column, row, block);
+    tma_store(matrix, column, row, block);
     bulk_commit();
   }
   at.sent++;
@@ -111,7 +115,7 @@ struct Qkv {
 
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
-    // accumulators of a head; distance between the two that RoPE rotates together
+    // Accumulators of a head; distance between the two that RoPE rotates together.
     constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;
     const int lane = threadIdx.x & 31, c = lane & 3, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
@@ -183,8 +187,8 @@ struct Residual {
   const float* bias;        // [N] or null
   int N;
 
-  // TMA adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so the
-  // order does not matter.
+  // TMA adds blocks of 32 columns to memory while the next ones are
+  // written. Every element is added to once, so the order does not matter.
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
     const int lane = threadIdx.x & 31, c = lane & 3, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
@@ -202,8 +206,8 @@ struct Residual {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const float* v = d + 16 * j + 4 * i + 2 * r;
-          const uint32_t to = block + (row + 8 * r) * 128 + (((2 * i + (c >> 1)) ^ (row & 7)) << 4) + (c & 1) * 8;
-          asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(to), "f"(v[0] + b.x), "f"(v[1] + b.y) : "memory");
+          const uint32_t place = block + (row + 8 * r) * 128 + (((2 * i + (c >> 1)) ^ (row & 7)) << 4) + (c & 1) * 8;
+          asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(place), "f"(v[0] + b.x), "f"(v[1] + b.y) : "memory");
         }
       }
       fence_async();
@@ -229,15 +233,15 @@ struct Gated {
     const Activation f;
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 16; j++) {
-      float2 g = make_float2(0, 0), u = g;
+      float2 gate = make_float2(0, 0), up = gate;  // bias
       const int column = at.column + 16 * j + 2 * c;
       if (bias && column < N) {
-        g = *(const float2*)(bias + column);
-        u = *(const float2*)(bias + column + 8);
+        gate = *(const float2*)(bias + column);
+        up = *(const float2*)(bias + column + 8);
       }
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        d[4 * j + i] = f(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
+        d[4 * j + i] = f(d[8 * j + i] + (i & 1 ? gate.y : gate.x)) * (d[8 * j + 4 + i] + (i & 1 ? up.y : up.x));
     }
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 128; j++)
@@ -247,8 +251,12 @@ struct Gated {
   }
 };
 
-// Grid: a multiple of CLUSTER, at most as many CTAs as are resident. Tensor maps: A {K, M}, box {64, ROWS}, 128-byte
-// swizzle; W {64, 16, K/64, N/16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle.
+// Grid: a multiple of CLUSTER, at most as many CTAs as are resident. `group`: that of `tile_at`, in tile rows.
+//
+// Tensor maps:
+//
+//     A  {K, M}, box {64, ROWS}, 128-byte swizzle
+//     W  {64, 16, K / 64, N / 16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle
 template <class C, class Epilogue>
 DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, int group, const Epilogue& epilogue) {
   constexpr int STAGES = C::STAGES, SHARE = C::W_BYTES / C::CLUSTER;
@@ -259,9 +267,10 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
   const int tile_rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS;
   const int tile_columns = (N + C::COLUMNS - 1) / C::COLUMNS;
   const int tiles = tile_rows * tile_columns;
-  const int blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K, first = blockIdx.x / C::CLUSTER, hop = gridDim.x / C::CLUSTER;
+  const int blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K;  // of k
+  const int first = blockIdx.x / C::CLUSTER, clusters = gridDim.x / C::CLUSTER;
   if (threadIdx.x == 0) {
-    // one arrival per consumer warp
+    // A stage is free when every consumer warp of the cluster has arrived.
     for (int s = 0; s < STAGES; s++) {
       mbar_init(full + 8 * s, 1);
       mbar_init(empty + 8 * s, 4 * C::CONSUMERS * C::CLUSTER);
@@ -273,10 +282,10 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
   else
     __syncthreads();
   if (warpgroup == C::CONSUMERS) {
-    if (C::SHIFT_REGISTERS) registers_give<40>();
+    if (C::SHIFT_REGISTERS) registers_give<PRODUCER_REGISTERS>();
     if ((threadIdx.x & 127) == 0) {
       int s = 0, phase = 0;
-      for (int t = first; t < tiles; t += hop) {
+      for (int t = first; t < tiles; t += clusters) {
         const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
         const int row = at.row * C::TILE_ROWS + rank * C::ROWS;
         const int column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
@@ -297,7 +306,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
       }
     }
   } else {
-    if (C::SHIFT_REGISTERS) registers_take<232>();
+    if (C::SHIFT_REGISTERS) registers_take<CONSUMER_REGISTERS>();
     const int lane = threadIdx.x & 31;
     int s = 0, phase = 0;
     Corner corner{0, 0, out + warpgroup * C::OUT_BUFFERS * C::OUT_BYTES, 1 + warpgroup, 0};
@@ -305,11 +314,11 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
       if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * stage, lane);
     };
     float d[C::COLUMNS / 2];
-    for (int t = first; t < tiles; t += hop) {
+    for (int t = first; t < tiles; t += clusters) {
       const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
       int previous = 0;
-      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma
-      // (C7515).
+      // Zeroed by moves and always accumulated onto: an undefined
+      // accumulator makes ptxas serialise every wgmma (C7515).
 #pragma unroll
       for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
       for (int kb = 0; kb < blocks; kb++) {
@@ -342,14 +351,15 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
 }  // namespace wgmma_gemm
 using namespace wgmma_gemm;
 
-// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm,
-// k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
+//     prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide
+//         (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
+//     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}
+//         (A, W, hidden, bias, M, N, K, group)
+//     prefill_gated_{bf16,f16}_{wide,middle,tall,small} with SiLU, prefill_gated_gelu_* with GELU
+//         (A, W, X, bias, M, N, K, group)
 //
-//     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
-//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group) with SiLU, prefill_gated_gelu_*
-//     with GELU
-//
-// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: SHARED_BYTES.
+// Arguments are those of the epilogues (`Qkv`, `Residual`, `Gated`).
+// Config::THREADS threads, Config::SHARED_BYTES of dynamic shared memory.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
@@ -403,17 +413,9 @@ constexpr int MMA_SHARED = 65536;  // bytes of dynamic shared memory
 
 namespace mma_gemm {
 
-// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through 4 stages (64 KB) filled by cp.async; two CTAs per
-// SM.
-enum {
-  ROWS = 128,
-  COLUMNS = 128,
-  BLOCK_K = 32,
-  STAGES = 4,
-  THREADS = 128,
-  TILE_BYTES = 128 * BLOCK_K * 2,
-  SHARED = STAGES * 2 * TILE_BYTES
-};
+// 128 x 128 of C per CTA, 4 warps of 64 x 64, blocks of 32 k through 4 stages filled by cp.async; two CTAs per SM.
+enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4 };
+enum { TILE_BYTES = 128 * BLOCK_K * 2, SHARED = STAGES * 2 * TILE_BYTES };  // of A or W; of all stages
 static_assert(SHARED == MMA_SHARED);
 
 // A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece cover all banks.
@@ -422,19 +424,21 @@ DEV uint32_t swizzled(int row, int piece) { return row * 64 + ((piece ^ (row >> 
 DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
 
-// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M
-// that this thread holds; with GATED it calls store_gated(row, column, gate pair, up pair) instead.
+// Calls store(row, column, c0, c1) for every pair of columns from an even one on that this thread holds, of rows below
+// M and columns below N. With GATED it calls store(row, column, gate pair, up pair).
 template <class T, bool GATED, class Store>
 DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pitch, int group, Store store) {
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
   const int tile_rows = (M + ROWS - 1) / ROWS;
   const int tile_columns = (N + COLUMNS - 1) / COLUMNS;
-  const int per = group * tile_columns;
-  const int g = blockIdx.x / per;
-  const int first = g * group, high = min(group, tile_rows - first), r = blockIdx.x - g * per;
-  const int row0 = (first + r % high) * ROWS, column0 = r / high * COLUMNS;
-  const int t = threadIdx.x, lane = t & 31, wm = (t >> 5 & 1) * 64, wn = (t >> 6) * 64;
+  // The tile of this block, as by `wgmma_gemm::tile_at`.
+  const int group_tiles = group * tile_columns;
+  const int index = blockIdx.x / group_tiles;  // of the group
+  const int first = index * group, height = min(group, tile_rows - first), rest = blockIdx.x - index * group_tiles;
+  const int row0 = (first + rest % height) * ROWS, column0 = rest / height * COLUMNS;
+  const int t = threadIdx.x, lane = t & 31;
+  const int wm = (t >> 5 & 1) * 64, wn = (t >> 6) * 64;  // this warp's rows and columns of the tile
   const int atoms = (K + 63) / 64, padded_n = (N + 15) / 16 * 16, blocks = atoms * 2;
   const int piece = t & 3, load_row = t >> 2;  // this thread copies `piece` of rows load_row + 32 i of both tiles
   auto load = [&](int kb) {
@@ -442,11 +446,14 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
     if (kb < blocks)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int row = load_row + 32 * i, a = row0 + row, w = column0 + row, j = (kb & 1) * 4 + piece;
-        copy16_or_zero(dst + swizzled(row, piece), A + (size_t)min(a, M - 1) * pitch + kb * BLOCK_K + piece * 8, a < M);
-        const int wc = min(w, padded_n - 1);
+        const int row = load_row + 32 * i, a_row = row0 + row, w_row = column0 + row;
+        const int atom_piece = (kb & 1) * 4 + piece;
+        copy16_or_zero(dst + swizzled(row, piece), A + (size_t)min(a_row, M - 1) * pitch + kb * BLOCK_K + piece * 8,
+                       a_row < M);
+        const int n = min(w_row, padded_n - 1);
         copy16_or_zero(dst + TILE_BYTES + swizzled(row, piece),
-                       W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
+                       W + (((size_t)(n / 16) * atoms + kb / 2) * 16 + n % 16) * 8 + (atom_piece ^ (n & 7)),
+                       w_row < padded_n);
       }
     copy_commit();
   };
@@ -462,7 +469,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
     for (int i = 0; i < 4; i++)
       ldmatrix4(b[k][i], w_at + swizzled(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
   };
-  auto gemm = [&](int k) {
+  auto multiply = [&](int k) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -478,10 +485,10 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
   for (int kb = 0; kb < blocks; kb++) {
     fetch(kb, 1);
     load(kb + STAGES - 1);  // into the stage of block kb - 1, which all warps had read at the last barrier
-    gemm(0);
+    multiply(0);
     arrived();  // block kb + 1
     if (kb + 1 < blocks) fetch(kb + 1, 0);
-    gemm(1);
+    multiply(1);
   }
   copy_wait<0>();
 #pragma unroll
@@ -504,11 +511,12 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 
 }  // namespace mma_gemm
 
-// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...),
-// prefill_gated_*(A, W, X, bias, x_pitch,
-// ...), prefill_gated_gelu_*(likewise): pitch and x_pitch are row strides of A and X in elements, group is that of
-// `tile_at` in tile rows. N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, MMA_SHARED bytes of dynamic shared
-// memory.
+//     prefill_plain_{bf16,f16}(A, W, Y, M, N, K, pitch, group)
+//     prefill_residual_{bf16,f16}(A, W, hidden, bias, M, N, K, pitch, group)
+//     prefill_gated_{bf16,f16}, prefill_gated_gelu_{bf16,f16}(A, W, X, bias, x_pitch, M, N, K, pitch, group)
+//
+// pitch and x_pitch are row strides of A and X in elements; group is that of `tile_at`, in tile rows. N is even. Grid
+// ceil(M / 128) * ceil(N / 128), 128 threads, MMA_SHARED bytes of dynamic shared memory.
 #define GATED(NAME, ACTIVATION, T)                                                                                    \
   extern "C" __global__ void __launch_bounds__(128, 2)                                                                \
       prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias, int x_pitch, int M,     \
@@ -516,7 +524,12 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
     mma_gemm::multiply<T, true>(                                                                                      \
         A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {               \
           const ACTIVATION f;                                                                                         \
-          if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];       \
+          if (bias) {                                                                                                 \
+            g0 += bias[column];                                                                                       \
+            g1 += bias[column + 1];                                                                                   \
+            u0 += bias[column + 8];                                                                                   \
+            u1 += bias[column + 9];                                                                                   \
+          }                                                                                                           \
           *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(f(g0) * u0, f(g1) * u1); \
         });                                                                                                           \
   }
@@ -545,7 +558,7 @@ ENTRIES(f16, Half)
 
 #endif
 
-// Without tensor cores: one chain of fused multiply-adds per output, k upwards. 64 x 64 outputs per CTA.
+// Without tensor cores: one chain of fused multiply-adds per output, k upwards. 64 x 64 outputs per CTA of 256 threads.
 template <class LoadA, class LoadW>
 DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int K) {
   __shared__ float a[16][65], w[16][65];
@@ -574,8 +587,8 @@ DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int 
       if (row0 + r + i < M && column0 + c + j < N) Y[(size_t)(row0 + r + i) * N + column0 + c + j] = d[i][j];
 }
 
-// Checkpoints in single precision: A [M][pitch], W row-major [N][K], Y [M][N]. Grid: (ceil(N / 64), ceil(M / 64)),
-// block 256.
+// Checkpoints in single precision: A f32 [M][pitch], W f32 row-major [N][K], Y f32 [M][N]. Grid
+// (ceil(N / 64), ceil(M / 64)), 256 threads, static shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
   multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; },
@@ -583,7 +596,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 #ifndef QS_SM80
-// Turing has no bfloat16 tensor cores. A [M][pitch] bf16, W atoms, Y [M][N]; grid and block as above.
+// Turing has no bfloat16 tensor cores. A bf16 [M][pitch], W atoms, Y f32 [M][N]; grid and threads as above.
 extern "C" __global__ void __launch_bounds__(256)
     prefill_plain_bf16(const uint16_t* A, const uint16_t* W, float* Y, int M, int N, int K, int pitch) {
   const int atoms = (K + 63) / 64;
