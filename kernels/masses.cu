@@ -1,16 +1,20 @@
-// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of `Pages::Snap`
-// choose pages.
+// Attention of a prompt's last queries to its pages
+// (core::attend::page_masses), by which drafts of `Pages::Snap` choose pages.
 #include "layout.cuh"
 #include "numbers.cuh"
 
 constexpr int BATCH = 32;          // queries that page_sums has in shared memory at a time
 constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
-// page_sums_{64,128,256}: base-2 logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) /
-// sqrt(D), of query rows at `position` ..; tokens after a row's position do not count.
-//   q: f16 [rows][kv_heads group][D] of the first row; kv: f16 [token][2 kv_heads D], keys first, up to the last row's
-//   position at least. sums: f32 [kv head][queries][pages], these rows from query `first` on, query = row * group +
-//   head of the group. grid (pages, kv heads), 128 threads: one per token of the page.
+// page_sums_{64,128,256}(q, kv, sums, rows, position, first, queries, ...): base-2
+// logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) /
+// sqrt(D), of query rows at `position` ... Tokens after a row's position do not count.
+//
+//     q     f16 [rows][kv_heads group][D]
+//     kv    f16 [token][2 kv_heads D], keys first, up to the last row's position at least
+//     sums  f32 [kv head][queries][pages]; these rows are queries `first` .., query = row * group + head of the group
+//
+// Grid (pages, kv heads), PAGE threads: one per token of the page. Static shared memory.
 template <int D>
 DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows, int position, int first, int queries,
                    int kv_heads, int group, float scale) {
@@ -21,9 +25,9 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
   const int lane = threadIdx.x & 31;
   uint4 key[D / 8] = {};
   if (token < position + rows) {
-    const uint16_t* from = kv + ((size_t)token * 2 * kv_heads + head) * D;
+    const uint16_t* channels = kv + ((size_t)token * 2 * kv_heads + head) * D;
 #pragma unroll
-    for (int i = 0; i < D / 8; i++) key[i] = ldg_plain(from + i * 8);
+    for (int i = 0; i < D / 8; i++) key[i] = ldg_plain(channels + i * 8);
   }
 #pragma unroll 1
   for (int start = 0; start < rows * group; start += BATCH) {
@@ -51,19 +55,19 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
         sum = __fmaf_rn(high.x, c.x, __fmaf_rn(high.y, c.y, __fmaf_rn(high.z, e.x, __fmaf_rn(high.w, e.y, sum))));
       }
       const bool seen = token <= position + (start + r) / group;
-      const float most = warp_max(seen ? sum : LOG_ZERO);
-      const float total = warp_sum(seen ? exp2_fast(sum - most) : 0.f);
-      if (lane == 0) by_warp[r][warp] = total > 0 ? most + __log2f(total) : LOG_ZERO;
+      const float largest = warp_max(seen ? sum : LOG_ZERO);
+      const float total = warp_sum(seen ? exp2_fast(sum - largest) : 0.f);
+      if (lane == 0) by_warp[r][warp] = total > 0 ? largest + __log2f(total) : LOG_ZERO;
     }
     __syncthreads();
     if (threadIdx.x < count) {
       const float* sums_of_warps = by_warp[threadIdx.x];
-      const float most = fmaxf(fmaxf(sums_of_warps[0], sums_of_warps[1]), fmaxf(sums_of_warps[2], sums_of_warps[3]));
+      const float largest = fmaxf(fmaxf(sums_of_warps[0], sums_of_warps[1]), fmaxf(sums_of_warps[2], sums_of_warps[3]));
       float total = 0;
 #pragma unroll
-      for (int i = 0; i < 4; i++) total += exp2_fast(sums_of_warps[i] - most);
+      for (int i = 0; i < 4; i++) total += exp2_fast(sums_of_warps[i] - largest);
       sums[((size_t)head * queries + first + start + threadIdx.x) * gridDim.x + blockIdx.x] =
-          most > LOG_ZERO ? most + __log2f(total) : LOG_ZERO;
+          largest > LOG_ZERO ? largest + __log2f(total) : LOG_ZERO;
     }
   }
 }
@@ -77,27 +81,27 @@ PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible`
-// pages. The mass of a page is the sum, over queries first .. queries - 1, of its share of the query's attention to all
-// pages. sums: the result of page_sums. Grid (kv heads), block MASS_THREADS, dynamic shared memory: a float for each
-// query from `first` on.
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch]
+// of the first `visible` pages. The mass of a page is the sum, over queries first .. queries -
+// 1, of its share of the query's attention to all pages. sums: the result of page_sums. Grid (kv
+// heads), MASS_THREADS threads, dynamic shared memory: a float for each query from `first` on.
 KERNEL __launch_bounds__(MASS_THREADS)
     page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];
   const int count = queries - first, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const float* of_head = sums + ((size_t)blockIdx.x * queries + first) * pages;
+  const float* head_sums = sums + ((size_t)blockIdx.x * queries + first) * pages;
   for (int r = warp; r < count; r += MASS_THREADS / 32) {
-    float most = LOG_ZERO, total = 0;
-    for (int page = lane; page < pages; page += 32) most = fmaxf(most, of_head[(size_t)r * pages + page]);
-    most = warp_max(most);
-    for (int page = lane; page < pages; page += 32) total += exp2_fast(of_head[(size_t)r * pages + page] - most);
+    float largest = LOG_ZERO, total = 0;
+    for (int page = lane; page < pages; page += 32) largest = fmaxf(largest, head_sums[(size_t)r * pages + page]);
+    largest = warp_max(largest);
+    for (int page = lane; page < pages; page += 32) total += exp2_fast(head_sums[(size_t)r * pages + page] - largest);
     total = warp_sum(total);
-    if (lane == 0) whole[r] = most + __log2f(total);
+    if (lane == 0) whole[r] = largest + __log2f(total);
   }
   __syncthreads();
   for (int page = threadIdx.x; page < visible; page += MASS_THREADS) {
     float mass = 0;
-    for (int r = 0; r < count; r++) mass += exp2_fast(of_head[(size_t)r * pages + page] - whole[r]);
+    for (int r = 0; r < count; r++) mass += exp2_fast(head_sums[(size_t)r * pages + page] - whole[r]);
     masses[(size_t)blockIdx.x * pitch + page] = mass;
   }
 }

@@ -1,42 +1,50 @@
 // Penalties on tokens of the text, and masks, applied to logits in place before a token is chosen, as defined by
-// quantspec_core::penalty and
-// ::grammar.
+// quantspec_core::penalty and quantspec_core::grammar.
 //
-// Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top
-// bit: the token occurred; other bits: its count in the answer). Drafted tokens are those of the slot's window before
-// the row.
+// Arguments of several kernels:
+//
+//     rows       [row] of the step
+//     histories  [slot]
+//     texts      committed text, int32 [slot][text_pitch]
+//     counts     uint32 [slot][vocab]: the top bit is set if the token occurred; other bits count it in the answer
+//     windows    int32 [slot][window_pitch]: drafted token i at index i + 1; those before a row's offset precede it
+//     logits     f32 [row][vocab]
 #include "layout.cuh"
 #include "numbers.cuh"
 
-// A slot's penalties and its committed text. on: penalties apply; ngram: n of no-repeat-n-gram, 0 for off; length,
-// prompt: committed tokens, and how many of them are the prompt's. 32 bytes.
+// A slot's penalties and its committed text.
 struct History {
-  int on, ngram;
+  int on;     // penalties apply
+  int ngram;  // n of no-repeat-n-gram; 0: off
   float repetition, frequency, presence;
-  int length, prompt, unused;
+  int length, prompt;  // committed tokens, and how many of them are the prompt's
+  int unused;
 };
-// The host's update for a slot. 160 bytes.
+// The host's update for a slot.
 constexpr int COMMIT_TOKENS = 30;
 struct Commit {
-  int slot, more;             // more: number of new tokens, the last of the text
+  int slot;
+  int added;                  // number of new tokens, the last of the text
   History history;            // including the new tokens
   int tokens[COMMIT_TOKENS];  // the new tokens, if they fit
 };
 static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
 
 constexpr uint32_t OCCURRED = 1u << 31;
-constexpr int PENALTY_THREADS = 256, PENALTY_TOKENS = 1024, NGRAM_MAX = 100, WINDOW_MAX = 32;
+constexpr int PENALTY_THREADS = 256;  // of a block
+constexpr int PENALTY_TOKENS = 1024;  // of the vocabulary, per block
+constexpr int NGRAM_MAX = 100, WINDOW_MAX = 32;
 
 // penalty_commit: counts new committed tokens. If they fit in `Commit::tokens`, they are also copied to `texts`;
-// otherwise the host has written them there. Grid (commits), block 256.
+// otherwise the host has written them there. Grid (commits), PENALTY_THREADS threads, no shared memory.
 KERNEL __launch_bounds__(PENALTY_THREADS)
     penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
   const Commit& commit = commits[blockIdx.x];
   const History h = commit.history;
-  const int slot = commit.slot, more = commit.more, first = h.length - more;
+  const int slot = commit.slot, added = commit.added, first = h.length - added;
   int* text = texts + (size_t)slot * text_pitch;
-  for (int i = threadIdx.x; i < more; i += PENALTY_THREADS) {
-    if (more <= COMMIT_TOKENS) text[first + i] = commit.tokens[i];
+  for (int i = threadIdx.x; i < added; i += PENALTY_THREADS) {
+    if (added <= COMMIT_TOKENS) text[first + i] = commit.tokens[i];
     uint32_t* count = counts + (size_t)slot * vocab + text[first + i];
     atomicOr(count, OCCURRED);
     if (first + i >= h.prompt) atomicAdd(count, 1u);
@@ -44,9 +52,8 @@ KERNEL __launch_bounds__(PENALTY_THREADS)
   if (threadIdx.x == 0) histories[slot] = h;
 }
 
-// penalty_apply: repetition, frequency and presence.
-//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at index i + 1. Grid
-//   (ceil(vocab / 1024), rows), block 256.
+// penalty_apply: repetition, frequency and presence. Grid (ceil(vocab / PENALTY_TOKENS), rows), PENALTY_THREADS
+// threads, static shared memory.
 KERNEL __launch_bounds__(PENALTY_THREADS)
     penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows,
                   int window_pitch, float* logits, int vocab) {
@@ -75,8 +82,8 @@ KERNEL __launch_bounds__(PENALTY_THREADS)
   }
 }
 
-// penalty_forbid: no-repeat-n-gram, after penalty_apply. Compares the end of every earlier n-gram with the row's last n
-// - 1 tokens. Grid (any, rows), block 256.
+// penalty_forbid: no-repeat-n-gram, after penalty_apply. Compares the start of every earlier n-gram with the row's last
+// n - 1 tokens, from the back. Grid (any, rows), PENALTY_THREADS threads, static shared memory.
 KERNEL __launch_bounds__(PENALTY_THREADS)
     penalty_forbid(const Row* rows, const History* histories, const int* texts, int text_pitch, const int* windows,
                    int window_pitch, float* logits, int vocab) {
@@ -88,19 +95,18 @@ KERNEL __launch_bounds__(PENALTY_THREADS)
   const int length = h.length + r.offset, n = h.ngram;
   if (!h.on || !n || length < n) return;
   const int *text = texts + (size_t)r.slot * text_pitch, *window = windows + (size_t)r.slot * window_pitch + 1;
-  auto at = [&](int i) { return i < h.length ? text[i] : window[i - h.length]; };
-  if (threadIdx.x < n - 1) last[threadIdx.x] = at(length - (n - 1) + threadIdx.x);
+  auto token = [&](int i) { return i < h.length ? text[i] : window[i - h.length]; };
+  if (threadIdx.x < n - 1) last[threadIdx.x] = token(length - (n - 1) + threadIdx.x);
   __syncthreads();
   for (int end = n - 1 + blockIdx.x * PENALTY_THREADS + threadIdx.x; end < length; end += gridDim.x * PENALTY_THREADS) {
     int i = 1;
-    while (i < n && at(end - i) == last[n - 1 - i]) i++;
-    if (i == n) logits[(size_t)blockIdx.y * vocab + at(end)] = __int_as_float(0xff800000);
+    while (i < n && token(end - i) == last[n - 1 - i]) i++;
+    if (i == n) logits[(size_t)blockIdx.y * vocab + token(end)] = minus_infinity();
   }
 }
 
-// penalty_mask: tokens that may not follow, after the penalties.
-//   masks uint32 [row][words], bit t mod 32 of word t / 32: token t may follow; logits f32 [row][vocab] in place. Grid
-//   (ceil(vocab / 1024), rows), block 256.
+// penalty_mask: tokens that may not follow, after the penalties. masks uint32 [row][words]: token t may follow if bit
+// t % 32 of word t / 32 is set. Grid and threads as for penalty_apply, no shared memory.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_mask(const uint32_t* masks, int words, float* logits, int vocab) {
   grid_trigger();
   grid_wait();
@@ -109,6 +115,6 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_mask(const uint32_t* masks, in
 #pragma unroll
   for (int i = 0; i < PENALTY_TOKENS / PENALTY_THREADS; i++) {
     const int id = blockIdx.x * PENALTY_TOKENS + i * PENALTY_THREADS + threadIdx.x;
-    if (id < vocab && !(mask[id / 32] >> id % 32 & 1)) row[id] = __int_as_float(0xff800000);
+    if (id < vocab && !(mask[id / 32] >> id % 32 & 1)) row[id] = minus_infinity();
   }
 }

@@ -1,5 +1,5 @@
-// Quantisers: pages of the cache into nibble planes, weights into the layouts of the GEMMs, draft weights into 4 and 8
-// bits.
+// Quantisers: pages of the cache into nibble planes, weights into
+// the layouts of the GEMMs, draft weights into 4 and 8 bits.
 //
 // Codes and parameters equal quantspec_core::quantize to the bit (except for the sign of a zero parameter in groups
 // with zeros of both signs). Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error
@@ -7,13 +7,14 @@
 #include "layout.cuh"
 #include "numbers.cuh"
 
-constexpr uint32_t FLAG_WEIGHTS = 4;
+constexpr uint32_t FLAG_WEIGHTS = 4;          // a weight or a parameter of its group is not finite
 constexpr float SCALE_MIN = 6.103515625e-5f;  // smallest normal f16: scale of a group that is not constant
 
+// Parameters of a group: scale, a step of the codes; zero, the value of code 0.
 struct Group {
-  uint16_t scale_bits, zero_bits;
-  float scale, zero;  // the same in f32: of a step of the codes, and of code 0
-  bool ok;            // both are finite in f16
+  uint16_t scale_bits, zero_bits;  // f16
+  float scale, zero;               // the same in f32
+  bool ok;                         // both are finite in f16
 };
 
 DEV Group rounded(float scale, float zero) {
@@ -26,7 +27,7 @@ DEV Group rounded(float scale, float zero) {
   return p;
 }
 
-// Parameters of a cache group from its smallest and largest element.
+// Parameters of a cache group from its smallest and largest element (core::quantize, roundings balanced and paper).
 DEV Group cache_group(float low, float high, bool balanced) {
   if (low == high) return rounded(0.f, low);
   const float range = __fsub_rn(high, low);
@@ -46,10 +47,10 @@ DEV uint32_t cache_code(float x, float scale, float zero, bool balanced) {
   return (uint32_t)upper << 4 | (uint32_t)((int)lower + 8);
 }
 
-// Eight bytes of cache_code as the words of the two planes.
+// Eight bytes of cache_code as the words of the two planes (layout.cuh).
 struct Words {
   uint32_t upper = 0, lower = 0;
-  DEV void put(int nibble, uint32_t code) {
+  DEV void set(int nibble, uint32_t code) {
     upper |= (code >> 4) << (4 * nibble);
     lower |= (code & 15) << (4 * nibble);
   }
@@ -58,22 +59,32 @@ struct Words {
 
 struct Page {
   uint8_t *upper, *lower;  // this page's blocks, or null
-  uint16_t* full;
+  uint16_t* full;          // f16
 };
 
 // Dynamic shared memory of flush_* and store_* in bytes: PAGE_SHARED_CHANNEL D + PAGE_SHARED.
 constexpr int PAGE_SHARED_CHANNEL = 256, PAGE_SHARED = 4096;
 
-// One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D f16, `stride` elements
-// apart.
+// Smallest and largest values over the lanes of a warp, in every lane.
+DEV void warp_range(float& low, float& high) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    low = fminf(low, __shfl_xor_sync(~0u, low, step));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+  }
+}
+
+// One page of keys (VALUES false) or values of one head, 256
+// threads: `src` has PAGE rows of D f16, `stride` elements apart.
 template <int D, bool VALUES>
 DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
-  constexpr int PITCH = D + 8;  // so that fragments are read without bank conflicts
+  constexpr int PITCH = D + 8;  // of a token, in elements: fragments are read without bank conflicts
   static_assert(PAGE * PITCH * 2 + (VALUES ? PAGE : D) * 8 <= PAGE_SHARED_CHANNEL * D + PAGE_SHARED);
   extern __shared__ __align__(16) uint16_t tile[];
   float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   bool bad = false;
+  // ---- the page into shared memory, and into its full block ----
   for (int i = t; i < PAGE * D / 8; i += 256) {
     const int row = i / (D / 8), piece = i % (D / 8);
     const uint4 x = ldg_plain(src + row * stride + piece * 8);
@@ -86,7 +97,8 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
     return;
   }
   __syncthreads();
-  auto take = [&](float& low, float& high, uint16_t bits) {
+  // ---- parameters ----
+  auto include = [&](float& low, float& high, uint16_t bits) {
     const float x = Half::to_float(bits);
     bad |= !is_finite(x);
     low = fminf(low, x);
@@ -95,13 +107,9 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   if (VALUES) {
     uint16_t* out = (uint16_t*)(page.upper + v_params_at(D));
     for (int token = warp; token < PAGE; token += 8) {
-      float low = __int_as_float(0x7f800000), high = -low;
-      for (int i = lane; i < D; i += 32) take(low, high, tile[token * PITCH + i]);
-#pragma unroll
-      for (int step = 16; step; step >>= 1) {
-        low = fminf(low, __shfl_xor_sync(~0u, low, step));
-        high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
-      }
+      float low = infinity(), high = -low;
+      for (int i = lane; i < D; i += 32) include(low, high, tile[token * PITCH + i]);
+      warp_range(low, high);
       if (lane == 0) {
         const Group p = cache_group(low, high, balanced);
         bad |= !p.ok;
@@ -113,8 +121,8 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   } else {
     uint16_t* out = (uint16_t*)page.upper;
     for (int channel = t; channel < D; channel += 256) {
-      float low = __int_as_float(0x7f800000), high = -low;
-      for (int token = 0; token < PAGE; token++) take(low, high, tile[token * PITCH + channel]);
+      float low = infinity(), high = -low;
+      for (int token = 0; token < PAGE; token++) include(low, high, tile[token * PITCH + channel]);
       const Group p = cache_group(low, high, balanced);
       bad |= !p.ok;
       params[channel] = make_float2(p.scale, p.zero);
@@ -124,20 +132,22 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   }
   if (bad) atomicOr(flag, FLAG_CACHE);
   __syncthreads();
+  // ---- codes, words in the order of memory: the inverse of k_word and v_word ----
   uint32_t* upper = (uint32_t*)(page.upper + (VALUES ? v_codes_at(D) : k_codes_at(D)));
   uint32_t* lower = page.lower ? (uint32_t*)(page.lower + (VALUES ? lower_v_at(D) : 0)) : nullptr;
-  for (int i = t; i < PAGE * D / 8; i += 256) {  // words in the order of memory: the inverse of k_word and v_word
+  for (int i = t; i < PAGE * D / 8; i += 256) {
+    // Word n of a uint4 that lane `owner` = 4 g + c will load, in token tile tt and channel tile ct.
     const int n = i & 3, owner = i >> 2 & 31, quartet = i >> 7, g = owner >> 2, c = owner & 3;
     const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64);
     const int ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
     Words w;
 #pragma unroll
     for (int e = 0; e < 8; e++) {
-      // K tiles: tokens x channels, V tiles: channels x tokens
+      // K tiles: tokens x channels; V tiles: channels x tokens.
       const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];
       const int token = tt * 16 + (VALUES ? column : row), channel = ct * 16 + (VALUES ? row : column);
       const float2 p = params[VALUES ? token : channel];
-      w.put(e, cache_code(Half::to_float(tile[token * PITCH + channel]), p.x, p.y, balanced));
+      w.set(e, cache_code(Half::to_float(tile[token * PITCH + channel]), p.x, p.y, balanced));
     }
     upper[i] = w.upper;
     if (lower) lower[i] = w.lower_word();
@@ -150,28 +160,36 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
           full ? full + block * (full_bytes(D) / 2) : nullptr};
 }
 
-// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its index in
-// the pools.
-//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or
-//   null; balanced: 1 for rounding balanced, 0 for paper. Grid (heads, layers, 2: keys, values), block 256.
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers.
+//
+//     ring_k, ring_v      f16 [layers][slots][heads][RING][D]
+//     upper, lower, full  pools [layers][pages][heads] of blocks (layout.cuh), or null
+//     physical            the page's index in the pools
+//     balanced            1 for rounding balanced, 0 for paper
+//
+// Grid (heads, layers, 2: keys, values), 256 threads.
 template <int D>
 DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full,
                int pages, int slots, int slot, int page, int physical, int balanced, uint32_t* flag) {
   const int head = blockIdx.x, layer = blockIdx.y, heads = gridDim.x;
-  const size_t from = ring_at(layer, slot, head, page * PAGE, slots, heads, D);
+  const size_t first = ring_at(layer, slot, head, page * PAGE, slots, heads, D);
   const size_t block = ((size_t)layer * pages + physical) * heads + head;
   grid_trigger();
   grid_wait();
-  const Page to = page_at<D>(upper, lower, full, block);
+  const Page blocks = page_at<D>(upper, lower, full, block);
   if (blockIdx.z)
-    quantize_page<D, true>(ring_v + from, D, to, balanced, flag);
+    quantize_page<D, true>(ring_v + first, D, blocks, balanced, flag);
   else
-    quantize_page<D, false>(ring_k + from, D, to, balanced, flag);
+    quantize_page<D, false>(ring_k + first, D, blocks, balanced, flag);
 }
 
-// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then
-// values). upper, lower, full: the layer's pools, [pages][heads], or null; table: physical page of each logical page of
-// the slot. Grid (heads, number of pages, 2), block 256.
+// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch.
+//
+//     scratch             f16 [token][2 heads D]: keys, then values
+//     upper, lower, full  the layer's pools [pages][heads], or null
+//     table               physical page of each logical page of the slot
+//
+// Grid (heads, number of pages, 2), 256 threads.
 template <int D>
 DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first,
                int balanced, uint32_t* flag) {
@@ -179,16 +197,16 @@ DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t
   const int64_t stride = 2 * heads * D;
   grid_trigger();
   grid_wait();
-  const Page to = page_at<D>(upper, lower, full, (size_t)table[page] * heads + head);
-  const uint16_t* from = scratch + (int64_t)page * PAGE * stride + head * D;
+  const Page blocks = page_at<D>(upper, lower, full, (size_t)table[page] * heads + head);
+  const uint16_t* keys = scratch + (int64_t)page * PAGE * stride + head * D;
   if (blockIdx.z)
-    quantize_page<D, true>(from + heads * D, stride, to, balanced, flag);
+    quantize_page<D, true>(keys + heads * D, stride, blocks, balanced, flag);
   else
-    quantize_page<D, false>(from, stride, to, balanced, flag);
+    quantize_page<D, false>(keys, stride, blocks, balanced, flag);
 }
 
 // keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings, for any
-// number of heads and any width d that is a multiple of 8. Grid (count, 2: keys, values), block 128.
+// number of heads and any width d that is a multiple of 8. Grid (count, 2: keys, values), 128 threads.
 KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* ring_k, uint16_t* ring_v, int layer,
                                           int slots, int slot, int heads, int d, int first, uint32_t* flag) {
   grid_trigger();
@@ -221,17 +239,17 @@ PAGES(256)
 
 // ---- weights ----
 //
-// Row of the device's matrix for row n of a tensor. interleave: 0 the same row; 1 and 2 gate and up, which alternate by
-// eight rows.
+// Row of the device's matrix for row n of a tensor. interleave: 0 for the same row; 1 and 2 for gate and up, which
+// alternate by eight rows.
 DEV int matrix_row(int n, int interleave) { return interleave ? n / 8 * 16 + n % 8 + (interleave == 2 ? 8 : 0) : n; }
 
-// 16-byte piece j of row n in a matrix of atoms.
+// Index of the 16-byte piece j of row n in a matrix of atoms (linear.cuh).
 DEV size_t atom_piece(int n, int j, int atoms) {
   return (((size_t)(n / 16) * atoms + j / 8) * 16 + n % 16) * 8 + ((j % 8) ^ (n & 7));
 }
 
 // weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`.
-// Padding rows and columns must be zero already. Grid ceil(rows * ceil(K / 8) / 256), block 256.
+// Padding rows and columns must be zero already. Grid ceil(rows * ceil(K / 8) / 256), 256 threads.
 KERNEL __launch_bounds__(256)
     weights_atoms(const uint16_t* src, uint4* dst, int first, int rows, int K, int interleave) {
   const int pieces = (K + 7) / 8, atoms = (K + 63) / 64;
@@ -246,12 +264,13 @@ KERNEL __launch_bounds__(256)
       make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | (uint32_t)x[7] << 16);
 }
 
-// weights_rows: the same for single precision, whose matrices stay row-major. Grid ceil(rows * K / 256), block 256.
+// weights_rows: the same for single precision, whose matrices stay row-major. Grid ceil(rows * K / 256), 256 threads.
 KERNEL __launch_bounds__(256) weights_rows(const float* src, float* dst, int first, int rows, int K, int interleave) {
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i < (int64_t)rows * K) dst[(size_t)matrix_row(first + i / K, interleave) * K + i % K] = src[i];
 }
 
+// Element k of row n of a matrix in the device's layout.
 struct FromAtoms {
   template <class T>
   static DEV float at(const void* w, int n, int k, int K) {
@@ -265,17 +284,14 @@ struct FromRows {
   }
 };
 
-// `quantize_weights` makes one block of 16 rows x 128 k of draft weights (layout: linear.cuh), by 128 threads. TOP:
-// largest code, 15 or 255. Codes past K are 0, as are scale and zero of rows past N.
-//
-// `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c ..
-// of a head, which RoPE rotates together. `paired_row` gives the matrix row that output n stands for.
+// The matrix row that output n stands for. `paired`: 0, or the width D of the heads that the rows form. A tile then
+// holds channels c .. c + 7 and D / 2 + c .. D / 2 + c + 7 of a head, which RoPE rotates together.
 DEV int paired_row(int n, int paired) {
   if (!paired) return n;
-  const int in = n % paired;
-  return n - in + in / 16 * 8 + in % 8 + (in & 8 ? paired / 2 : 0);
+  const int channel = n % paired;
+  return n - channel + channel / 16 * 8 + channel % 8 + (channel & 8 ? paired / 2 : 0);
 }
-// Ends of a range are moved inwards by `first` to `first + count - 1` times `step` of it.
+// A search of parameters: both ends of a range are moved inwards by `first` to `first + count - 1` times `step` of it.
 struct Shrink {
   float step;
   int first, count;
@@ -297,7 +313,7 @@ struct Weights {
   DEV void read(const void* src, int n, int k0, int N, int K, int paired) {
     const int lane = threadIdx.x & 31;
     count = min(K - k0, 32 * EACH);
-    low = __int_as_float(0x7f800000);
+    low = infinity();
     high = -low;
     finite = true;
 #pragma unroll
@@ -311,19 +327,11 @@ struct Weights {
         high = fmaxf(high, x[i]);
       }
     }
-#pragma unroll
-    for (int step = 16; step; step >>= 1) {
-      low = fminf(low, __shfl_xor_sync(~0u, low, step));
-      high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
-    }
+    warp_range(low, high);
   }
 };
-DEV float sum_of_lanes(float v) {
-#pragma unroll
-  for (int step = 16; step; step >>= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, step));
-  return v;
-}
 DEV Group weights_group(float scale, float zero) { return rounded(fmaxf(scale, SCALE_MIN), zero); }
+// The 4-bit code of a weight, from its distance to the zero and one over the scale.
 DEV float trial_code(float rest, float inverse) { return rintf(fminf(fmaxf(__fmul_rn(rest, inverse), 0.f), 15.f)); }
 
 // Sum of (w - (code * scale + zero))^2.
@@ -337,7 +345,7 @@ DEV float squared_error(const Weights<EACH>& w, const Group& p) {
     const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, p.scale), p.zero));
     sum = __fadd_rn(sum, w.inside[i] ? __fmul_rn(error, error) : 0.f);
   }
-  return sum_of_lanes(sum);
+  return warp_sum(sum);
 }
 
 // Least-squares fit to the codes that p gives; false if all codes are equal.
@@ -354,10 +362,10 @@ DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
       values = __fadd_rn(values, rest);
       products = __fadd_rn(products, __fmul_rn(code, rest));
     }
-  codes = sum_of_lanes(codes);
-  squares = sum_of_lanes(squares);
-  values = sum_of_lanes(values);
-  products = sum_of_lanes(products);
+  codes = warp_sum(codes);
+  squares = warp_sum(squares);
+  values = warp_sum(values);
+  products = warp_sum(products);
   const float count = w.count, spread = __fsub_rn(__fmul_rn(count, squares), __fmul_rn(codes, codes));
   if (!(spread > 0.f)) return false;
   const float scale = __fdiv_rn(__fsub_rn(__fmul_rn(count, products), __fmul_rn(codes, values)), spread);
@@ -387,9 +395,9 @@ DEV Group search(const Weights<EACH>& w, const Group& whole, Shrink shrink) {
   Best<EACH> found(w, whole);
   const float low = w.low, high = w.high, range = __fsub_rn(high, low);
 #pragma unroll 1
-  for (int at = 0; at < shrink.count * shrink.count; at++) {
-    const float below = (shrink.first + at / shrink.count) * shrink.step;
-    const float above = (shrink.first + at % shrink.count) * shrink.step;
+  for (int i = 0; i < shrink.count * shrink.count; i++) {
+    const float below = (shrink.first + i / shrink.count) * shrink.step;
+    const float above = (shrink.first + i % shrink.count) * shrink.step;
     const float zero = __fadd_rn(low, __fmul_rn(below, range)), last = __fsub_rn(high, __fmul_rn(above, range));
     found.consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
   }
@@ -402,11 +410,13 @@ DEV Group search(const Weights<EACH>& w, const Group& whole, Shrink shrink) {
   return found.best;
 }
 
+// One block of 16 rows x 128 k of draft weights (layout: linear.cuh), 128 threads. TOP: largest code, 15 or 255. Codes
+// past K are 0, as are scale and zero of rows past N.
 template <class T, class From, int TOP>
 DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][128];
   const int tile = blockIdx.y, group = blockIdx.x, groups = gridDim.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;
+  constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;  // bytes: codes, and with parameters
   uint8_t* block = dst + ((size_t)tile * groups + group) * BLOCK;
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row;
@@ -443,8 +453,8 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src in the device's layout (atoms, or row-major for
-// f32). Grid (ceil(K / 128), ceil(N / 16)), block 128.
+// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): draft weights from src [N][K] in the device's layout
+// (atoms, or row-major for f32). Grid (ceil(K / 128), ceil(N / 16)), 128 threads, static shared memory.
 #define WEIGHTS(NAME, T, FROM)                                                                     \
   KERNEL __launch_bounds__(128)                                                                    \
       weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) { \
@@ -478,16 +488,18 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N && w.count > 0) {
       const float range = __fsub_rn(w.high, w.low), step = __fdiv_rn(range, 240.f);
-      auto from = [&](int first) {
+      auto group_of_first = [&](int first) {
         return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step)));
       };
-      p = w.low == w.high ? rounded(0.f, w.low) : lower ? from(8) : weights_group(__fdiv_rn(range, 15.f), w.low);
+      p = w.low == w.high ? rounded(0.f, w.low)
+          : lower         ? group_of_first(8)
+                          : weights_group(__fdiv_rn(range, 15.f), w.low);
       if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
       if (p.ok && p.scale != 0.f) {
         if (lower) {
           Best<2> found(w, p);
 #pragma unroll 1
-          for (int at = 1; at < 8; at++) found.consider(from(first_code(at)));
+          for (int i = 1; i < 8; i++) found.consider(group_of_first(first_code(i)));
           p = found.best;
         } else {
           p = search(w, p, TARGET_SHRINK);
@@ -506,7 +518,8 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
       }
       codes[row][i * 32 + lane] = (uint8_t)code;
     }
-    if (lane == 0) ((uint32_t*)(upper + 512))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
+    if (lane == 0)
+      ((uint32_t*)(upper + UPPER_PARAMS))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
   }
   __syncthreads();
   if (warp > (lower ? 1 : 0)) return;
@@ -517,12 +530,12 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
     const uint32_t a = *(uint32_t*)&codes[g][16 * c + 4 * w], b = *(uint32_t*)&codes[g + 8][16 * c + 4 * w];
     words[w] = warp ? select_bits(b << 4, a, 0xf0f0f0f0) : select_bits(b, a >> 4, 0xf0f0f0f0);
   }
-  uint4* const to = warp ? (uint4*)(lower + block * LOWER_BLOCK) : (uint4*)upper;
-  to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
+  uint4* const plane = warp ? (uint4*)(lower + block * LOWER_BLOCK) : (uint4*)upper;
+  plane[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as for weights_w4_*. Grid
-// (blocks per tile, ceil(N / 16)), block 128.
+// (blocks per tile, ceil(N / 16)), 128 threads, static shared memory.
 #define PLANES(NAME, T, FROM)                                                                                    \
   KERNEL __launch_bounds__(128)                                                                                  \
       planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) { \
@@ -532,9 +545,9 @@ PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired): the dequantised matrix,
-// rounded to 16 bits, rows in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has
-// eight weights of a row.
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired):
+// the dequantised matrix, rounded to 16 bits, rows in the order before `paired`. Grid
+// (ceil(K / 64), ceil(N / 16)), 128 threads with eight weights of a row each.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;
