@@ -39,6 +39,12 @@ def test_text_to_stdout_statistics_to_stderr(fake: Any, quantspec: Run, document
     assert "\x1b" not in outcome.stdout + outcome.stderr
 
 
+def test_a_flag_without_its_value_names_the_command(quantspec: Run) -> None:
+    quantspec("bench", "--compare", "a").assert_error(2, "requires 2 arguments", "hint: see quantspec bench --help")
+    quantspec("run", "-m").assert_error(2, "requires an argument", "hint: see quantspec run --help")
+    quantspec("--config").assert_error(2, "requires an argument", "hint: see quantspec --help")
+
+
 def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: Run, document: Path) -> None:
     outcome = quantspec("run", "-p", str(document), "-n", "20", "--gamma", "4", "--seed", "3", "--json")
     assert (outcome.code, outcome.stderr) == (0, "")

@@ -135,7 +135,7 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
         render.note(
             f"{duration(stats['wall_s'])}, {render.number(stats['documents_per_hour'])} documents per hour, "
             f"prefill {render.rate(stats['prefill_tokens_per_s'])}, decode {render.rate(stats['decode_tokens_per_s'])}, "
-            f"{render.number(stats['batch_mean'])} documents at once"
+            f"{render.number(stats['batch_mean'])} at once on average"
         )
     if interrupted:
         render.note("interrupted; run the same command to continue")

@@ -141,14 +141,16 @@ def _invoke(arguments: list[str]) -> Done:
             click.echo(error.format_message(), err=True)
         return Done(EXIT_USAGE)
     except click.UsageError as error:
-        raise _usage(error) from error
+        raise _usage(error, arguments) from error
     except click.ClickException as error:
         raise UsageError(error.format_message(), "see quantspec --help") from error
     return done if isinstance(done, Done) else Done()
 
 
-def _usage(error: click.UsageError) -> UsageError:
-    path = error.ctx.command_path if error.ctx is not None else "quantspec"
+def _usage(error: click.UsageError, arguments: Sequence[str]) -> UsageError:
+    # Errors of click's parser do not name the command.
+    named = " ".join(["quantspec", *(argument for argument in arguments[:1] if argument in cli.commands)])
+    path = error.ctx.command_path if error.ctx is not None else named
     hint = f"see {path} --help"
     similar = getattr(error, "possibilities", None)
     if similar:
