@@ -1,7 +1,6 @@
 //! Reference values of `quantspec bench`: bytes a step must read, and this machine's memory bandwidth.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::default_threads;
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, sensitive, target_weights};
 use crate::plan::checkpoint_of;
@@ -115,22 +114,16 @@ pub(crate) fn planned(
     let request = Request {
         weights,
         kv_target,
-        method: "quantspec",
         kv_rounding,
-        draft_weights: "int4",
         draft_precision,
-        draft_pages: None,
         page_choice,
-        draft_refresh: 0,
         draft_model_kv,
         accept,
-        gamma: None,
         capacity,
-        prompt_capacity: capacity,
         slots,
-        pool_tokens: None,
-        threads: threads.unwrap_or_else(default_threads),
+        threads,
         every_method: true,
+        ..Request::default()
     };
     let mut resolved = request.resolve().map_err(to_python)?;
     detached(py, || {

@@ -301,8 +301,6 @@ impl PyEngine {
         prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
-        let threads = threads.unwrap_or_else(default_threads);
-        let prompt_capacity = prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1)));
         let request = Request {
             weights,
             kv_target,
@@ -324,7 +322,8 @@ impl PyEngine {
             every_method,
         };
         let resolved = request.resolve().map_err(to_python)?;
-        let (accept, step_rows, planes) = (resolved.accept, resolved.options.step_rows, resolved.options.planes);
+        let accept = resolved.accept;
+        let Options { threads, prompt_capacity, step_rows, planes, .. } = resolved.options;
         let raised = Raised::default();
         let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
         let shown = loading.clone();
@@ -494,18 +493,9 @@ impl PyEngine {
             draft_refresh,
             draft_model_kv: self.second_kv.as_deref(),
             gamma,
-            // Weights and sizes do not depend on the method.
-            weights: "checkpoint",
-            kv_rounding: "balanced",
-            draft_weights: "int4",
-            draft_precision: "auto",
-            accept: "replay",
-            capacity: 1,
-            prompt_capacity: 1,
-            slots: 1,
-            pool_tokens: None,
-            threads: 1,
             every_method: true,
+            // Weights and sizes do not depend on the method.
+            ..Request::default()
         };
         let resolved = request.resolve().map_err(to_python)?;
         let mut method = resolved.method;
@@ -642,9 +632,4 @@ fn by_method<'py>(py: Python<'py>, counters: &BTreeMap<&'static str, MethodCount
         out.set_item(name, of_method)?;
     }
     Ok(out)
-}
-
-/// Default number of worker threads: one per processor the process may use.
-pub(crate) fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,9 +1,9 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{OriginSlot, default_threads, open};
+use crate::engine::{OriginSlot, open};
 use crate::errors::{interruptible, to_python};
-use crate::options::{ablation, rounding, sensitive, target_weights, weights_name};
+use crate::options::{ablation, default_threads, rounding, sensitive, target_weights, weights_name};
 use crate::raised::{Raised, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -173,12 +173,12 @@ mod _native {
         let cpu = PyDict::new(py);
         let chosen = errors::detached(py, quantspec_cpu::dispatch::choose)?;
         cpu.set_item("name", quantspec_cpu::machine::cpu_name())?;
-        cpu.set_item("threads", engine::default_threads())?;
+        cpu.set_item("threads", options::default_threads())?;
         cpu.set_item("simd", chosen.simd.name())?;
         cpu.set_item("simd_reason", chosen.reason)?;
         cpu.set_item(
             "read_gb_per_s",
-            errors::detached(py, || quantspec_cpu::read_gb_per_s(engine::default_threads()))?,
+            errors::detached(py, || quantspec_cpu::read_gb_per_s(options::default_threads()))?,
         )?;
         let gpu = PyDict::new(py);
         let detected = py.detach(quantspec_cuda::detect);

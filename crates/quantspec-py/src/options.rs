@@ -34,7 +34,7 @@ pub(crate) enum DraftPages {
     Word(String),
 }
 
-/// The arguments that shape an engine, as Python passes them.
+/// The arguments that shape an engine, as Python passes them. The default is an engine's own, for one sequence of one token.
 pub(crate) struct Request<'a> {
     pub(crate) weights: &'a str,
     pub(crate) kv_target: &'a str,
@@ -51,14 +51,46 @@ pub(crate) struct Request<'a> {
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
-    pub(crate) prompt_capacity: usize,
+    /// Tokens of the longest prompt; `None` for `capacity`, which also limits it.
+    pub(crate) prompt_capacity: Option<usize>,
     pub(crate) slots: usize,
     /// Tokens that all sequences share; `None` for the longest context in every slot.
     pub(crate) pool_tokens: Option<usize>,
-    pub(crate) threads: usize,
+    /// Worker threads of a CPU; `None` for [`default_threads`].
+    pub(crate) threads: Option<usize>,
     /// Keep what every method with this target needs, and room for the longest γ, so that the method can be changed later. A cache in FP16
     /// serves every target.
     pub(crate) every_method: bool,
+}
+
+impl Default for Request<'_> {
+    fn default() -> Self {
+        Request {
+            weights: "checkpoint",
+            kv_target: "int8",
+            method: "quantspec",
+            kv_rounding: "balanced",
+            draft_weights: "int4",
+            draft_precision: "auto",
+            draft_pages: None,
+            page_choice: "best",
+            draft_refresh: 0,
+            draft_model_kv: None,
+            accept: "replay",
+            gamma: None,
+            capacity: 1,
+            prompt_capacity: None,
+            slots: 1,
+            pool_tokens: None,
+            threads: None,
+            every_method: false,
+        }
+    }
+}
+
+/// Default number of worker threads: one per processor the process may use.
+pub(crate) fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// A request checked and translated.
@@ -203,6 +235,34 @@ impl Request<'_> {
         })
     }
 
+    fn policy(&self) -> Result<Policy> {
+        match self.gamma {
+            Some(gamma) if gamma > GAMMA_MAX => Err(Error::usage(
+                format!("gamma is {gamma}"),
+                format!("use 0 to {GAMMA_MAX}, or auto; longer drafts do not pay"),
+            )),
+            Some(gamma) => Ok(Policy::fixed(gamma)),
+            None => Ok(Policy::auto(GAMMA_AUTO)),
+        }
+    }
+
+    /// Rows of the largest step: one of every slot with the longest γ. `drafts`: the method drafts.
+    fn step_rows(&self, drafts: bool) -> Result<usize> {
+        let longest = match self.every_method {
+            true => GAMMA_MAX,
+            false if drafts => self.gamma.unwrap_or(GAMMA_AUTO),
+            false => 0,
+        };
+        let step_rows = self.slots.saturating_mul(longest + 1);
+        if step_rows > STEP_ROWS_MAX {
+            return Err(Error::usage(
+                format!("{} slots of up to {} rows make a step of {step_rows} rows", self.slots, longest + 1),
+                format!("keep slots × (γ + 1) within {STEP_ROWS_MAX}"),
+            ));
+        }
+        Ok(step_rows)
+    }
+
     /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(self.weights)?;
@@ -233,28 +293,8 @@ impl Request<'_> {
             Some(drafter) => drafter.needs(),
             None => Needs { distributions: second.is_some(), ..Needs::default() },
         };
-        let policy = match self.gamma {
-            Some(gamma) if gamma > GAMMA_MAX => {
-                return Err(Error::usage(
-                    format!("gamma is {gamma}"),
-                    format!("use 0 to {GAMMA_MAX}, or auto; longer drafts do not pay"),
-                ));
-            }
-            Some(gamma) => Policy::fixed(gamma),
-            None => Policy::auto(GAMMA_AUTO),
-        };
-        let longest = match self.every_method {
-            true => GAMMA_MAX,
-            false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),
-            false => 0,
-        };
-        let step_rows = self.slots.saturating_mul(longest + 1);
-        if step_rows > STEP_ROWS_MAX {
-            return Err(Error::usage(
-                format!("{} slots of up to {} rows make a step of {step_rows} rows", self.slots, longest + 1),
-                format!("keep slots × (γ + 1) within {STEP_ROWS_MAX}"),
-            ));
-        }
+        let policy = self.policy()?;
+        let step_rows = self.step_rows(drafter.is_some() || second.is_some())?;
         if self.capacity == 0 || self.slots == 0 {
             return Err(Error::usage(
                 format!("an engine of {} slots of {} tokens holds nothing", self.slots, self.capacity),
@@ -272,7 +312,7 @@ impl Request<'_> {
                 pool_pages: self.pool_tokens.map_or(usize::MAX, |tokens| tokens.max(self.capacity) / G),
                 slots: self.slots,
                 capacity: self.capacity,
-                prompt_capacity: self.prompt_capacity,
+                prompt_capacity: self.prompt_capacity.unwrap_or(self.capacity).clamp(1, self.capacity),
                 planes: Planes::of(&views),
                 rounding,
                 ablation: None,
@@ -283,7 +323,7 @@ impl Request<'_> {
                 rejection: accept == Accept::Rejection && (self.every_method || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,
-                threads: self.threads,
+                threads: self.threads.unwrap_or_else(default_threads),
             },
             auto_weights: weights.is_none(),
             auto_precision: sensitive.is_none(),

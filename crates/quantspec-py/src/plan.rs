@@ -2,9 +2,9 @@
 //! machine, before any weight is read.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{default_threads, memory_dict};
+use crate::engine::memory_dict;
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, sensitive, target_view, target_weights, weights_name};
+use crate::options::{DraftPages, Request, default_threads, sensitive, target_view, target_weights, weights_name};
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -76,10 +76,10 @@ pub(crate) fn plan<'py>(
         accept,
         gamma,
         capacity,
-        prompt_capacity: prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1))),
+        prompt_capacity,
         slots,
         pool_tokens,
-        threads: threads.unwrap_or_else(default_threads),
+        threads,
         every_method: false,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
@@ -127,27 +127,7 @@ pub(crate) fn fitting(
     device: &str,
     weights: &str,
 ) -> PyResult<Vec<(usize, usize, usize)>> {
-    let request = Request {
-        weights,
-        kv_target: "int8",
-        method: "quantspec",
-        kv_rounding: "balanced",
-        draft_weights: "int4",
-        draft_precision: "auto",
-        draft_pages: None,
-        page_choice: "best",
-        draft_refresh: 0,
-        draft_model_kv: None,
-        accept: "replay",
-        gamma: None,
-        capacity: 1,
-        prompt_capacity: 1,
-        slots: 1,
-        pool_tokens: None,
-        threads: default_threads(),
-        every_method: false,
-    };
-    let resolved = request.resolve().map_err(to_python)?;
+    let resolved = Request { weights, ..Request::default() }.resolve().map_err(to_python)?;
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
