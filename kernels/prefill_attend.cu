@@ -222,6 +222,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       for (int i = 0; i < 32; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
     };
 
+    // ---- the loop over tiles: S of tile j next to P V of tile j - 1 ----
     float keep0, keep1;
     mbar_wait(at.q_full, 0);
     mbar_wait(at.k_full, 0);
@@ -262,6 +263,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     }
     mbar_wait(at.v_full + 8 * vs, v_parity);
     values(vs);
+    // ---- O / sum, through shared memory ----
     quad_sum(sum0, sum1);
     const float f0 = 1.f / sum0, f1 = 1.f / sum1;
     wgmma_wait<0>();
@@ -368,6 +370,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
     load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
+    // ---- S = Q K^T ----
     float s[BLOCKS][8][4];
 #pragma unroll
     for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
@@ -397,6 +400,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
       }
     }
+    // ---- P = 2^(S - max + P_SHIFT); earlier sums and outputs are rescaled if a maximum moved ----
     uint32_t p[BLOCKS][4][4];
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
@@ -433,6 +437,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
       }
     }
+    // ---- O += P V ----
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -446,6 +451,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         }
       }
   }
+  // ---- O / sum ----
 #pragma unroll
   for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
