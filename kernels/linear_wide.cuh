@@ -209,6 +209,28 @@ struct WideCodes {
   }
 };
 
+// Stores a thread's sums [unit][element] of the pass that begins at tile `first` of the cluster, of which `tiles_left`
+// exist: y [rows][n].
+template <class S>
+DEV void store_units(const float (&acc)[S::UNITS][S::N / 2], float* y, int first, int tiles_left, int n, int rows,
+                     int warp, int g, int c) {
+#pragma unroll
+  for (int i = 0; i < S::UNITS; i++) {
+    const int tile = 4 * i + (warp & 3);
+    const int out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g;
+    const int end = tile < tiles_left ? n : 0;
+    const int rows_left = rows - 2 * c;
+    float* row = y + (size_t)(2 * c) * n + out;
+#pragma unroll
+    for (int e = 0; e < S::N / 2; e += 4, row += 8 * (size_t)n) {
+      if (2 * e < rows_left && out < end) row[0] = acc[i][e];
+      if (2 * e < rows_left && out + 8 < end) row[8] = acc[i][e + 2];
+      if (2 * e + 1 < rows_left && out < end) row[n] = acc[i][e + 1];
+      if (2 * e + 1 < rows_left && out + 8 < end) row[n + 8] = acc[i][e + 3];
+    }
+  }
+}
+
 // One warpgroup: multiplies its class, adds it to the running
 // sum of the classes before; the last class stores y [rows][n].
 template <class S>
@@ -277,21 +299,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       }
     // ---- the last class stores y ----
     if (this_class == CLASSES - 1) {
-#pragma unroll
-      for (int i = 0; i < S::UNITS; i++) {
-        const int tile = 4 * i + (warp & 3);
-        const int out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g;
-        const int end = tile < tiles_left ? n : 0;
-        const int rows_left = rows - 2 * c;
-        float* row = y + (size_t)(2 * c) * n + out;
-#pragma unroll
-        for (int e = 0; e < S::N / 2; e += 4, row += 8 * (size_t)n) {
-          if (2 * e < rows_left && out < end) row[0] = acc[i][e];
-          if (2 * e < rows_left && out + 8 < end) row[8] = acc[i][e + 2];
-          if (2 * e + 1 < rows_left && out < end) row[n] = acc[i][e + 1];
-          if (2 * e + 1 < rows_left && out + 8 < end) row[n + 8] = acc[i][e + 3];
-        }
-      }
+      store_units<S>(acc, y, first, tiles_left, n, rows, warp, g, c);
       // After the last pass block 0 may have exited.
       if (first + S::TILES < mine) {
         seen = __reduce_or_sync(~0u, seen);

@@ -13,8 +13,8 @@ DEV int panel_height(int rows) { return min((rows + 7) / 8 * 8, PANEL_ROWS); }
 // Index of a row's group among the pairs {scale, sum}; times 128, the byte offset of its codes.
 DEV size_t input_index(int row, int group, int groups, int panels) {
   if (!panels) return (size_t)row * groups + group;
-  const int above = row / PANEL_ROWS * PANEL_ROWS;
-  return (size_t)above * groups + (size_t)group * panel_height(panels - above) + row % PANEL_ROWS;
+  const int first_row = row / PANEL_ROWS * PANEL_ROWS;  // of the panel
+  return (size_t)first_row * groups + (size_t)group * panel_height(panels - first_row) + row % PANEL_ROWS;
 }
 // Byte offset, in a group's 128, of codes 4 lane to 4 lane + 3. In a panel the four codes from 64 h + 16 c + 8 j + 4 p
 // on are word c of the 16-byte piece 4 h + 2 j + p.

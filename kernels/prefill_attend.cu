@@ -118,6 +118,33 @@ DEV void load_tiles(const Shared<D>& at, const TensorMap* Q, const TensorMap* K,
   }
 }
 
+// Stores a warpgroup's 64 rows of O / sum, through the shared memory of its rows of Q. w: warpgroup; head: query head.
+template <int D, class T>
+DEV void store_output(const Shared<D>& at, const TensorMap* O, float (&o)[D / 2], float sum0, float sum1, int row0,
+                      int head, int w, int warp, int lane) {
+  constexpr int SLICE = Tile<D>::SLICE;
+  const float f0 = 1.f / sum0, f1 = 1.f / sum1;
+  wgmma_wait<0>();
+  bar_sync(1 + w, 128);  // the whole warpgroup has read its rows of Q, which O overwrites
+  const int o_row = warp * 16 + (lane & 15), half = lane >> 4;
+#pragma unroll
+  for (int i = 0; i < D / 16; i++) {
+    float* v = o + i * 8;
+    stmatrix4(at.q + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4),
+              T::pack(v[0] * f0, v[1] * f0), T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0),
+              T::pack(v[6] * f1, v[7] * f1));
+  }
+  fence_async();
+  bar_sync(1 + w, 128);
+  if ((threadIdx.x & 127) == 0) {
+#pragma unroll
+    for (int i = 0; i < Tile<D>::SLICES; i++)
+      tma_store(O, 64 * i, row0 + w * 64, head, at.q + i * SLICE + w * 64 * 128);
+    bulk_commit();
+    bulk_wait_all();
+  }
+}
+
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1};
 // O: box {64, 64, 1}. Q and O have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer,
 // the second half of Q's box is loaded in vain.
@@ -126,7 +153,6 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
                 int group, float scale_log2, int reach) {
   constexpr int BYTES = Tile<D>::BYTES;
   constexpr int SLICE = Tile<D>::SLICE;
-  constexpr int SLICES = Tile<D>::SLICES;
   constexpr int ROWS = 64 * CONSUMERS;
   constexpr int WARPS = 4 * CONSUMERS;
   static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D &&
@@ -263,27 +289,8 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     }
     mbar_wait(at.v_full + 8 * vs, v_parity);
     values(vs);
-    // ---- O / sum, through shared memory ----
     quad_sum(sum0, sum1);
-    const float f0 = 1.f / sum0, f1 = 1.f / sum1;
-    wgmma_wait<0>();
-    bar_sync(1 + w, 128);  // the whole warpgroup has read its 64 rows of Q, which O overwrites
-    const int o_row = warp * 16 + (lane & 15), half = lane >> 4;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-      float* v = o + i * 8;
-      stmatrix4(at.q + (i >> 2) * SLICE + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4),
-                T::pack(v[0] * f0, v[1] * f0), T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0),
-                T::pack(v[6] * f1, v[7] * f1));
-    }
-    fence_async();
-    bar_sync(1 + w, 128);
-    if ((threadIdx.x & 127) == 0) {
-#pragma unroll
-      for (int i = 0; i < SLICES; i++) tma_store(O, 64 * i, row0 + w * 64, place.head, at.q + i * SLICE + w * 64 * 128);
-      bulk_commit();
-      bulk_wait_all();
-    }
+    store_output<D, T>(at, O, o, sum0, sum1, row0, place.head, w, warp, lane);
   }
 }
 
