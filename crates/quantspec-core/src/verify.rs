@@ -147,7 +147,7 @@ impl Judge {
     /// Those of [`check_left`] if no token can be chosen from the logits, [`crate::ErrorKind::Internal`] if rows, tokens and
     /// kept distributions do not match.
     pub fn judge(
-        &mut self,
+        &self,
         slot: usize,
         drafted: &[u32],
         q: DraftDistribution,
@@ -305,7 +305,7 @@ mod tests {
             let want: Vec<Vec<f32>> = p.iter().map(|row| warp(row, &sampler)).collect();
             // Likely, unlikely, and excluded by the target.
             for drafted in [0, 3, 4] {
-                let (mut counts, mut accepted, mut judge) = (vec![vec![0.0; 6]; 2], 0, Judge::new());
+                let (mut counts, mut accepted, judge) = (vec![vec![0.0; 6]; 2], 0, Judge::new());
                 for round in 0..30_000 {
                     let q = DraftDistribution::OneHot;
                     let verdict = judge.judge(1, &[drafted], q, &rows, &sampler, 10 * round).unwrap();

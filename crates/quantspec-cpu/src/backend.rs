@@ -6,7 +6,6 @@ mod attend_tokens;
 mod kv_cache;
 mod network;
 mod prompt_rows;
-mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
 use crate::cache::{Cache, CacheSizes};
 use crate::dispatch::{self, ChosenPath};
@@ -17,9 +16,8 @@ use crate::weights::{self, Model};
 use activations::{Lengths, Rows};
 use quantspec_core::attend::SnapScores;
 use quantspec_core::config::ModelConfig;
-use quantspec_core::verify::Judge;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Backend, Executor, Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, Executor, Hooks, HostSampler, Memory, Options, SamplesOnHost};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 
@@ -37,7 +35,6 @@ pub struct CpuBackend {
     cache: Cache,
     /// Capacity of each open slot.
     open: Vec<Option<usize>>,
-    windows: Vec<Vec<u32>>,
     /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
     /// Scores of pages chosen by the attention of a prompt's end, likewise.
@@ -46,10 +43,10 @@ pub struct CpuBackend {
     rows: Rows,
     states: Vec<State>,
     flushes: Vec<quantize::Scratch>,
-    judge: Judge,
+    sampler: HostSampler,
 }
 
-/// Bytes of a round's draft distributions, which [`Judge`] stores while drafting.
+/// Bytes of a round's draft distributions, which [`HostSampler`] stores while drafting.
 fn drafted_bytes(config: &ModelConfig, options: &Options) -> usize {
     if options.rejection { 4 * options.step_rows * config.vocab } else { 0 }
 }
@@ -139,9 +136,8 @@ impl CpuBackend {
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
             snap_scores: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],
-            windows: vec![Vec::new(); options.slots],
+            sampler: HostSampler::new(options.slots, config.vocab),
             flushes: (0..threads).map(|_| quantize::Scratch::new(shape)).collect(),
-            judge: Judge::new(),
             options: options.clone(),
             config,
             choice,
@@ -158,6 +154,12 @@ impl CpuBackend {
     /// The SIMD path in use.
     pub fn simd(&self) -> &'static str {
         self.choice.simd.name()
+    }
+}
+
+impl SamplesOnHost for CpuBackend {
+    fn host_sampler(&mut self) -> (&mut HostSampler, &[f32]) {
+        (&mut self.sampler, &self.rows.logits)
     }
 }
 

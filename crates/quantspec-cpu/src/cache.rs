@@ -44,7 +44,12 @@ impl CacheSizes {
         self.layers * self.kv_heads
     }
 
-    /// Index in the pool of a physical page of a head ([`Cache::head`]).
+    /// Index of a KV head of a layer of a slot.
+    pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
+        (slot * self.layers + layer) * self.kv_heads + kv_head
+    }
+
+    /// Index in the pool of a physical page of a head ([`CacheSizes::head`]).
     pub(crate) fn index(&self, head: usize, physical: usize) -> usize {
         head % self.heads() * self.pool + physical
     }
@@ -107,9 +112,9 @@ impl Cache {
         HeadPages { cache: self, first: self.sizes.index(head, 0), table }
     }
 
-    /// Index of a KV head of a layer of a slot.
+    /// [`CacheSizes::head`].
     pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
-        (slot * self.sizes.layers + layer) * self.sizes.kv_heads + kv_head
+        self.sizes.head(slot, layer, kv_head)
     }
 
     /// The ring's page that holds page `page` of the sequence.

@@ -1,23 +1,26 @@
 //! The current prompt: hidden states of all its rows (prefill is layer-major), and full-precision keys and values of one
 //! layer.
 
+mod qkv_heads;
+
 use crate::attend::{Shape, put_token};
 use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
-use crate::lanes::{f16_bits, f16_is_finite, gelu, silu, take};
+use crate::lanes::{gelu, silu, take};
 use crate::masses::PageMasses;
 use crate::memory::{Array, DisjointSlice};
 use crate::panel::PANEL;
 use crate::pool::{Pool, share};
-use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
+use crate::prefill::{self, panel_len, put_features, takes_pairs};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
+use qkv_heads::{Angles, QkvHeads};
 use quantspec_core::config::{Activation, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Block, Options};
 use quantspec_model::rope::RopeTable;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
 
 /// Panels that rows `start .. start + rows` touch.
 const fn span(start: usize, rows: usize) -> usize {
@@ -315,89 +318,50 @@ impl Prompt {
         let (first, count) = self.panels(block)?;
         self.norm(machine, &layer.qkv, layer.attention_norm.as_deref(), (first, count))?;
         self.multiply(machine, &layer.qkv, count)?;
-        let mut of_heads = layer.qk_norm.as_ref();
-        if self.config.qk_norm == QkNorm::Projection
-            && let Some((q_norm, k_norm)) = of_heads.take()
-        {
-            let QkvOffsets { key, width, .. } = self.offsets;
-            self.norm_output(machine, q_norm, 0, width, count)?;
-            self.norm_output(machine, k_norm, key, width, count)?;
-        }
-        let (simd, threads) = (machine.simd, machine.pool.threads());
-        let (config, offsets, tokens) = (&self.config, self.offsets, self.tokens);
-        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
-        let pairs = takes_pairs(simd, &layer.output.full);
-        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
-        let (y, cos, sin, rotates) = (&self.y, &self.cos, &self.sin, config.rotates(index));
-        let local = if config.reach(index).is_some() { tokens * d / 2 } else { 0 };
-        let (q, keys, values) =
-            (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
-        let last = self.masses.add_queries(block);
-        let broken = AtomicBool::new(false);
-        let items = 2 * kv_heads + heads * count;
+        let norms = match (self.config.qk_norm, &layer.qk_norm) {
+            (QkNorm::Projection, Some((q_norm, k_norm))) => {
+                let QkvOffsets { key, width, .. } = self.offsets;
+                self.norm_output(machine, q_norm, 0, width, count)?;
+                self.norm_output(machine, k_norm, key, width, count)?;
+                None
+            }
+            (_, norms) => norms.as_ref(),
+        };
+        let (config, threads) = (&self.config, machine.pool.threads());
+        let angles = match (config.rotates(index), config.reach(index)) {
+            (false, _) => Angles::None,
+            (true, None) => Angles::From(0),
+            (true, Some(_)) => Angles::From(self.tokens * config.head_dim / 2),
+        };
+        let heads = QkvHeads {
+            simd: machine.simd,
+            config,
+            offsets: self.offsets,
+            block,
+            first,
+            panels: count,
+            y: &self.y,
+            bias: &layer.qkv.bias,
+            norms,
+            cos: &self.cos,
+            sin: &self.sin,
+            angles,
+            pairs: takes_pairs(machine.simd, &layer.output.full),
+            tokens: self.tokens,
+            q: DisjointSlice::new(&mut self.q),
+            keys: DisjointSlice::new(&mut self.keys),
+            values: DisjointSlice::new(&mut self.values),
+            last: self.masses.add_queries(block),
+            broken: AtomicBool::new(false),
+        };
         machine.pool.run(&|thread| {
-            let mut head = vec![[0f32; LANES]; d];
-            for item in share(items, thread, threads) {
-                let Head { kind, index, from, panels } = Head::of(item, config, offsets, count);
-                for panel in panels {
-                    let y = &y[(panel * offsets.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
-                    let lanes = Prompt::lanes(block, first + panel);
-                    let panel_angles = d / 2 * PANEL_TOKENS;
-                    let angles =
-                        if rotates { local + (first + panel) * panel_angles } else { cos.len() - panel_angles };
-                    for lane in (0..PANEL_TOKENS).step_by(LANES) {
-                        for (c, head) in head.iter_mut().enumerate() {
-                            *head = take(y, c * PANEL_TOKENS + lane);
-                            if let Some(bias) = layer.qkv.bias.get(from + c) {
-                                head.iter_mut().for_each(|x| *x += bias);
-                            }
-                        }
-                        if kind != Kind::Value {
-                            let head = &mut head[..];
-                            if let Some((q_norm, k_norm)) = of_heads {
-                                let (weight, eps) = (if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
-                                portable!(simd, norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32));
-                            }
-                            let (cos, sin) = (&cos[angles + lane..], &sin[angles + lane..]);
-                            portable!(simd, rotate(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
-                        }
-                        if kind == Kind::Query {
-                            let position = (first + panel) * PANEL_TOKENS + lane;
-                            let factors: [f32; LANES] =
-                                std::array::from_fn(|l| scale * config.query_factor(position + l));
-                            head.iter_mut().for_each(|x| x.iter_mut().zip(&factors).for_each(|(x, f)| *x *= f));
-                            for l in (0..LANES).filter(|l| lanes.contains(&(lane + l))) {
-                                // SAFETY: a head of a row is one item.
-                                let to = unsafe { last.row((first + panel) * PANEL_TOKENS + lane + l, index) };
-                                to.iter_mut().zip(&head).for_each(|(to, x)| *to = x[l]);
-                            }
-                            // SAFETY: a head of a panel is one item.
-                            let q = unsafe { q.slice((panel * heads + index) * panel_len(d), panel_len(d)) };
-                            put_features(simd, pairs, q, 0, lane, &head);
-                            if pairs && lane == 0 {
-                                q[tile_padding(d)].fill(0.0);
-                            }
-                            continue;
-                        }
-                        for l in 0..LANES {
-                            if !lanes.contains(&(lane + l)) {
-                                continue;
-                            }
-                            let position = (first + panel) * PANEL_TOKENS + lane + l;
-                            // SAFETY: keys (values) of a head are one item.
-                            let out = unsafe {
-                                let to = if kind == Kind::Key { keys } else { values };
-                                to.slice((index * tokens + position) * d, d)
-                            };
-                            if !put_halves(out, &head, l) {
-                                broken.store(true, Relaxed);
-                            }
-                        }
-                    }
-                }
+            let mut head = vec![[0f32; LANES]; config.head_dim];
+            for item in share(heads.items(), thread, threads) {
+                // SAFETY: an item belongs to one thread.
+                unsafe { heads.run(item, &mut head) };
             }
         })?;
-        if broken.load(Relaxed) {
+        if heads.broken.into_inner() {
             return Err(Error::not_finite(format!(
                 "keys or values of prompt tokens {}..{} are NaN or beyond half precision",
                 block.start,
@@ -555,84 +519,6 @@ impl Prompt {
     /// Tokens there is room for.
     pub(crate) fn room(&self) -> usize {
         self.tokens
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Query,
-    Key,
-    Value,
-}
-
-/// A work item of [`Prompt::qkv`]: a head, and the panels of a block. One item has all panels of a KV head's keys, another all
-/// of its values; queries are one item per head and panel.
-struct Head {
-    kind: Kind,
-    /// Number of the head among those of its kind.
-    index: usize,
-    /// Its first output of the matrix.
-    from: usize,
-    panels: Range<usize>,
-}
-
-impl Head {
-    fn of(item: usize, config: &ModelConfig, offsets: QkvOffsets, panels: usize) -> Head {
-        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
-        if item < kv_heads {
-            Head { kind: Kind::Key, index: item, from: offsets.key + item * d, panels: 0..panels }
-        } else if item < 2 * kv_heads {
-            let index = item - kv_heads;
-            Head { kind: Kind::Value, index, from: offsets.value + index * d, panels: 0..panels }
-        } else {
-            let (panel, index) = ((item - 2 * kv_heads) / heads, (item - 2 * kv_heads) % heads);
-            Head { kind: Kind::Query, index, from: index * d, panels: panel..panel + 1 }
-        }
-    }
-}
-
-/// Stores one lane of a head in half precision. Returns false if a number is NaN or too large; it is stored as 0, because a
-/// later prompt multiplies entries after its end by zero.
-#[inline(always)]
-fn put_halves(out: &mut [u16], head: &[[f32; LANES]], lane: usize) -> bool {
-    let mut finite = true;
-    for (out, x) in out.iter_mut().zip(head) {
-        let bits = f16_bits(x[lane]);
-        let number = f16_is_finite(bits);
-        *out = if number { bits } else { 0 };
-        finite &= number;
-    }
-    finite
-}
-
-/// RMSNorm of one head of sixteen tokens.
-#[inline(always)]
-fn norm_head<const FMA: bool>(head: &mut [[f32; LANES]], weight: &[f32], eps: f32) {
-    let mut squares = [0f32; LANES];
-    for x in head.iter() {
-        for l in 0..LANES {
-            squares[l] += x[l] * x[l];
-        }
-    }
-    let count = head.len() as f32;
-    let scale = squares.map(|sum| 1.0 / (sum / count + eps).sqrt());
-    for (x, w) in head.iter_mut().zip(weight) {
-        for l in 0..LANES {
-            x[l] = x[l] * scale[l] * w;
-        }
-    }
-}
-
-/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]`, from the first token's lane on.
-#[inline(always)]
-fn rotate<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
-    let half = head.len() / 2;
-    let (a, b) = head.split_at_mut(half);
-    for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {
-        let (c, s): ([f32; LANES], [f32; LANES]) = (take(cos, i * PANEL_TOKENS), take(sin, i * PANEL_TOKENS));
-        for l in 0..LANES {
-            (a[l], b[l]) = (a[l] * c[l] - b[l] * s[l], b[l] * c[l] + a[l] * s[l]);
-        }
     }
 }
 

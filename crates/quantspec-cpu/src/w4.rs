@@ -401,7 +401,8 @@ impl Operands<'_> {
     fn rows(&self, simd: Simd, m: usize, out: &mut [f32]) {
         assert!(
             self.tiles.len() == self.groups * self.bits.tile_bytes()
-                && self.q.len() >= (m - 1) * self.width + self.width
+                && self.width == self.groups * GROUP
+                && self.q.len() >= m * self.width
                 && self.scale.len() >= m * self.groups
                 && self.sum.len() >= m * self.groups
                 && out.len() >= (m - 1) * PANEL + TILE_ROWS
@@ -497,6 +498,9 @@ mod avx512 {
     }
 
     /// V code vectors to a tile.
+    ///
+    /// # Safety
+    /// As [`column`].
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     unsafe fn tiles<const M: usize, const V: usize>(part: &Operands, out: *mut f32) {

@@ -5,6 +5,7 @@
 //! pass. The engine owns extents, γ and statistics.
 
 pub use crate::forward::{Executor, Round};
+pub use crate::host_sampler::{HostSampler, SamplesOnHost};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
 pub use crate::prompt_rows::{HeldRows, PromptRows};

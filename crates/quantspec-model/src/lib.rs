@@ -14,6 +14,7 @@ pub mod evaluate;
 pub mod forward;
 pub mod gguf;
 mod gguf_config;
+mod host_sampler;
 pub mod importance;
 mod kv_cache;
 mod names;

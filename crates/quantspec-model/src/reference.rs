@@ -6,7 +6,7 @@
 //! dequantised codes.
 
 use crate::backend::{
-    Backend, Block, Branch, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+    Backend, Block, Branch, Executor, Hooks, HostSampler, KvCache, Memory, Network, Options, Pass, SamplesOnHost, Step,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::importance::{LayerImportance, MadeUpRows};
@@ -19,7 +19,7 @@ use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
 use quantspec_core::cache::{
-    BUFFER_TOKENS, G, GAMMA_MAX, first_visible, ring_index, visible_buffer, visible_pages, visible_quantised,
+    BUFFER_TOKENS, G, first_visible, ring_index, visible_buffer, visible_pages, visible_quantised,
 };
 use quantspec_core::config::{
     Activation, DraftWeights, ModelConfig, Pages, Planes, QkNorm, Rounding, TargetWeights, View, Weights,
@@ -29,11 +29,9 @@ use quantspec_core::quantize::{
     ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
     quantize_head_row, quantize_page, quantize_weights_row,
 };
-use quantspec_core::sample::{Stream, check_finite, check_left, choose};
-use quantspec_core::verify::{Judge, Verdict};
+use quantspec_core::sample::check_finite;
 use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -52,7 +50,7 @@ pub struct ReferenceBackend {
     slots: Vec<Option<Slot>>,
     /// Page tables and counts alone: every slot has its own copy of a shared page.
     page_pool: PagePool,
-    judge: Judge,
+    sampler: HostSampler,
     /// Hidden states of the current step, [1][hidden] per row.
     rows: Vec<Tensor>,
     /// Hidden states of the current prompt, [rows][hidden], by the block's first row.
@@ -64,13 +62,12 @@ pub struct ReferenceBackend {
     scratch: Option<(Tensor, Tensor)>,
     /// Positions and queries `[q_width]` of the prompt's last rows in the current layer, at most [`SNAP_QUERIES`].
     last: Vec<(usize, Vec<f32>)>,
-    logits: Vec<Vec<f32>>,
+    /// Of the last head, `[rows][vocab]`.
+    logits: Vec<f32>,
 }
 
-/// One sequence.
+/// The cache of one sequence, [layer][kv head].
 struct Slot {
-    window: Vec<u32>,
-    /// [layer][kv head].
     heads: Vec<Vec<Head>>,
 }
 
@@ -146,12 +143,12 @@ impl ReferenceBackend {
             local_rope: RopeTable::local(&config),
             slots: (0..options.slots).map(|_| None).collect(),
             page_pool: PagePool::new(options.pages(), options.slots),
+            sampler: HostSampler::new(options.slots, config.vocab),
             options: options.clone(),
             config,
             hooks,
             full,
             draft,
-            judge: Judge::new(),
             rows: Vec::new(),
             blocks: HashMap::new(),
             between: Vec::new(),
@@ -631,11 +628,7 @@ impl Network for ReferenceBackend {
     fn embed(&mut self, pass: &Pass) -> Result<()> {
         let tokens: Vec<u32> = match pass {
             Pass::Step(step) => {
-                let mut tokens = Vec::with_capacity(step.rows.len());
-                for row in step.rows {
-                    tokens.extend(self.slot(row.slot)?.window.get(row.offset));
-                }
-                tokens
+                step.rows.iter().map(|row| self.sampler.token(row.slot, row.offset)).collect::<Result<_>>()?
             }
             Pass::Prefill(block) => {
                 if block.start == 0 {
@@ -789,10 +782,9 @@ impl Network for ReferenceBackend {
             let last = tensor(|| hidden.narrow(0, hidden.dim(0)? - 1, 1))?;
             let x = self.norm(&last, Part::FinalNorm)?;
             let row = self.linear(&x, Part::Head, None, weights_of(pass))?;
-            logits.push(tensor(|| row.flatten_all()?.to_vec1())?);
-        }
-        for row in &logits {
-            check_finite(row)?;
+            let row: Vec<f32> = tensor(|| row.flatten_all()?.to_vec1())?;
+            check_finite(&row)?;
+            logits.extend(row);
         }
         self.logits = logits;
         Ok(())
@@ -820,8 +812,8 @@ impl KvCache for ReferenceBackend {
         }
         self.page_pool.open(slot, capacity, prefix)?;
         let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
-        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
-        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
+        self.slots[slot] = Some(Slot { heads: (0..self.config.layers).map(|_| heads()).collect() });
+        self.sampler.clear(slot);
         Ok(())
     }
 
@@ -833,16 +825,13 @@ impl KvCache for ReferenceBackend {
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        match self.slot(slot)?.window.get_mut(..tokens.len()) {
-            Some(window) => window.copy_from_slice(tokens),
-            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
-        }
-        Ok(())
+        self.slot(slot)?;
+        self.sampler.set_window(slot, tokens)
     }
 
     fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
-        let window = self.slot(slot)?.window.get(..n);
-        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
+        self.slot(slot)?;
+        self.sampler.window(slot, n).map(<[u32]>::to_vec)
     }
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
@@ -857,58 +846,9 @@ impl KvCache for ReferenceBackend {
     }
 }
 
-impl TokenSampler for ReferenceBackend {
-    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
-        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
-    }
-
-    fn first(&mut self, turn: &Turn) -> Result<u32> {
-        let logits = self.logits(0)?;
-        let logits = turn.allowed(&logits, &[])?;
-        check_left(&logits)?;
-        Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
-    }
-
-    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
-        for (index, row) in step.rows.iter().enumerate() {
-            let turn = turns.iter().find(|turn| turn.slot == row.slot);
-            let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
-            let logits = self.logits(index)?;
-            let drafted = self.window(row.slot, row.offset + 1)?;
-            let logits = turn.allowed(&logits, &drafted[1..])?;
-            let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
-            match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
-                Some(entry) => *entry = token,
-                None => return Err(Error::internal(format!("offset {} is outside the window", row.offset + 1))),
-            }
-        }
-        Ok(())
-    }
-
-    fn margin(&mut self, slot: usize, offset: usize) -> Result<f32> {
-        Ok(self.judge.margin(slot, offset))
-    }
-
-    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
-        self.judge.distribution(slot, offset).map(<[f32]>::to_vec)
-    }
-
-    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
-        self.judge.keep(slot, offset, q.to_vec());
-        Ok(())
-    }
-
-    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let mut verdicts = Vec::new();
-        for turn in turns {
-            let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
-            let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let logits: Vec<Cow<[f32]>> =
-                of_turn.map(|(row, logits)| turn.allowed(logits, &drafted[..row.offset])).collect::<Result<_>>()?;
-            let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
-            verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
-        }
-        Ok(verdicts)
+impl SamplesOnHost for ReferenceBackend {
+    fn host_sampler(&mut self) -> (&mut HostSampler, &[f32]) {
+        (&mut self.sampler, &self.logits)
     }
 }
 
@@ -930,7 +870,7 @@ impl Backend for ReferenceBackend {
             cache_lower_bytes: quantised().map(codes).sum(),
             cache_full_bytes: full.map(|(keys, values)| 2 * (keys.len() + values.len())).sum(),
             buffer_bytes: heads().map(|head| 2 * (head.recent_keys.len() + head.recent_values.len())).sum(),
-            workspace_bytes: self.logits.iter().map(|row| row.len() * 4).sum(),
+            workspace_bytes: self.logits.len() * 4,
             host_bytes: 0,
         }
     }

@@ -156,6 +156,15 @@ impl Rows {
         }
     }
 
+    /// Normalises numbers from `from` on of the first m rows of QKV, in place.
+    pub(super) fn norm_qkv(&mut self, simd: Simd, config: &ModelConfig, weight: &[f32], from: usize, m: usize) {
+        for row in self.qkv.chunks_exact_mut(self.offsets.width).take(m) {
+            let x = &mut row[from..from + weight.len()];
+            let before = x.to_vec();
+            rms_norm(simd, &before, weight, config.rms_eps, x);
+        }
+    }
+
     /// Adds the first m rows of a projection in `x` to the hidden states, normalised.
     pub(super) fn add_normed(&mut self, simd: Simd, config: &ModelConfig, weight: &[f32], m: usize) {
         let (n, stride) = (config.hidden, row_stride(config.hidden));

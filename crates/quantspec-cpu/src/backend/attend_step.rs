@@ -7,9 +7,9 @@ use crate::dispatch::Simd;
 use crate::linear::row_stride;
 use crate::memory::DisjointSlice;
 use crate::panel::groups;
-use crate::pool::{WorkQueues, share, share_by_cost};
+use crate::pool::{Pool, WorkQueues, share, share_by_cost};
 use quantspec_core::cache::{G, first_visible, visible_pages};
-use quantspec_core::config::{Pages, Rounding};
+use quantspec_core::config::{ModelConfig, Pages, Rounding};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
@@ -36,22 +36,129 @@ impl Item {
     }
 }
 
-/// Pages and planes that the items of a step read.
+/// What the rows of a step read in one layer.
 struct Reads<'a> {
     simd: Simd,
+    config: &'a ModelConfig,
+    layer: usize,
     step: &'a Step<'a>,
     cache: &'a Cache,
     /// None: f16 pages.
     planes: Option<attend::Planes>,
     rounding: Rounding,
     group: usize,
-    /// Tokens that a row sees; `usize::MAX` for all.
-    reach: usize,
+    /// Tokens that a row sees; None for all.
+    reach: Option<usize>,
+    /// 0, 1, 2, …: the list of all pages.
+    all: &'a [u32],
+    /// [`CpuBackend::chosen`].
+    chosen: &'a [(Vec<u32>, usize)],
 }
 
 impl Reads<'_> {
+    /// The pages of a row at this position, in a local layer also those before its reach.
+    fn list(&self, slot: usize, kv_head: usize, position: usize) -> &[u32] {
+        let visible = visible_pages(position);
+        match (self.step.pages, self.reach) {
+            (Pages::All, _) | (_, Some(_)) => &self.all[..visible],
+            _ => {
+                let list = &self.chosen[self.cache.head(slot, self.layer, kv_head)].0;
+                &list[..list.partition_point(|page| (*page as usize) < visible)]
+            }
+        }
+    }
+
+    /// The first chunk of a row at this position: chunks before its reach are neither computed nor merged.
+    fn first_chunk(&self, position: usize) -> usize {
+        self.reach.map_or(0, |reach| first_visible(position, reach) / G / CHUNK)
+    }
+
+    /// The work items of the runs, and the most parts of a row's result: one per chunk, and one of the recent tokens.
+    fn items(&self, runs: &[(usize, usize)]) -> (Vec<Item>, usize) {
+        let (mut items, mut parts) = (Vec::new(), 1);
+        for &(first, count) in runs {
+            let (slot, last) = (self.step.rows[first].slot, self.step.rows[first + count - 1].position);
+            let first_chunk = self.first_chunk(self.step.rows[first].position);
+            for kv_head in 0..self.config.kv_heads {
+                let pages = self.list(slot, kv_head, last).len();
+                let chunks = pages.div_ceil(CHUNK);
+                parts = parts.max(chunks + 1);
+                for chunk in std::iter::once(None).chain((first_chunk..chunks).map(Some)) {
+                    for (from, rows) in groups(count, ITEM_ROWS) {
+                        items.push(Item { first: first + from, rows, kv_head, chunk, pages });
+                    }
+                }
+            }
+        }
+        (items, parts)
+    }
+
+    /// Computes every item into its parts. `qkv`: `[row][width]`, the queries first; `states`: one per thread.
+    fn compute(
+        &self,
+        pool: &Pool,
+        items: &[Item],
+        (qkv, width): (&[f32], usize),
+        states: &mut [State],
+        partials: &Partials,
+    ) -> Result<()> {
+        let (threads, group, d) = (pool.threads(), self.group, self.config.head_dim);
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        let cost = |i: usize| items[i].cost(group);
+        let states = DisjointSlice::new(states);
+        let work = WorkQueues::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
+        pool.run(&|thread| {
+            // SAFETY: one element per thread.
+            let state = unsafe { &mut states.slice(thread, 1)[0] };
+            while let Some(item) = work.take(thread) {
+                let item = &items[item];
+                // Row of the step and head of a query row of the item.
+                let query = |r: usize| (item.first + r / group, item.kv_head * group + r % group);
+                for r in 0..item.rows * group {
+                    let (j, head) = query(r);
+                    state.set_query(r, &qkv[j * width + head * d..][..d], scale);
+                }
+                state.reset(item.rows * group);
+                let last = &self.step.rows[item.first + item.rows - 1];
+                let head = self.cache.head(last.slot, self.layer, item.kv_head);
+                self.item(state, item, head, self.list(last.slot, item.kv_head, last.position));
+                state.finish(item.rows * group, |r| {
+                    let (j, head) = query(r);
+                    // The recent tokens come last, after the chunks that the row's own position sees.
+                    let part = item.chunk.unwrap_or(partials.parts - 1);
+                    // SAFETY: a row, head and part belong to one item, which one thread takes.
+                    unsafe { partials.at(j, head, part) }
+                });
+            }
+        })
+    }
+
+    /// Merges the parts of every row and head into `out`, `[row][row_stride(q_width)]`. `partials`: `[row][head][part]`.
+    fn merge(&self, pool: &Pool, partials: &[f32], parts: usize, out: &mut [f32]) -> Result<()> {
+        let (heads, d, simd) = (self.config.heads, self.config.head_dim, self.simd);
+        let (stride, length) = (row_stride(self.config.q_width()), 2 + d);
+        let threads = pool.team(self.step.rows.len() * heads * parts * length);
+        let out = DisjointSlice::new(out);
+        pool.run_team(threads, &|thread| {
+            let mut gathered = vec![0f32; parts * length];
+            for item in share(self.step.rows.len() * heads, thread, threads) {
+                let (j, head) = (item / heads, item % heads);
+                let row = &self.step.rows[j];
+                let chunks = self.list(row.slot, head / self.group, row.position).len().div_ceil(CHUNK);
+                let first = self.first_chunk(row.position).min(chunks);
+                let from = &partials[item * parts * length..][..parts * length];
+                let gathered = &mut gathered[..(chunks - first + 1) * length];
+                gathered[..(chunks - first) * length].copy_from_slice(&from[first * length..chunks * length]);
+                gathered[(chunks - first) * length..].copy_from_slice(&from[(parts - 1) * length..]);
+                // SAFETY: a head of a row is one item.
+                let out = unsafe { out.slice(j * stride + head * d, d) };
+                attend::merge(simd, gathered, length, out);
+            }
+        })
+    }
+
     /// Adds an item's pages to the state, each for the rows that see it. `list`: the pages of the item's last row.
-    pub(super) fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
+    fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
         let position = |i: usize| self.step.rows[item.first + i].position;
         let Some(chunk) = item.chunk else {
             self.recent(state, item, head);
@@ -64,7 +171,7 @@ impl Reads<'_> {
             // Rows ascend in position, so the rows that see a page are the last ones.
             let hidden = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
             // Of these the last may be beyond its reach, or see its last tokens only.
-            let first = |i: usize| first_visible(position(i), self.reach);
+            let first = |i: usize| first_visible(position(i), self.reach.unwrap_or(usize::MAX));
             let seeing = (hidden..item.rows).take_while(|i| first(*i) < (page + 1) * G).count();
             let rows = hidden * self.group..(hidden + seeing) * self.group;
             if rows.is_empty() {
@@ -219,92 +326,29 @@ impl CpuBackend {
         }
         let runs = CpuBackend::runs(step)?;
         self.choose_pages(index, step, &runs)?;
-        let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
-        let (d, heads, kv_heads, group) = (config.head_dim, config.heads, config.kv_heads, config.group());
-        let (cache, all, chosen) = (&self.cache, &self.rows.all, &self.chosen);
-        let list = |slot: usize, kv_head: usize, position: usize| -> &[u32] {
-            let visible = visible_pages(position);
-            match (step.pages, reach) {
-                (Pages::All, _) | (_, Some(_)) => &all[..visible],
-                _ => {
-                    let list = &chosen[cache.head(slot, index, kv_head)].0;
-                    &list[..list.partition_point(|page| (*page as usize) < visible)]
-                }
-            }
-        };
-        // Chunks before a row's reach are neither computed nor merged.
-        let first_chunk = |position: usize| reach.map_or(0, |reach| first_visible(position, reach) / G / CHUNK);
-        let mut items = Vec::new();
-        let mut parts = 1;
-        for &(first, count) in &runs {
-            for kv_head in 0..kv_heads {
-                let (slot, last) = (step.rows[first].slot, step.rows[first + count - 1].position);
-                let pages = list(slot, kv_head, last).len();
-                parts = parts.max(pages.div_ceil(CHUNK) + 1);
-                let first_chunk = first_chunk(step.rows[first].position);
-                for chunk in (0..pages.div_ceil(CHUNK) + 1).filter(|chunk| *chunk == 0 || *chunk > first_chunk) {
-                    for (from, rows) in groups(count, ITEM_ROWS) {
-                        items.push(Item { first: first + from, rows, kv_head, chunk: chunk.checked_sub(1), pages });
-                    }
-                }
-            }
-        }
-        let (rounding, width) = (self.options.rounding, self.rows.offsets.width);
         let planes = match self.options.ablation {
             None => attend::Planes::of(step.view, step.weights),
             Some(_) => None,
         };
-        let qkv = &self.rows.qkv;
+        let reads = Reads {
+            simd: self.choice.simd,
+            config: &self.config,
+            layer: index,
+            step,
+            cache: &self.cache,
+            planes,
+            rounding: self.options.rounding,
+            group: self.config.group(),
+            reach,
+            all: &self.rows.all,
+            chosen: &self.chosen,
+        };
+        let (items, parts) = reads.items(&runs);
+        let (heads, d) = (self.config.heads, self.config.head_dim);
         let partials = Partials { data: DisjointSlice::new(&mut self.rows.partials), heads, parts, d };
-        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
-        let cost = |i: usize| items[i].cost(group);
-        let states = DisjointSlice::new(&mut self.states);
-        let context = Reads { simd, step, cache, planes, rounding, group, reach: reach.unwrap_or(usize::MAX) };
-        let work = WorkQueues::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
-        self.pool.run(&|thread| {
-            // SAFETY: one element per thread.
-            let state = unsafe { &mut states.slice(thread, 1)[0] };
-            while let Some(item) = work.take(thread) {
-                let item = &items[item];
-                for r in 0..item.rows * group {
-                    let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
-                    state.set_query(r, &qkv[j * width + head * d..][..d], scale);
-                }
-                state.reset(item.rows * group);
-                let head = cache.head(step.rows[item.first].slot, index, item.kv_head);
-                let list =
-                    list(step.rows[item.first].slot, item.kv_head, step.rows[item.first + item.rows - 1].position);
-                context.item(state, item, head, list);
-                state.finish(item.rows * group, |r| {
-                    let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
-                    // The recent tokens come last, after the chunks that the row's own position sees.
-                    let part = item.chunk.unwrap_or(parts - 1);
-                    // SAFETY: a row, head and part belong to one item.
-                    unsafe { partials.at(j, head, part) }
-                });
-            }
-        })?;
-        // Merge.
-        let stride = row_stride(config.q_width());
-        let (partials, length) = (&self.rows.partials, 2 + d);
-        let threads = self.pool.team(step.rows.len() * heads * parts * length);
-        let out = DisjointSlice::new(&mut self.rows.attended);
-        self.pool.run_team(threads, &|thread| {
-            let mut gathered = vec![0f32; parts * length];
-            for item in share(step.rows.len() * heads, thread, threads) {
-                let (j, head) = (item / heads, item % heads);
-                let row = &step.rows[j];
-                let chunks = list(row.slot, head / group, row.position).len().div_ceil(CHUNK);
-                let first = first_chunk(row.position).min(chunks);
-                let from = &partials[item * parts * length..][..parts * length];
-                let gathered = &mut gathered[..(chunks - first + 1) * length];
-                gathered[..(chunks - first) * length].copy_from_slice(&from[first * length..chunks * length]);
-                gathered[(chunks - first) * length..].copy_from_slice(&from[(parts - 1) * length..]);
-                // SAFETY: a head of a row is one item.
-                let out = unsafe { out.slice(j * stride + head * d, d) };
-                attend::merge(simd, gathered, length, out);
-            }
-        })
+        let queries = (&self.rows.qkv[..], self.rows.offsets.width);
+        reads.compute(&self.pool, &items, queries, &mut self.states, &partials)?;
+        reads.merge(&self.pool, &self.rows.partials, parts, &mut self.rows.attended)
     }
 }
 

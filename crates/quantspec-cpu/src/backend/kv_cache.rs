@@ -178,7 +178,7 @@ impl KvCache for CpuBackend {
         self.close(slot);
         self.cache.pages.open(slot, capacity, prefix)?;
         self.open[slot] = Some(capacity);
-        self.windows[slot].clear();
+        self.sampler.clear(slot);
         Ok(())
     }
 
@@ -197,18 +197,12 @@ impl KvCache for CpuBackend {
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         self.slot(slot)?;
-        let window = &mut self.windows[slot];
-        window.resize(window.len().max(tokens.len()), 0);
-        window[..tokens.len()].copy_from_slice(tokens);
-        Ok(())
+        self.sampler.set_window(slot, tokens)
     }
 
     fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
         self.slot(slot)?;
-        self.windows[slot]
-            .get(..n)
-            .map(<[u32]>::to_vec)
-            .ok_or_else(|| Error::internal(format!("{n} tokens of a window of {}", self.windows[slot].len())))
+        self.sampler.window(slot, n).map(<[u32]>::to_vec)
     }
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {

@@ -12,11 +12,11 @@ use crate::pool::share;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::attend::SnapScores;
-use quantspec_core::cache::{G, ring_index};
+use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, QkNorm, Weights};
 use quantspec_core::sample::check_finite;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Branch, Network, Pass, Row, Step};
+use quantspec_model::backend::{Branch, Network, Pass, Step};
 use quantspec_model::rope::RopeTable;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -66,19 +66,11 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Token of a row of a step.
-    pub(super) fn token(&self, row: &Row) -> Result<u32> {
-        let token = self.windows[row.slot].get(row.offset).copied();
-        token
-            .filter(|token| (*token as usize) < self.config.vocab)
-            .ok_or_else(|| Error::internal(format!("slot {} has no token at offset {}", row.slot, row.offset)))
-    }
-
     fn embed_step(&mut self, step: &Step) -> Result<()> {
         self.check(step)?;
         let (hidden, half) = (self.config.hidden, self.config.head_dim / 2);
         for (j, row) in step.rows.iter().enumerate() {
-            let token = self.token(row)? as usize;
+            let token = self.sampler.token(row.slot, row.offset)? as usize;
             self.model.embed(token, &mut self.rows.hidden[j * row_stride(hidden)..][..hidden]);
             let angles = j * half..(j + 1) * half;
             let (cos, sin) = (&mut self.rows.cos[angles.clone()], &mut self.rows.sin[angles]);
@@ -122,29 +114,20 @@ impl CpuBackend {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let (d, heads, kv_heads, offsets) = (config.head_dim, config.heads, config.kv_heads, self.rows.offsets);
-        let shape = self.cache.sizes.shape;
+        let norms = match (config.qk_norm, &layer.qk_norm) {
+            (QkNorm::Projection, Some((q_norm, k_norm))) => {
+                self.rows.norm_qkv(simd, config, q_norm, 0, m);
+                self.rows.norm_qkv(simd, config, k_norm, offsets.key, m);
+                None
+            }
+            (_, norms) => norms.as_ref(),
+        };
+        let sizes = self.cache.sizes;
         let threads = self.pool.team(m * offsets.width);
         let (cos, sin, rotates) = (&self.rows.cos, &self.rows.sin, config.rotates(index));
         let local = if config.reach(index).is_some() { self.rows.local_angles } else { 0 };
-        let (of_heads, of_projection) = match config.qk_norm {
-            QkNorm::Projection => (None, layer.qk_norm.as_ref()),
-            QkNorm::None | QkNorm::Heads => (layer.qk_norm.as_ref(), None),
-        };
-        if let Some((q_norm, k_norm)) = of_projection {
-            for row in self.rows.qkv.chunks_exact_mut(offsets.width).take(m) {
-                for (from, norm) in [(0, q_norm), (offsets.key, k_norm)] {
-                    let x = &mut row[from..from + norm.len()];
-                    let before = x.to_vec();
-                    rms_norm(simd, &before, norm, config.rms_eps, x);
-                }
-            }
-        }
         let qkv = DisjointSlice::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
-        let at = |row: &Row, kv_head: usize| {
-            let head = (row.slot * config.layers + index) * kv_heads + kv_head;
-            (head * quantspec_core::cache::BUFFER_TOKENS / G + ring_index(row.position) / G) * shape.full_len()
-        };
         let ring = DisjointSlice::new(&mut self.cache.ring);
         // An item is one KV head of all rows, which share pages of the ring, or one query head of one row.
         self.pool.run_team(threads, &|thread| {
@@ -163,14 +146,14 @@ impl CpuBackend {
                 if item >= kv_heads {
                     let (j, head) = ((item - kv_heads) / heads, (item - kv_heads) % heads);
                     let query = part(j, head * d);
-                    turn(j, query, of_heads.map(|norms| &norms.0));
+                    turn(j, query, norms.map(|norms| &norms.0));
                     let factor = config.query_factor(step.rows[j].position);
                     query.iter_mut().for_each(|x| *x *= factor);
                     continue;
                 }
                 for (j, row) in step.rows.iter().enumerate() {
                     let (key, value) = (part(j, offsets.key + item * d), part(j, offsets.value + item * d));
-                    turn(j, key, of_heads.map(|norms| &norms.1));
+                    turn(j, key, norms.map(|norms| &norms.1));
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);
                     }
@@ -179,8 +162,9 @@ impl CpuBackend {
                         *half = 0;
                         broken.store(true, Relaxed);
                     }
+                    let at = sizes.ring_at(sizes.head(row.slot, index, item), row.position / G);
                     // SAFETY: pages of a KV head belong to one item.
-                    let page = unsafe { ring.slice(at(row, item), shape.full_len()) };
+                    let page = unsafe { ring.slice(at, sizes.shape.full_len()) };
                     attend::put_token(page, d, row.position % G, &halves[..d], &halves[d..]);
                 }
             }

@@ -27,6 +27,9 @@ pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operand
 /// `vpdpbusd` on codes. High nibbles are summed separately if registers allow it, which hides the latency of one row;
 /// sums are exact integers, so no bit changes. High nibbles of the upper plane alone are used in place, 16 times too
 /// large.
+///
+/// # Safety
+/// As [`column`], for M rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
