@@ -156,7 +156,8 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
 }
 
 /// Upper bound of q·k (unscaled) over the keys of a page in view Upper: `Σ_c max(q_c·lo_c, q_c·hi_c)`. lo and hi are the
-/// values of codes 0 and 15. Query heads that share a KV head use the largest of their bounds.
+/// values of codes 0 and 15. Query heads that share a KV head use the largest of their bounds. `query` and `key_params`:
+/// `[head_dim]`.
 pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f32 {
     let most = |(&q, &params): (&f32, &Params)| {
         (q * dequantize_upper(0, params, rounding)).max(q * dequantize_upper(15, params, rounding))
@@ -165,7 +166,7 @@ pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f
 }
 
 /// Indices of the `n` pages a draft reads, ascending: the first, the last, and those with the highest bounds. The lower index
-/// wins ties. `n` below 2 counts as 2.
+/// wins ties. `n` below 2 counts as 2. `bounds`: `[page]`, as of [`page_bound`].
 pub fn select_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     let last = bounds.len().saturating_sub(1);
     let mut inner: Vec<usize> = (1..last).collect();
@@ -225,14 +226,14 @@ impl SnapScores {
         pages.is_stale(self.current().len(), visible)
     }
 
-    /// The scores to choose by: those of the last refresh, or the prompt's.
+    /// The scores to choose by, `[page]`: those of the last refresh, or the prompt's.
     pub fn current(&self) -> &[f32] {
         if self.refreshed.is_empty() { &self.prompt } else { &self.refreshed }
     }
 }
 
-/// Indices of the pages that a draft reads, ascending: [`select_pages`] of the pages scored by `masses`, which the prompt's
-/// end sees, and all pages after them up to `visible`.
+/// Indices of the pages that a draft reads, ascending: [`select_pages`] of the pages scored by `masses`, `[page]`, which the
+/// prompt's end sees, and all pages after them up to `visible`.
 pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
     let chosen = select_pages(masses, n).into_iter().filter(|page| *page < visible);
     chosen.chain(masses.len()..visible).collect()

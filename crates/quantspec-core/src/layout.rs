@@ -52,13 +52,13 @@ use crate::quantize::{Page, Params};
 use half::f16;
 
 /// Bytes of a vector of the CPU layout; planes are aligned to it.
-pub const VECTOR_BYTES: usize = 64;
+const VECTOR_BYTES: usize = 64;
 
 /// 32-bit lanes of a vector. The value plane of the CPU layout pads its channels to a multiple.
-pub const VECTOR_LANES: usize = VECTOR_BYTES / 4;
+const VECTOR_LANES: usize = VECTOR_BYTES / 4;
 
 /// Lanes of a block of the CPU layout: four vectors, stored in the order of use.
-pub const BLOCK_LANES: usize = 64;
+const BLOCK_LANES: usize = 64;
 
 /// Byte layout of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -99,11 +99,11 @@ pub struct Blocks {
 
 /// Position of a nibble: its word in the plane, and its index in the upper word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct NibbleIndex {
+struct NibbleIndex {
     /// 32-bit word of the plane.
-    pub word: usize,
+    word: usize,
     /// Nibble of the upper word, 0..8, from the least significant; the lower word has it in (nibble + 7) mod 8.
-    pub nibble: usize,
+    nibble: usize,
 }
 
 impl Layout {
@@ -146,7 +146,7 @@ impl Layout {
     }
 
     /// Position of a key's nibble in the key planes.
-    pub const fn key_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
+    const fn key_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(token % 16, channel % 16);
@@ -163,7 +163,7 @@ impl Layout {
     }
 
     /// Position of a value's nibble in the value planes.
-    pub const fn value_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
+    const fn value_nibble(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(channel % 16, token % 16);
@@ -183,7 +183,7 @@ impl Layout {
     }
 
     /// Scale and zero of a key channel, as f16 indices into the key parameters.
-    pub const fn key_params_index(self, head_dim: usize, channel: usize) -> (usize, usize) {
+    const fn key_params_index(self, head_dim: usize, channel: usize) -> (usize, usize) {
         match self {
             Layout::Cuda => {
                 let (tile, k) = (channel / 16, channel % 16);
@@ -195,7 +195,7 @@ impl Layout {
     }
 
     /// Scale and zero of a token's values, as f16 indices into the value parameters.
-    pub const fn value_params_index(self, token: usize) -> (usize, usize) {
+    const fn value_params_index(self, token: usize) -> (usize, usize) {
         match self {
             Layout::Cuda => {
                 let at = (token / 16 * 8 + token % 8) * 4 + token % 16 / 8 * 2;

@@ -235,7 +235,7 @@ pub struct WeightRow {
 }
 
 impl WeightRow {
-    /// The dequantised row.
+    /// The dequantised row, `[k]`.
     pub fn dequantize(&self) -> Vec<f32> {
         let value = |(at, &code): (usize, &u8)| {
             let params = self.params[at / WEIGHT_GROUP];
@@ -412,7 +412,7 @@ fn quantize_row(w: &[f32], top: u8) -> Result<WeightRow> {
     Ok(row)
 }
 
-/// Quantises a row of a linear layer to 4 bits, codes 0..=15.
+/// Quantises a row `[k]` of a linear layer to 4 bits, codes 0..=15.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold.
@@ -420,8 +420,8 @@ pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
     quantize_row(w, W4_TOP)
 }
 
-/// Quantises a row of the LM head to 8 bits, codes 0..=255. 4 bits cost about 3 percentage points of acceptance there, 8 bits
-/// none.
+/// Quantises a row `[k]` of the LM head to 8 bits, codes 0..=255. 4 bits cost about 3 percentage points of acceptance there,
+/// 8 bits none.
 ///
 /// # Errors
 /// As [`quantize_weights_row`].
@@ -438,7 +438,7 @@ pub struct Activations {
     pub scales: Vec<f32>,
 }
 
-/// Quantises activations to int8 per group: scale = largest magnitude / 127.
+/// Quantises the activations `[k]` of a row to int8 per group: scale = largest magnitude / 127.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN and infinities.
@@ -452,7 +452,8 @@ pub const ACTIVATION_8: f32 = 127.0;
 /// Largest code of a 4-bit activation.
 pub const ACTIVATION_4: f32 = 7.0;
 
-/// Quantises activations to codes of `−most..=most` (at most 127) in groups of `group`: scale = largest magnitude / `most`.
+/// Quantises the activations `[k]` of a row to codes of `−most..=most` (at most 127) in groups of `group`: scale = largest
+/// magnitude / `most`.
 ///
 /// # Errors
 /// As [`quantize_activations`].

@@ -99,11 +99,6 @@ impl Stats {
         self.pool_pages = (self.pool_pages.0 + reserved, self.pool_pages.1 + filled);
     }
 
-    /// Prompt tokens processed.
-    pub fn prefill_tokens(&self) -> usize {
-        self.prefill_tokens
-    }
-
     /// Prompt tokens that came from the prompt cache.
     pub fn reused_tokens(&self) -> usize {
         self.reused_tokens
@@ -135,7 +130,7 @@ impl Stats {
     }
 
     /// Tokens emitted by rounds: all but the first of each sequence, which prefill yields.
-    pub fn decode_tokens(&self) -> usize {
+    fn decode_tokens(&self) -> usize {
         self.rounds + self.accepted_tokens
     }
 
@@ -245,7 +240,7 @@ mod tests {
             stats.verify(2.0);
             stats.round(7, 5);
         }
-        assert_eq!((stats.prefill_tokens(), stats.prefill_s()), (6, 1.0));
+        assert_eq!((stats.prefill_tokens, stats.prefill_s()), (6, 1.0));
         assert_eq!((stats.draft_s(), stats.verify_s(), stats.decode_s()), (0.5, 4.0, 4.5));
         assert_eq!((stats.rounds(), stats.drafted_tokens(), stats.accepted_tokens()), (2, 14, 10));
         // Each round emits the accepted tokens and one token of the target.

@@ -123,7 +123,7 @@ pub enum Stream {
 }
 
 /// Philox4x32-10 (Salmon et al., SC 2011): ten rounds of two 32-bit multiplications; a bijection of the counter per key.
-pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let ([mut a, mut b, mut c, mut d], [mut k, mut l]) = (counter, key);
     for _ in 0..10 {
         let (left, right) = (0xD251_1F53_u64 * u64::from(a), 0xCD9E_8D57_u64 * u64::from(c));
@@ -178,13 +178,13 @@ fn maximum(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &value| if value > most { value } else { most })
 }
 
-/// Token of the largest logit; the lowest id wins ties. NaN is ignored; call [`check_finite`] first.
+/// Token of the largest logit of a row `[vocab]`; the lowest id wins ties. NaN is ignored; call [`check_finite`] first.
 pub fn argmax(logits: &[f32]) -> u32 {
     let most = maximum(logits);
     logits.iter().position(|&logit| logit == most).unwrap_or(0) as u32
 }
 
-/// Refuses logits from which no token can be chosen.
+/// Refuses logits `[vocab]` from which no token can be chosen.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] if a logit is NaN or +∞, or none is finite. −∞ masks a token and is allowed.
@@ -197,7 +197,7 @@ pub fn check_finite(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// Refuses logits after penalties and masks; the network's own passed [`check_finite`].
+/// Refuses logits `[vocab]` after penalties and masks; the network's own passed [`check_finite`].
 ///
 /// # Errors
 /// [`Error::no_token_left`] if all tokens are masked, and those of [`check_finite`].
@@ -320,8 +320,8 @@ pub fn warp(logits: &[f32], sampler: &Sampler) -> Vec<f32> {
     probabilities
 }
 
-/// The token at `position`, from the logits of the row before it: the argmax at temperature 0, else the winner of the Gumbel
-/// race among the kept tokens.
+/// The token at `position`, from the logits `[vocab]` of the row before it: the argmax at temperature 0, else the winner of the
+/// Gumbel race among the kept tokens.
 pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
     let most_likely = argmax(logits);
     if sampler.temperature == 0.0 {
@@ -386,7 +386,7 @@ fn race<const MARGIN: bool>(
     (winner.0, winner.1 - second)
 }
 
-/// A token drawn in proportion to `weights` (non-negative, any sum), by the same race: the largest weight over −ln u wins.
+/// A token drawn in proportion to `weights` (`[vocab]`, non-negative, any sum), by the same race: the largest weight over −ln u wins.
 /// Token 0 if no weight is positive.
 pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
     let mut noise = Noise::new(sampler, position, stream);

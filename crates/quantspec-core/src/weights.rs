@@ -70,12 +70,12 @@ pub struct Row {
 }
 
 impl Row {
-    /// The target's view `(U + L/16)·s + z`, f32.
+    /// The target's view `(U + L/16)·s + z`, `[k]`.
     pub fn both(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)) + f32::from(lower(code)) / 16.0)
     }
 
-    /// The draft's view `U·s + z`, f32.
+    /// The draft's view `U·s + z`, `[k]`.
     pub fn upper(&self) -> Vec<f32> {
         self.values(|code| f32::from(upper(code)))
     }
@@ -90,8 +90,8 @@ impl Row {
     }
 }
 
-/// Quantises a row of f32 weights to both planes, in groups of `group`. The search weighs the squared error of each weight by
-/// its `importance`, as many positive numbers; if there are none, all weigh the same.
+/// Quantises a row of weights `[k]` to both planes, in groups of `group`. The search weighs the squared error of each weight by
+/// its `importance`, positive numbers `[k]`; if there are none, all weigh the same.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold, naming the group.
@@ -107,7 +107,7 @@ pub fn quantize_row(w: &[f32], importance: &[f32], group: usize) -> Result<Row> 
     quantize_groups(w, importance, group, search, code)
 }
 
-/// Quantises a row of f32 weights to the upper plane alone, in groups of `group`: every L is 0. `importance` as in
+/// Quantises a row of weights `[k]` to the upper plane alone, in groups of `group`: every L is 0. `importance` as in
 /// [`quantize_row`].
 ///
 /// # Errors

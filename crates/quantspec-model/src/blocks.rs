@@ -106,7 +106,7 @@ impl Encoding {
         READ.iter().find(|entry| entry.1 == self).map_or((1, 1), |entry| (entry.3, entry.4))
     }
 
-    /// Decodes whole blocks; `raw` and `out` hold the same number of blocks.
+    /// Decodes whole blocks; `raw` and `out` hold the same number of blocks ([`Encoding::block`]).
     pub fn decode(self, raw: &[u8], out: &mut [f32]) {
         match self {
             Encoding::F32 => each(raw, out, |raw, out: &mut [f32; 1]| out[0] = f32::from_le_bytes(*raw)),

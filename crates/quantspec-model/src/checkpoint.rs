@@ -498,34 +498,10 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     let Some(index) = read_json(dir, "model.safetensors.index.json")? else {
         return Err(no_weights(dir));
     };
-    let damaged = |what: String| {
-        Error::model(format!("model.safetensors.index.json {what}"), "the file is damaged; download it again")
-    };
-    let index: Value = serde_json::from_slice(&index)
-        .map_err(|error| damaged(format!("is not valid JSON: {}", shown(&error.to_string()))))?;
-    let Some(map) = index.get("weight_map").and_then(Value::as_object) else {
-        return Err(damaged("has no weight_map".to_string()));
-    };
-    let mut files: Vec<&str> = Vec::new();
-    let mut names = HashMap::new();
-    let mut numbers: HashMap<&str, usize> = HashMap::new();
-    for (tensor, file) in map {
-        let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
-            let file = shown(&file.to_string());
-            return Err(damaged(format!("names the shard {file}, which is not a plain file name")));
-        };
-        let number = *numbers.entry(file).or_insert_with(|| {
-            files.push(file);
-            files.len() - 1
-        });
-        names.insert(tensor.clone(), number);
-    }
-    if files.len() > SHARDS_MAX {
-        return Err(damaged(format!("names {} shards; up to {SHARDS_MAX} are opened", files.len())));
-    }
+    let (files, names) = read_index(&index)?;
     let mut shards = Vec::new();
     for file in files {
-        let path = dir.join(file);
+        let path = dir.join(&file);
         if !is_there(&path)? {
             return Err(Error::model(
                 format!("shard {file} of the checkpoint is missing in {}", dir.display()),
@@ -534,22 +510,60 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
         }
         shards.push(SafeTensors::open(&path)?);
     }
-    for (tensor, &number) in &names {
+    check_index(&shards, &names)?;
+    Ok((shards, names))
+}
+
+/// The error for a wrong model.safetensors.index.json.
+fn damaged_index(what: &str) -> Error {
+    Error::model(format!("model.safetensors.index.json {what}"), "the file is damaged; download it again")
+}
+
+/// Parses the bytes of model.safetensors.index.json: the shards' file names, and the number of every tensor's shard.
+fn read_index(index: &[u8]) -> Result<(Vec<String>, HashMap<String, usize>)> {
+    let index: Value = serde_json::from_slice(index)
+        .map_err(|error| damaged_index(&format!("is not valid JSON: {}", shown(&error.to_string()))))?;
+    let Some(map) = index.get("weight_map").and_then(Value::as_object) else {
+        return Err(damaged_index("has no weight_map"));
+    };
+    let mut files: Vec<String> = Vec::new();
+    let mut names = HashMap::new();
+    let mut numbers: HashMap<&str, usize> = HashMap::new();
+    for (tensor, file) in map {
+        let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
+            let file = shown(&file.to_string());
+            return Err(damaged_index(&format!("names the shard {file}, which is not a plain file name")));
+        };
+        let number = *numbers.entry(file).or_insert_with(|| {
+            files.push(file.to_owned());
+            files.len() - 1
+        });
+        names.insert(tensor.clone(), number);
+    }
+    if files.len() > SHARDS_MAX {
+        return Err(damaged_index(&format!("names {} shards; up to {SHARDS_MAX} are opened", files.len())));
+    }
+    Ok((files, names))
+}
+
+/// Refuses an index that does not agree with the shards. A tensor that it omits is refused, too: transformers loads it, and
+/// ignoring a head or a bias would silently change the network.
+fn check_index(shards: &[SafeTensors], names: &HashMap<String, usize>) -> Result<()> {
+    for (tensor, &number) in names {
         if shards.get(number).is_none_or(|shard| !shard.tensors().contains_key(tensor)) {
             let file = shards.get(number).map_or("its shard", |shard| shard.name());
             let tensor = shown(tensor);
-            return Err(damaged(format!("places \"{tensor}\" in {file}, which does not hold it")));
+            return Err(damaged_index(&format!("places \"{tensor}\" in {file}, which does not hold it")));
         }
     }
-    // A tensor that the index omits is refused: transformers loads it, and ignoring a head or a bias would silently change the
-    // network.
     for (number, shard) in shards.iter().enumerate() {
         let unnamed = |tensor: &&String| names.get(*tensor) != Some(&number) && !tensor.ends_with(RECOMPUTED);
         if let Some(tensor) = shard.tensors().keys().find(unnamed) {
-            return Err(damaged(format!("does not place \"{}\" in {}, which holds it", shown(tensor), shard.name())));
+            let (tensor, file) = (shown(tensor), shard.name());
+            return Err(damaged_index(&format!("does not place \"{tensor}\" in {file}, which holds it")));
         }
     }
-    Ok((shards, names))
+    Ok(())
 }
 
 /// Returns true if text is one plain path component: no directory, no parent, no drive.
@@ -578,6 +592,23 @@ fn no_weights(dir: &Path) -> Error {
     Error::model(format!("{} has neither model.safetensors nor model.safetensors.index.json", dir.display()), hint)
 }
 
+/// Ends of the names of quantised matrices' tensors.
+const QUANTISED: [&str; 13] = [
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".weight_scale",
+    ".weight_packed",
+    ".weight_scale_inv",
+    ".weight_zero_point",
+    ".absmax",
+    ".quant_map",
+    ".SCB",
+    ".input_scale",
+    ".activation_scale",
+];
+
 /// Refuses tensors of the network's modules that the configured network does not use. Ignoring a bias or a scale would
 /// silently compute another function. Allowed are [`RECOMPUTED`], and biases of zeros next to quantised matrices: GPTQ
 /// exporters write them for networks without biases.
@@ -587,73 +618,64 @@ fn refuse_foreign(
     shards: &[SafeTensors],
     names: &HashMap<String, usize>,
 ) -> Result<()> {
-    let mut sorted: Vec<&String> = names.keys().collect();
-    sorted.sort_unstable();
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
     let matrices: HashSet<String> = parts.map(|part| part.name(config)).collect();
     let of_matrix = |name: &str| {
         let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
         scheme.owns(suffix) && matrices.contains(&format!("{module}.weight"))
     };
-    for name in sorted {
-        if of_matrix(name) {
-            continue;
-        }
-        let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
-        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(|part| part.name(config));
-        let (layer, suffix) = match in_layer {
-            Some((layer, suffix)) => (Some(layer), suffix),
-            // Any other tensor of the embedding, the final norm or the head, for example a bias of the head.
-            None if beside.iter().any(|weight| name != weight && module(name) == module(weight)) => {
-                (None, name.as_str())
-            }
-            None => continue,
-        };
-        let shown = shown(name);
-        const QUANTISED: [&str; 13] = [
-            ".qweight",
-            ".qzeros",
-            ".scales",
-            ".g_idx",
-            ".weight_scale",
-            ".weight_packed",
-            ".weight_scale_inv",
-            ".weight_zero_point",
-            ".absmax",
-            ".quant_map",
-            ".SCB",
-            ".input_scale",
-            ".activation_scale",
-        ];
-        if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
-            return Err(Error::model(
-                format!(
-                    "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
-                ),
-                "download config.json again, or use the unquantised checkpoint",
-            ));
-        }
-        let inside = layer.is_none_or(|layer| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers));
-        if !inside {
-            return Err(Error::model(
-                format!("tensor \"{shown}\" is outside the {} layers of config.json", config.layers),
-                "config.json and the weights are of different models; fetch both again",
-            ));
-        }
-        let used = layer.is_some()
-            && part::LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
-        let idle = || -> Result<bool> {
-            let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
-            Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
-        };
-        if !used && suffix != RECOMPUTED && !idle()? {
-            return Err(Error::model(
-                format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
-                config::SUPPORTED,
-            ));
+    let idle = |name: &str| -> Result<bool> {
+        let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
+        Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
+    };
+    // Sorted, so that the first refusal is the same in every run.
+    let mut sorted: Vec<&String> = names.keys().collect();
+    sorted.sort_unstable();
+    for name in sorted.into_iter().filter(|name| !of_matrix(name)) {
+        if let Some(refusal) = refusal(config, name)
+            && !idle(name)?
+        {
+            return Err(refusal);
         }
     }
     Ok(())
+}
+
+/// The error for a tensor's name that the configured network does not use; `None` if it is used or of no concern.
+fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
+    let shown = shown(name);
+    let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+    let suffix = match in_layer {
+        Some((_, suffix)) => suffix,
+        // Any other tensor of the embedding, the final norm or the head, for example a bias of the head.
+        None => {
+            let mut weights = [Part::Embedding, Part::FinalNorm, Part::Head].map(|part| part.name(config)).into_iter();
+            weights.any(|weight| *name != weight && module(name) == module(&weight)).then_some(name)?
+        }
+    };
+    if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
+        return Some(Error::model(
+            format!(
+                "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
+            ),
+            "download config.json again, or use the unquantised checkpoint",
+        ));
+    }
+    let inside = |(layer, _): (&str, &str)| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);
+    if !in_layer.is_none_or(inside) {
+        return Some(Error::model(
+            format!("tensor \"{shown}\" is outside the {} layers of config.json", config.layers),
+            "config.json and the weights are of different models; fetch both again",
+        ));
+    }
+    let used =
+        in_layer.is_some() && part::LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix(config) == suffix);
+    (!used && suffix != RECOMPUTED).then(|| {
+        Error::model(
+            format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
+            config::SUPPORTED,
+        )
+    })
 }
 
 /// Returns true if all bytes of a tensor are zero.

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2, Ministral 3 and Gemma 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub(crate) const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2, Ministral 3 and Gemma 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -189,24 +189,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     if heads % kv_heads != 0 {
         return Err(absurd(format!("config.json: {kv_heads} key/value heads do not divide {heads} attention heads")));
     }
-    let head_dim = match (fields.get("head_dim"), family.head_dim) {
-        (Some(_), _) => fields.size("head_dim", HEAD_DIM, None)?,
-        (None, Some(default)) => default,
-        (None, None) if hidden % heads == 0 => hidden / heads,
-        (None, None) => {
-            return Err(absurd(format!("config.json: {heads} attention heads do not divide hidden_size {hidden}")));
-        }
-    };
-    if !HEAD_DIM.contains(&head_dim) || head_dim % 2 != 0 {
-        return Err(Error::model(
-            format!(
-                "config.json: head_dim {head_dim} is not an even number from {} to {}",
-                HEAD_DIM.start(),
-                HEAD_DIM.end()
-            ),
-            "channels are rotated in pairs and the cache's kernels hold up to 256 of them; use another model",
-        ));
-    }
+    let head_dim = head_dim(&fields, family, hidden, heads)?;
     let vocab = fields.size("vocab_size", VOCAB, family.vocab)?;
     let stated_positions = fields.size("max_position_embeddings", POSITIONS, Some(family.max_positions))?;
     let rms_eps = fields.number("rms_norm_eps", Some(family.rms_eps))?;
@@ -228,13 +211,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
     let (scales, residual) = match family {
         Family { multipliers: true, .. } => multipliers(&fields, head_dim)?,
-        Family { gemma: true, .. } => {
-            let scalar = fields.number("query_pre_attn_scalar", Some(256.0))?;
-            if !(1.0..=1e6).contains(&scalar) {
-                return Err(absurd(format!("config.json: query_pre_attn_scalar {scalar} is not from 1 to 1000000")));
-            }
-            (Scales::of((hidden as f64).sqrt(), 1.0, 1.0, (head_dim as f64 / scalar).sqrt()), 1.0)
-        }
+        Family { gemma: true, .. } => (gemma_scales(&fields, hidden, head_dim)?, 1.0),
         _ => (Scales::NONE, 1.0),
     };
     Ok(ModelConfig {
@@ -266,11 +243,43 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     })
 }
 
+/// Channels of a head: stated, the family's default, or the hidden channels divided by the heads.
+fn head_dim(fields: &Fields, family: &Family, hidden: usize, heads: usize) -> Result<usize> {
+    let head_dim = match (fields.get("head_dim"), family.head_dim) {
+        (Some(_), _) => fields.size("head_dim", HEAD_DIM, None)?,
+        (None, Some(default)) => default,
+        (None, None) if hidden.is_multiple_of(heads) => hidden / heads,
+        (None, None) => {
+            return Err(absurd(format!("config.json: {heads} attention heads do not divide hidden_size {hidden}")));
+        }
+    };
+    if HEAD_DIM.contains(&head_dim) && head_dim.is_multiple_of(2) {
+        return Ok(head_dim);
+    }
+    Err(Error::model(
+        format!(
+            "config.json: head_dim {head_dim} is not an even number from {} to {}",
+            HEAD_DIM.start(),
+            HEAD_DIM.end()
+        ),
+        "channels are rotated in pairs and the cache's kernels hold up to 256 of them; use another model",
+    ))
+}
+
+/// Gemma's embedding is multiplied by √hidden; its scores are divided by √query_pre_attn_scalar instead of √head_dim.
+fn gemma_scales(fields: &Fields, hidden: usize, head_dim: usize) -> Result<Scales> {
+    let scalar = fields.number("query_pre_attn_scalar", Some(256.0))?;
+    if !(1.0..=1e6).contains(&scalar) {
+        return Err(absurd(format!("config.json: query_pre_attn_scalar {scalar} is not from 1 to 1000000")));
+    }
+    Ok(Scales::of((hidden as f64).sqrt(), 1.0, 1.0, (head_dim as f64 / scalar).sqrt()))
+}
+
 /// Returns true if config.json describes a language model with a vision tower.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] if it is not valid JSON.
-pub fn is_wrapped(config: &[u8]) -> Result<bool> {
+pub(crate) fn is_wrapped(config: &[u8]) -> Result<bool> {
     let object = object(config, "config.json")?;
     wraps(&Fields { map: &object, object: "config.json" })
 }

@@ -482,25 +482,24 @@ impl<B: Backend> Engine<B> {
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let most = GAMMA_MAX.min(remaining.saturating_sub(1));
-        let policy = &self.method.policy;
+        let Method { drafter: Some(_), policy, .. } = &self.method else { return 0 };
+        let drafted = if self.watches(slot) { policy.gamma_limit() } else { policy.gamma() };
         // In a batch a copy is at most as long as the other sequences' drafts.
         let longest_copy = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
-        let wanted = match (self.copies(slot, longest_copy.min(most)), &self.method.drafter) {
-            (_, None) => 0,
-            (0, Some(_)) if self.watches(slot) => policy.gamma_limit(),
-            (0, Some(_)) => policy.gamma(),
-            (copied, Some(_)) => copied,
-        };
-        wanted.min(most)
+        self.source(slot, drafted.min(most), longest_copy.min(most)).0
     }
 
-    /// Tokens, at most `most`, that the drafter would copy from this slot's text instead of drafting. Costs are known for a
-    /// single sequence only: in a batch the other sequences' draft runs anyway.
-    fn copies(&self, slot: usize, most: usize) -> usize {
+    /// The source of the slot's next tokens, as their number and whether they are copied from its text: a copy of at most
+    /// `longest_copy` tokens if the drafter expects it to pay, otherwise a draft of `drafted` tokens.
+    fn source(&self, slot: usize, drafted: usize, longest_copy: usize) -> (usize, bool) {
         let Method { drafter, policy, .. } = &self.method;
+        // Costs are known for a single sequence only: in a batch the other sequences' draft runs anyway.
         let alone = self.is_alone();
         let break_even = |gamma| policy.break_even(gamma).filter(|_| alone);
-        drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &break_even))
+        match drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, longest_copy, &break_even)) {
+            0 => (drafted, false),
+            copied => (copied, true),
+        }
     }
 
     /// Returns true if one sequence is being decoded.
@@ -550,8 +549,9 @@ impl<B: Backend> Engine<B> {
         if self.turns.iter().any(|turn| turn.slot == slot) {
             return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
         }
-        let copied = self.copies(slot, gamma);
-        let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
+        // γ may be the caller's own, so the source is chosen for it, whatever `choose_gamma` returned.
+        let (tokens, copied) = self.source(slot, gamma, gamma);
+        let stop = self.method.policy.stop().filter(|_| !copied && self.watches(slot));
         let (_, _, sequence) = self.working(slot)?;
         if !sequence.running || sequence.remaining == 0 {
             return Err(Error::usage(
@@ -572,8 +572,8 @@ impl<B: Backend> Engine<B> {
             history: sequence.history.clone(),
             constraint: sequence.constraint.clone(),
             reads_logits: sequence.logprobs.is_some(),
-            copied: copied > 0,
-            ..Turn::new(slot, committed, if copied > 0 { copied } else { gamma }, sequence.sampler.clone())
+            copied,
+            ..Turn::new(slot, committed, tokens, sequence.sampler.clone())
         })
     }
 

@@ -16,7 +16,7 @@ use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
 /// Rows scored in one step. A window must fit into the ring after the 2G tokens that a row may read.
-pub const WINDOW_ROWS: usize = 64;
+const WINDOW_ROWS: usize = 64;
 
 /// Rows of a prefill block of the context, if the device has no preference.
 const BLOCK_ROWS: usize = 256;
@@ -251,23 +251,7 @@ fn score_views<B: Backend>(
     for start in (context..positions).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(positions - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
-        // A window's rows of the two targets that others are compared with; [`bytes`] counts these.
-        let (mut full, mut int8) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-        for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
-            feed(backend, slot, start, window, view)?;
-            for (row, &token) in next.iter().enumerate() {
-                let found = Scored::new(backend.logits(row)?);
-                score.nll -= found.log(token as usize);
-                let reference = full.get(row).unwrap_or(&found);
-                score.kld += divergence(reference, &found);
-                score.top1 += f64::from(u8::from(reference.best() == found.best()));
-                match view {
-                    View::Full => full.push(found),
-                    View::Both => int8.push(found),
-                    View::Upper => (),
-                }
-            }
-        }
+        let (full, int8) = score_targets(backend, views, &mut targets, start, window, next)?;
         if let Some(checkpoint) = checkpoint.as_deref_mut() {
             feed(checkpoint, 0, start, window, View::Full)?;
             weights.add(checkpoint, &full)?;
@@ -300,6 +284,35 @@ fn score_views<B: Backend>(
         checkpoint.close(0);
     }
     means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
+}
+
+/// Feeds a window to every target and adds the scores of its rows, whose tokens are followed by `next`. Returns the rows of
+/// the two targets that others are compared with, FP16 and INT8; [`bytes`] counts these.
+fn score_targets<B: Backend>(
+    backend: &mut B,
+    views: &[TargetView],
+    targets: &mut [TargetScore],
+    start: usize,
+    window: &[u32],
+    next: &[u32],
+) -> Result<(Vec<Scored>, Vec<Scored>)> {
+    let (mut full, mut int8) = (Vec::with_capacity(next.len()), Vec::with_capacity(next.len()));
+    for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
+        feed(backend, slot, start, window, view)?;
+        for (row, &token) in next.iter().enumerate() {
+            let found = Scored::new(backend.logits(row)?);
+            score.nll -= found.log(token as usize);
+            let reference = full.get(row).unwrap_or(&found);
+            score.kld += divergence(reference, &found);
+            score.top1 += f64::from(u8::from(reference.best() == found.best()));
+            match view {
+                View::Full => full.push(found),
+                View::Both => int8.push(found),
+                View::Upper => (),
+            }
+        }
+    }
+    Ok((full, int8))
 }
 
 /// Adds the scores of every draft's token for a row to its sums. `p` is the target's.

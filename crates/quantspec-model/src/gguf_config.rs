@@ -322,52 +322,22 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     if !ARCHITECTURES.contains(&architecture.as_str()) {
         return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
     }
-    let (granite, gemma) = (architecture == "granite", architecture == "gemma3");
-    let own = own_keys(&architecture);
-    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !own.contains(name)) {
-        if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
-            && value != neutral
-        {
-            return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
-        }
-    }
-    if granite && fields.get("rope.scaling.finetuned") == Some(Value::Flag(false)) {
-        return Err(fields.unsupported("granite without RoPE (rope.scaling.finetuned false)"));
-    }
-    if fields.get("attention.causal") == Some(Value::Flag(false)) {
-        return Err(fields.unsupported("attention to later tokens (attention.causal false)"));
-    }
+    let gemma = architecture == "gemma3";
+    refuse_others(&fields)?;
     let size = |name, range| fields.size(name, range).and_then(|size| fields.needed(name, size));
     let (hidden, layers) = (size("embedding_length", HIDDEN)?, size("block_count", LAYERS)?);
     let heads = size("attention.head_count", HEADS)?;
     let kv_heads = fields.size("attention.head_count_kv", HEADS)?.unwrap_or(heads);
-    let head_dim = match fields.size("attention.key_length", HEAD_DIM)? {
-        Some(dim) => dim,
-        None if hidden % heads == 0 => hidden / heads,
-        None => return Err(gguf.wrong(&fields.key("attention.head_count"), &format!("a divisor of {hidden}"))),
-    };
-    if !HEAD_DIM.contains(&head_dim) || head_dim % 2 != 0 {
-        return Err(fields.unsupported(&format!("a head of {head_dim} channels")));
-    }
+    let head_dim = head_dim(&fields, hidden, heads)?;
     if heads % kv_heads != 0 {
         return Err(gguf.wrong(&fields.key("attention.head_count_kv"), &format!("a divisor of {heads}")));
     }
-    let phi = architecture == "phi3";
-    let mut rotated = head_dim;
-    for name in ["attention.value_length", "rope.dimension_count"] {
-        if let Some(other) = fields.size(name, 0..=usize::MAX)?
-            && other != head_dim
-        {
-            let partial = phi && name == "rope.dimension_count" && other.is_multiple_of(2);
-            if !partial || !(*HEAD_DIM.start()..head_dim).contains(&other) {
-                return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
-            }
-            rotated = other;
-        }
-    }
+    let rotated = rotated(&fields, head_dim)?;
     let stated_positions = size("context_length", POSITIONS)?;
-    let (rope, max_positions) =
-        if phi { long_rope(&fields, rotated, stated_positions)? } else { rope(&fields, head_dim, stated_positions)? };
+    let (rope, max_positions) = match architecture.as_str() {
+        "phi3" => long_rope(&fields, rotated, stated_positions)?,
+        _ => rope(&fields, head_dim, stated_positions)?,
+    };
     let window = fields.size("attention.sliding_window", 0..=usize::MAX)?;
     let local = match window {
         _ if gemma => Some(local(&fields, layers, head_dim, fields.needed("attention.sliding_window", window)?)?),
@@ -428,6 +398,55 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         eos: eos(gguf, vocab)?,
         family: architecture,
     })
+}
+
+/// Refuses metadata that describe something other than the network that is computed.
+fn refuse_others(fields: &Fields) -> Result<()> {
+    let own = own_keys(fields.architecture);
+    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !own.contains(name)) {
+        if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
+            && value != neutral
+        {
+            return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
+        }
+    }
+    if fields.architecture == "granite" && fields.get("rope.scaling.finetuned") == Some(Value::Flag(false)) {
+        return Err(fields.unsupported("granite without RoPE (rope.scaling.finetuned false)"));
+    }
+    if fields.get("attention.causal") == Some(Value::Flag(false)) {
+        return Err(fields.unsupported("attention to later tokens (attention.causal false)"));
+    }
+    Ok(())
+}
+
+/// Channels of a head: stated, or the hidden channels divided by the heads.
+fn head_dim(fields: &Fields, hidden: usize, heads: usize) -> Result<usize> {
+    let head_dim = match fields.size("attention.key_length", HEAD_DIM)? {
+        Some(dim) => dim,
+        None if hidden.is_multiple_of(heads) => hidden / heads,
+        None => return Err(fields.gguf.wrong(&fields.key("attention.head_count"), &format!("a divisor of {hidden}"))),
+    };
+    match HEAD_DIM.contains(&head_dim) && head_dim.is_multiple_of(2) {
+        true => Ok(head_dim),
+        false => Err(fields.unsupported(&format!("a head of {head_dim} channels"))),
+    }
+}
+
+/// Rotated channels of a head: all of them, or fewer in Phi-3.
+fn rotated(fields: &Fields, head_dim: usize) -> Result<usize> {
+    let mut rotated = head_dim;
+    for name in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(other) = fields.size(name, 0..=usize::MAX)?
+            && other != head_dim
+        {
+            let partial = fields.architecture == "phi3" && name == "rope.dimension_count" && other.is_multiple_of(2);
+            if !partial || !(*HEAD_DIM.start()..head_dim).contains(&other) {
+                return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
+            }
+            rotated = other;
+        }
+    }
+    Ok(rotated)
 }
 
 /// Gemma 3's local layers, whose queries see `reach` tokens.

@@ -45,7 +45,7 @@ pub struct LayerImportance {
 }
 
 impl LayerImportance {
-    /// That of one matrix; empty for other parts.
+    /// That of the inputs of one matrix, `[k]`; empty for other parts.
     pub fn of(&self, part: LayerPart) -> &[f32] {
         match part {
             LayerPart::Q | LayerPart::K | LayerPart::V => &self.qkv,

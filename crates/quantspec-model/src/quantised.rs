@@ -33,6 +33,44 @@ enum Codes {
     Awq,
 }
 
+impl Codes {
+    /// Dtype and shape of the tensor with the codes of a matrix.
+    fn stored(self, rows: usize, columns: usize) -> (&'static str, Vec<usize>) {
+        match self {
+            Codes::Fp8 => ("F8_E4M3", vec![rows, columns]),
+            Codes::Int8 => ("I8", vec![rows, columns]),
+            Codes::Words { bits } => ("I32", vec![rows, columns.div_ceil(32 / bits)]),
+            Codes::Gptq { bits, .. } => ("I32", vec![columns.div_ceil(32 / bits), rows]),
+            Codes::Awq => ("I32", vec![columns, rows.div_ceil(8)]),
+        }
+    }
+
+    /// Dtype and shape of the tensor with the zero points of a matrix; `found`: its dtype.
+    fn stored_zeros(self, rows: usize, groups: usize, found: &str) -> (&'static str, Vec<usize>) {
+        match self {
+            Codes::Fp8 | Codes::Int8 => ("I8", vec![rows, groups]),
+            // Early versions of compressed-tensors do not pack them.
+            Codes::Words { .. } if found == "I8" => ("I8", vec![rows, groups]),
+            Codes::Words { bits } => ("I32", vec![rows.div_ceil(32 / bits), groups]),
+            Codes::Gptq { bits, .. } => ("I32", vec![groups, rows.div_ceil(32 / bits)]),
+            Codes::Awq => ("I32", vec![groups, rows.div_ceil(8)]),
+        }
+    }
+
+    /// Shapes of the tensor with the scales of `bands` × `groups` blocks; the first is the usual one.
+    fn scale_shapes(self, bands: usize, groups: usize) -> Vec<Vec<usize>> {
+        if matches!(self, Codes::Gptq { .. } | Codes::Awq) {
+            return vec![vec![groups, bands]];
+        }
+        let mut shapes = vec![vec![bands, groups]];
+        if groups == 1 {
+            shapes.push(vec![bands]);
+            shapes.extend((bands == 1).then(Vec::new));
+        }
+        shapes
+    }
+}
+
 /// Weights that share a scale: rows (outputs) × columns (inputs). None means all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
@@ -230,6 +268,19 @@ struct Source {
 }
 
 impl Source {
+    /// Refuses a dtype or shape that is none of these.
+    fn check(&self, name: &str, dtypes: &[&str], shapes: &[Vec<usize>]) -> Result<()> {
+        let Tensor { dtype, shape, .. } = &self.tensor;
+        if dtypes.contains(dtype) && shapes.contains(shape) {
+            return Ok(());
+        }
+        let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
+        Err(Error::model(
+            format!("tensor \"{name}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}", dtypes.join(" or ")),
+            "config.json and the weights are of different models; fetch both again",
+        ))
+    }
+
     fn bytes(&self, shards: &[SafeTensors]) -> Result<Vec<u8>> {
         let shard = shards.get(self.shard).ok_or_else(|| Error::internal("a shard is not open".to_string()))?;
         let mut bytes = vec![0; self.tensor.bytes as usize];
@@ -317,28 +368,10 @@ impl Quantised {
                 "config.json and the weights are of different models, or the download is incomplete; fetch both again",
             )
         };
-        let word = |bits: usize| 32 / bits;
-        let (dtype, shape) = match scheme.codes {
-            Codes::Fp8 => ("F8_E4M3", vec![rows, columns]),
-            Codes::Int8 => ("I8", vec![rows, columns]),
-            Codes::Words { bits } => ("I32", vec![rows, columns.div_ceil(word(bits))]),
-            Codes::Gptq { bits, .. } => ("I32", vec![columns.div_ceil(word(bits)), rows]),
-            Codes::Awq => ("I32", vec![columns, rows.div_ceil(8)]),
-        };
         let check = |source: &Source, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
-            let Tensor { dtype, shape, .. } = &source.tensor;
-            if dtypes.contains(dtype) && shapes.contains(shape) {
-                return Ok(());
-            }
-            let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
-            Err(Error::model(
-                format!(
-                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}",
-                    dtypes.join(" or ")
-                ),
-                "config.json and the weights are of different models; fetch both again",
-            ))
+            source.check(&format!("{module}.{suffix}"), dtypes, shapes)
         };
+        let (dtype, shape) = scheme.codes.stored(rows, columns);
         check(&codes, codes_name, &[dtype], &[shape])?;
         let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
         let (scales_name, scales) = found.ok_or_else(|| missing(scale_names[0]))?;
@@ -349,23 +382,10 @@ impl Quantised {
         });
         let (block_rows, block_columns) = (block.rows.unwrap_or(rows), block.columns.unwrap_or(columns));
         let (bands, groups) = (rows.div_ceil(block_rows), columns.div_ceil(block_columns));
-        let transposed = matches!(scheme.codes, Codes::Gptq { .. } | Codes::Awq);
-        let mut shapes = vec![if transposed { vec![groups, bands] } else { vec![bands, groups] }];
-        if groups == 1 && !transposed {
-            shapes.push(vec![bands]);
-            shapes.extend((bands == 1).then(Vec::new));
-        }
-        check(&scales, scales_name, &["BF16", "F16", "F32"], &shapes)?;
+        check(&scales, scales_name, &["BF16", "F16", "F32"], &scheme.codes.scale_shapes(bands, groups))?;
         let zeros = if scheme.zeros { Some(find(zeros_name).ok_or_else(|| missing(zeros_name))?) } else { None };
         if let Some(zeros) = &zeros {
-            let (dtype, shape) = match scheme.codes {
-                Codes::Fp8 | Codes::Int8 => ("I8", vec![rows, groups]),
-                // Early versions of compressed-tensors do not pack them.
-                Codes::Words { .. } if zeros.tensor.dtype == "I8" => ("I8", vec![rows, groups]),
-                Codes::Words { bits } => ("I32", vec![rows.div_ceil(word(bits)), groups]),
-                Codes::Gptq { bits, .. } => ("I32", vec![groups, rows.div_ceil(word(bits))]),
-                Codes::Awq => ("I32", vec![groups, rows.div_ceil(8)]),
-            };
+            let (dtype, shape) = scheme.codes.stored_zeros(rows, groups, zeros.tensor.dtype);
             check(zeros, zeros_name, &[dtype], &[shape])?;
         }
         let order = if scheme.codes == Codes::Awq { None } else { find(order_name) };

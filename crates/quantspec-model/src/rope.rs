@@ -107,7 +107,7 @@ impl RopeTable {
     }
 
     /// The part of the sequence's length that angles depend on: 0, or the length itself if dynamic scaling uses it.
-    pub fn length_class(&self, length: usize) -> usize {
+    pub(crate) fn length_class(&self, length: usize) -> usize {
         self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
     }
 
