@@ -135,6 +135,29 @@ impl StepSlice {
         [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
     }
 
+    /// Adds a span, with tiles of at most `most_rows` query rows. `group`: query heads of each of `kv_heads` KV heads.
+    fn push(&mut self, span: Span, group: usize, kv_heads: usize, most_rows: usize) {
+        let (queries, chunks) = (span.queries as usize, span.chunks as usize);
+        let total = queries * group;
+        let tile_rows = total.div_ceil(total.div_ceil(most_rows));
+        let number = self.spans.len() as i32;
+        for row in (0..total).step_by(tile_rows) {
+            let rows = tile_rows.min(total - row) as i32;
+            self.tiles.push(QueryTile { span: number, row: row as i32, rows, first: self.items as i32 });
+            self.items += chunks * kv_heads;
+        }
+        self.tile_rows = self.tile_rows.max(tile_rows);
+        self.merged.extend((0..queries).map(|query| Merged {
+            first: (self.partial_rows + query * group) as i32,
+            items: span.chunks,
+            total: total as i32,
+            unused: 0,
+        }));
+        self.longest = self.longest.max(span.chunk_pages as usize);
+        self.partial_rows += chunks * total * kv_heads;
+        self.spans.push(span);
+    }
+
     /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
     fn short(&self) -> bool {
         self.longest <= HALF_SM_PAGES
@@ -525,7 +548,6 @@ impl Attend {
                     chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
                 let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
                 let (_, (chunk_pages, chunks)) = length(&first);
-                let number = slice.spans.len() as i32;
                 let span = Span {
                     slot: first.slot as i32,
                     row: (slice.first_row + start) as i32,
@@ -540,23 +562,7 @@ impl Attend {
                     partial: slice.partial_rows as i32,
                     fresh: (list.is_some() && fresh(first.slot)).into(),
                 };
-                let total = queries * self.group;
-                let tile_rows = total.div_ceil(total.div_ceil(most_rows));
-                for row in (0..total).step_by(tile_rows) {
-                    let rows = tile_rows.min(total - row) as i32;
-                    slice.tiles.push(QueryTile { span: number, row: row as i32, rows, first: slice.items as i32 });
-                    slice.items += chunks * self.kv_heads;
-                }
-                slice.tile_rows = slice.tile_rows.max(tile_rows);
-                slice.merged.extend((0..queries).map(|query| Merged {
-                    first: (slice.partial_rows + query * self.group) as i32,
-                    items: chunks as i32,
-                    total: total as i32,
-                    unused: 0,
-                }));
-                slice.longest = slice.longest.max(chunk_pages);
-                slice.partial_rows += chunks * total * self.kv_heads;
-                slice.spans.push(span);
+                slice.push(span, self.group, self.kv_heads, most_rows);
                 start += queries;
             }
             slices.push(slice);

@@ -140,6 +140,34 @@ fn repeated(device: &Arc<Device>, pattern: &Buffer, bytes: usize) -> Result<Buff
     Ok(buffer)
 }
 
+/// One sequence's cache in several layers, and queries.
+struct MadeUpCache {
+    /// Of the first row.
+    position: usize,
+    pages: usize,
+    layers: usize,
+    /// Bytes of an upper, lower and f16 page of a KV head; 0 of those that the view does not read.
+    page_bytes: [usize; 3],
+    /// `[layer][page][kv head]` of each.
+    pools: [Buffer; 3],
+    /// Keys, which also serve as values, `[layer][kv head][BUFFER_TOKENS][D]` f16.
+    ring: Buffer,
+    /// The page table, `[pages]`.
+    table: Buffer,
+    /// f16 `[row][heads · D]`.
+    q: Buffer,
+}
+
+impl MadeUpCache {
+    /// Addresses of a layer.
+    fn layer(&self, config: &ModelConfig, layer: usize) -> Layer {
+        let first = layer * self.pages * config.kv_heads;
+        let [upper, lower, full] = std::array::from_fn(|i| self.pools[i].at(first * self.page_bytes[i]));
+        let ring = self.ring.at(layer * config.kv_heads * BUFFER_TOKENS * config.head_dim * 2);
+        Layer { upper, lower, full, ring_k: ring, ring_v: ring, lists: 0 }
+    }
+}
+
 struct Bench {
     device: Arc<Device>,
     config: ModelConfig,
@@ -158,25 +186,19 @@ impl Bench {
         unsafe { self.device.launch(kernel, launch, arguments) }
     }
 
-    /// Decode attention with its merge.
-    fn attend(
-        &self,
-        view: View,
-        context: usize,
-        rows: &[usize],
-        report: &mut dyn FnMut(Measured) -> Result<()>,
-    ) -> Result<()> {
+    /// A made-up cache of `context` tokens, in as many layers as exceed the GPU's cache, and queries of `most` rows.
+    fn cache(&self, view: View, context: usize, most: usize) -> Result<MadeUpCache> {
         let (device, config) = (&self.device, &self.config);
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
-        let most = rows.iter().copied().max().unwrap_or(1);
         // Rows begin in the middle of a page, so that all see the same pages.
         let position = (context / G * G + G / 4).max(1);
         let pages = (position + most).div_ceil(G);
-        let (upper, lower, full) = match view {
-            View::Upper => (Layout::Cuda.upper_bytes(d), 0, 0),
-            View::Both => (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 0),
-            View::Full => (0, 0, 4 * G * d),
+        let page_bytes = match view {
+            View::Upper => [Layout::Cuda.upper_bytes(d), 0, 0],
+            View::Both => [Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 0],
+            View::Full => [0, 0, 4 * G * d],
         };
+        let [upper, lower, full] = page_bytes;
         let layers = self.copies(pages * kv_heads * (upper + lower + full));
         let blocks = layers * pages * kv_heads;
         let pool = |bytes: usize| if bytes > 0 { filled(device, blocks * bytes) } else { device.allocate(16) };
@@ -194,10 +216,32 @@ impl Bench {
         } else {
             device.allocate(16)?
         };
-        let (lower_pool, full_pool) = (pool(lower)?, pool(full)?);
-        let ring = filled(device, layers * kv_heads * BUFFER_TOKENS * d * 2)?;
-        let table = device.copied(&(0..pages as i32).collect::<Vec<_>>())?;
-        let (q, x) = (filled(device, most * heads * d * 2)?, device.allocate(most * padded(heads * d) * 4)?);
+        Ok(MadeUpCache {
+            position,
+            pages,
+            layers,
+            page_bytes,
+            pools: [upper_pool, pool(lower)?, pool(full)?],
+            ring: filled(device, layers * kv_heads * BUFFER_TOKENS * d * 2)?,
+            table: device.copied(&(0..pages as i32).collect::<Vec<_>>())?,
+            q: filled(device, most * heads * d * 2)?,
+        })
+    }
+
+    /// Decode attention with its merge, and the choice of pages if the context has enough.
+    fn attend(
+        &self,
+        view: View,
+        context: usize,
+        rows: &[usize],
+        report: &mut dyn FnMut(Measured) -> Result<()>,
+    ) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
+        let most = rows.iter().copied().max().unwrap_or(1);
+        let cache = self.cache(view, context, most)?;
+        let (position, layers) = (cache.position, cache.layers);
+        let x = device.allocate(most * padded(heads * d) * 4)?;
         let attend = Attend::new(device, config, Rounding::Balanced)?;
         let partial_rows = attend.partial_rows(most);
         let (partial, extremes) = (device.allocate(partial_rows * d * 4)?, device.allocate(partial_rows * 8)?);
@@ -212,8 +256,8 @@ impl Bench {
                     spans: described[0].at(0),
                     tiles: described[1].at(0),
                     merged: described[2].at(0),
-                    tables: table.at(0),
-                    table_pitch: pages,
+                    tables: cache.table.at(0),
+                    table_pitch: cache.pages,
                     list_pitch: 0,
                     partial: partial.at(0),
                     extremes: extremes.at(0),
@@ -222,20 +266,11 @@ impl Bench {
             }
             let seconds = seconds(device, || {
                 for layer in 0..layers {
-                    let first = layer * pages * kv_heads;
-                    let ring = ring.at(layer * kv_heads * BUFFER_TOKENS * d * 2);
-                    let at = Layer {
-                        upper: upper_pool.at(first * upper),
-                        lower: lower_pool.at(first * lower),
-                        full: full_pool.at(first * full),
-                        ring_k: ring,
-                        ring_v: ring,
-                        lists: 0,
-                    };
+                    let at = cache.layer(config, layer);
                     for (slice, addresses, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, slice, q.at(0), &at, addresses, Neighbours::default())?;
+                            attend.run(view, slice, cache.q.at(0), &at, addresses, Neighbours::default())?;
                             attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, addresses)?;
                         }
                     }
@@ -253,39 +288,41 @@ impl Bench {
                 rows: count,
                 context: Some(context),
                 seconds,
-                bytes: kv_heads * (visible_pages(position) * (upper + lower + full) + recent),
+                bytes: kv_heads * (visible_pages(position) * cache.page_bytes.iter().sum::<usize>() + recent),
                 ..Measured::default()
             })?;
         }
-        let visible = visible_pages(position);
-        if view != View::Upper || visible <= LISTED {
-            return Ok(());
+        if view == View::Upper && visible_pages(position) > LISTED {
+            report(Measured { context: Some(context), ..self.choose(&attend, &cache)? })?;
         }
+        Ok(())
+    }
+
+    /// The choice of [`LISTED`] pages for one row.
+    fn choose(&self, attend: &Attend, cache: &MadeUpCache) -> Result<Measured> {
+        let (device, config) = (&self.device, &self.config);
+        let (d, kv_heads, pages, visible) =
+            (config.head_dim, config.kv_heads, cache.pages, visible_pages(cache.position));
         let choice =
             device.copied(&[PageChoice { pages: visible as i32, scored: visible as i32, ..PageChoice::default() }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
-        let addresses =
-            SliceAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..SliceAddresses::default() };
+        let addresses = SliceAddresses {
+            tables: cache.table.at(0),
+            table_pitch: pages,
+            list_pitch: pages,
+            ..SliceAddresses::default()
+        };
+        let q = cache.q.at(0);
         let seconds = seconds(device, || {
-            (0..layers).try_for_each(|layer| {
-                let upper = upper_pool.at(layer * pages * kv_heads * upper);
-                let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
-                // SAFETY: as above; lists and scores have room for every page.
-                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q.at(0), scores.at(0), &at, &addresses) }
+            (0..cache.layers).try_for_each(|layer| {
+                let at = Layer { lists: lists.at(0), ..cache.layer(config, layer) };
+                // SAFETY: lists and scores have room for every page; all buffers live until the measurement is done.
+                unsafe { attend.choose(choice.at(0), [1, 1], visible, LISTED, q, scores.at(0), &at, &addresses) }
             })
-        })? / layers as f64;
+        })? / cache.layers as f64;
         // A scale and a zero for each key channel of every page.
         let bytes = kv_heads * visible * 4 * d;
-        let context = Some(context);
-        report(Measured {
-            kernel: "choose_pages",
-            form: "best",
-            rows: 1,
-            context,
-            seconds,
-            bytes,
-            ..Measured::default()
-        })
+        Ok(Measured::of("choose_pages", "best", 1, seconds, bytes))
     }
 
     /// The GEMMs of a layer and the head, with the checkpoint's weights and with draft weights.

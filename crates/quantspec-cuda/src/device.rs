@@ -6,7 +6,8 @@ mod streams;
 
 pub use launch::{Arg, Kernel, Launch};
 pub use memory::{Buffer, Pinned, Plain};
-pub use streams::{Copies, Graph, Mark};
+pub(crate) use streams::Mark;
+pub use streams::{Copies, Graph};
 
 use crate::{detect, images};
 use cudarc::driver::sys;
@@ -476,7 +477,7 @@ impl Device {
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
-    pub fn mark(self: &Arc<Device>) -> Result<Mark> {
+    pub(crate) fn mark(self: &Arc<Device>) -> Result<Mark> {
         self.bind()?;
         let mut event = ptr::null_mut();
         // SAFETY: the event is owned by the mark.

@@ -167,7 +167,7 @@ impl DraftGemms {
     }
 
     /// The same with upper nibbles.
-    pub fn takes_upper(&self, k: usize, rows: usize) -> bool {
+    pub(crate) fn takes_upper(&self, k: usize, rows: usize) -> bool {
         self.has_room(&self.upper, k, rows)
     }
 
@@ -176,6 +176,8 @@ impl DraftGemms {
         (1..=ROWS_MAX).contains(&rows) && pipeline(self.shared, block, k.div_ceil(DRAFT_GROUP), rows).0 >= STAGES_MIN
     }
 
+    /// # Safety
+    /// `rest` are the kernel's arguments after the number of stages, with addresses as of [`DraftGemms::heads`].
     unsafe fn launch(
         &self,
         kernel: impl Fn(&Kernels) -> Kernel,

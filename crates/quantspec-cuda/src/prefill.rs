@@ -279,7 +279,7 @@ impl Prefill {
     }
 
     /// Device memory [`Prefill::new`] takes for itself.
-    pub fn scratch_bytes(shape: &Shape, rows: usize, path: Path) -> usize {
+    pub(crate) fn scratch_bytes(shape: &Shape, rows: usize, path: Path) -> usize {
         let of_rows = if shape.qk_norm == QkNorm::Projection { shape.qkv_width() } else { 0 };
         let of_rows = if shape.norms == LayerNorms::Before { of_rows } else { of_rows.max(shape.hidden) };
         let widest = match path {
@@ -559,6 +559,10 @@ impl Prefill {
         }
     }
 
+    /// hidden f32 `[rows][hidden]` += x · weightsᵀ + bias.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
     unsafe fn residual(
         &self,
         x: u64,
@@ -589,6 +593,9 @@ impl Prefill {
     }
 
     /// y f32 `[rows][n]` += x · weightsᵀ + bias, by the GEMM `residual`.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
     #[allow(clippy::too_many_arguments, reason = "as for `qkv`")]
     unsafe fn add(
         &self,
@@ -665,6 +672,8 @@ impl Prefill {
         Ok((a, w))
     }
 
+    /// # Safety
+    /// As [`Device::launch`], with a grid for `rows` × `n` outputs.
     unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
         let blocks = tile.blocks(rows, n, self.device.info.sms);
         let launch = Launch {

@@ -406,7 +406,26 @@ struct Piece {
     interleave: usize,
 }
 
-impl Loader<'_> {
+impl<'a> Loader<'a> {
+    fn new(checkpoint: &'a Checkpoint, device: &'a Arc<Device>, hooks: &'a mut Hooks) -> Result<Loader<'a>> {
+        let parts = Part::all(checkpoint.config());
+        let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
+        let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
+        let chunk = CHUNK_BYTES.max(longest);
+        Ok(Loader {
+            total: parts.iter().map(part_bytes).sum(),
+            checkpoint,
+            device,
+            hooks,
+            pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
+            chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
+            turn: 0,
+            atoms: device.kernel("weights_atoms", 0)?,
+            rows: device.kernel("weights_rows", 0)?,
+            done: 0,
+        })
+    }
+
     fn vector(&mut self, parts: &[Part]) -> Result<Buffer> {
         let mut values = Vec::new();
         for &part in parts {
@@ -467,11 +486,110 @@ impl Loader<'_> {
         self.matrix(&[Piece { part, first: 0, interleave: 0 }])
     }
 
+    /// A layer's matrices, in the order of [`shapes`].
+    fn matrices(&mut self, index: usize) -> Result<[Matrix; 4]> {
+        use LayerPart::*;
+        let piece = |part, first, interleave| Piece { part: Part::Layer(index, part), first, interleave };
+        let (q, kv) = (self.checkpoint.config().q_width(), self.checkpoint.config().kv_width());
+        Ok([
+            self.matrix(&[piece(Q, 0, 0), piece(K, q, 0), piece(V, q + kv, 0)])?,
+            self.matrix(&[piece(Output, 0, 0)])?,
+            self.matrix(&[piece(Gate, 0, 1), piece(Up, 0, 2)])?,
+            self.matrix(&[piece(Down, 0, 0)])?,
+        ])
+    }
+
+    fn layer(&mut self, index: usize, maker: &mut Maker) -> Result<Layer> {
+        use LayerPart::*;
+        let config = self.checkpoint.config();
+        let matrices = self.matrices(index)?;
+        let draft = maker.draft_layer(&matrices, config.head_dim)?;
+        let [qkv, output, gate_up, down] = maker.full_layer(matrices, config)?;
+        check_flag(maker.flag, || format!("layer {index}"))?;
+        let part = |part| Part::Layer(index, part);
+        let mut norm = |kind: LayerPart| kind.exists(config).then(|| self.vector(&[part(kind)])).transpose();
+        let (attention_norm, attention_output_norm) = (norm(AttentionNorm)?, norm(AttentionOutputNorm)?);
+        let (mlp_norm, mlp_output_norm) = (norm(MlpNorm)?, norm(MlpOutputNorm)?);
+        let qk_norms = norm(QNorm)?.zip(norm(KNorm)?);
+        let mut bias = |there: bool, kinds: &[LayerPart]| {
+            let parts: Vec<Part> = kinds.iter().map(|&kind| part(kind)).collect();
+            there.then(|| self.vector(&parts)).transpose()
+        };
+        let qkv_bias = bias(config.qkv_bias, &[QBias, KBias, VBias])?;
+        let output_bias = bias(config.output_bias, &[OutputBias])?;
+        let down_bias = bias(config.mlp_bias, &[DownBias])?;
+        let gate_up_bias = config.mlp_bias.then(|| self.interleaved(part(GateBias), part(UpBias))).transpose()?;
+        Ok(Layer {
+            attention_norm,
+            attention_output_norm,
+            qkv,
+            qkv_bias,
+            qk_norms,
+            output,
+            output_bias,
+            mlp_norm,
+            mlp_output_norm,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            draft,
+        })
+    }
+
     fn embedding(&mut self) -> Result<Embedding> {
         let Matrix { buffer, dtype, .. } = self.plain(Part::Embedding)?;
         let mut table = self.device.pinned(buffer.bytes())?;
         buffer.read_pinned(0, &mut table, buffer.bytes())?;
         Ok(Embedding { table, dtype })
+    }
+}
+
+/// Makes the weights that passes read from matrices in the checkpoint's format.
+struct Maker<'a> {
+    linear: &'a Linear,
+    /// None: the target reads the matrices as they are.
+    hierarchies: Option<&'a Hierarchies>,
+    options: &'a Options,
+    /// The device's error flag.
+    flag: &'a Buffer,
+    drafts: DraftArena,
+}
+
+impl Maker<'_> {
+    /// A matrix as the target reads it; in nibbles with both planes from row `both_from` on.
+    fn full(&self, matrix: Matrix, both_from: usize, paired: usize) -> Result<Full> {
+        match self.hierarchies {
+            Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, self.flag).map(Full::Nibbles),
+            None => Ok(Full::Whole(matrix)),
+        }
+    }
+
+    /// [`Maker::full`] of a layer's matrices, in the order of [`shapes`].
+    fn full_layer(&self, [qkv, output, gate_up, down]: [Matrix; 4], config: &ModelConfig) -> Result<[Full; 4]> {
+        let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights);
+        Ok([
+            self.full(qkv, of_qkv, config.head_dim)?,
+            self.full(output, of_output, 0)?,
+            self.full(gate_up, of_gate_up, 0)?,
+            self.full(down, of_down, 0)?,
+        ])
+    }
+
+    /// Separate draft weights of a matrix; None without bits.
+    fn draft(&mut self, matrix: &Matrix, bits: Option<usize>, paired: usize) -> Result<Option<Quantised>> {
+        self.drafts.quantise(self.linear, matrix, bits, paired, self.flag)
+    }
+
+    /// [`Maker::draft`] of a layer's matrices, in the order of [`shapes`]. None has any if the target is in nibbles.
+    fn draft_layer(&mut self, [qkv, output, gate_up, down]: &[Matrix; 4], head_dim: usize) -> Result<DraftLayer> {
+        let bits = if self.hierarchies.is_some() { [None; 4] } else { draft_bits(self.options) };
+        Ok(DraftLayer {
+            qkv: self.draft(qkv, bits[0], head_dim)?,
+            output: self.draft(output, bits[1], 0)?,
+            gate_up: self.draft(gate_up, bits[2], 0)?,
+            down: self.draft(down, bits[3], 0)?,
+        })
     }
 }
 
@@ -552,96 +670,25 @@ pub(crate) fn load(
     flag: &Buffer,
     hooks: &mut Hooks,
 ) -> Result<Weights> {
-    use LayerPart::*;
-    let config = checkpoint.config().clone();
-    let parts = Part::all(&config);
-    let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
-    let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
-    let chunk = CHUNK_BYTES.max(longest);
-    let mut loader = Loader {
-        total: parts.iter().map(part_bytes).sum(),
-        checkpoint,
-        device,
-        hooks,
-        pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
-        chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
-        turn: 0,
-        atoms: device.kernel("weights_atoms", 0)?,
-        rows: device.kernel("weights_rows", 0)?,
-        done: 0,
-    };
-    let draft_bytes = draft_bytes(&config, options);
+    let config = checkpoint.config();
+    let mut loader = Loader::new(checkpoint, device, hooks)?;
+    let draft_bytes = draft_bytes(config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut arena = DraftArena { buffer, taken: 0 };
-    let in_nibbles = |matrix: Matrix, both_from: usize, paired: usize| match hierarchies {
-        Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, flag).map(Full::Nibbles),
-        None => Ok(Full::Whole(matrix)),
-    };
+    let mut maker = Maker { linear, hierarchies, options, flag, drafts: DraftArena { buffer, taken: 0 } };
     // Tables first: the largest matrix needs its full size on the device until it is in nibbles or in host memory.
     let (embedding, head) = match config.tied_embeddings {
         true => (None, Part::Embedding),
         false => (Some(loader.embedding()?), Part::Head),
     };
-    let head = in_nibbles(loader.plain(head)?, 0, 0)?;
+    let head = maker.full(loader.plain(head)?, 0, 0)?;
     let draft_head = match &head {
-        Full::Whole(head) => arena.quantise(linear, head, head_bits(options), 0, flag)?,
+        Full::Whole(head) => maker.draft(head, head_bits(options), 0)?,
         Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
-    let mut layers = Vec::with_capacity(config.layers);
-    for index in 0..config.layers {
-        let part = |part| Part::Layer(index, part);
-        let (q, kv) = (config.q_width(), config.kv_width());
-        let qkv = loader.matrix(&[
-            Piece { part: part(Q), first: 0, interleave: 0 },
-            Piece { part: part(K), first: q, interleave: 0 },
-            Piece { part: part(V), first: q + kv, interleave: 0 },
-        ])?;
-        let output = loader.plain(part(Output))?;
-        let gate_up = loader.matrix(&[
-            Piece { part: part(Gate), first: 0, interleave: 1 },
-            Piece { part: part(Up), first: 0, interleave: 2 },
-        ])?;
-        let down = loader.plain(part(Down))?;
-        let bits = if hierarchies.is_some() { [None; 4] } else { draft_bits(options) };
-        let mut draft = |kind: usize, matrix, paired| arena.quantise(linear, matrix, bits[kind], paired, flag);
-        let draft = DraftLayer {
-            qkv: draft(0, &qkv, config.head_dim)?,
-            output: draft(1, &output, 0)?,
-            gate_up: draft(2, &gate_up, 0)?,
-            down: draft(3, &down, 0)?,
-        };
-        let [of_qkv, of_output, of_gate_up, of_down] = both_from(&config, options.weights);
-        let (qkv, output) = (in_nibbles(qkv, of_qkv, config.head_dim)?, in_nibbles(output, of_output, 0)?);
-        let (gate_up, down) = (in_nibbles(gate_up, of_gate_up, 0)?, in_nibbles(down, of_down, 0)?);
-        check_flag(flag, || format!("layer {index}"))?;
-        let mut norm = |kind: LayerPart| kind.exists(&config).then(|| loader.vector(&[part(kind)])).transpose();
-        let (attention_norm, attention_output_norm) = (norm(AttentionNorm)?, norm(AttentionOutputNorm)?);
-        let (mlp_norm, mlp_output_norm) = (norm(MlpNorm)?, norm(MlpOutputNorm)?);
-        let qk_norms = norm(QNorm)?.zip(norm(KNorm)?);
-        layers.push(Layer {
-            attention_norm,
-            attention_output_norm,
-            qkv,
-            qkv_bias: if config.qkv_bias {
-                Some(loader.vector(&[part(QBias), part(KBias), part(VBias)])?)
-            } else {
-                None
-            },
-            qk_norms,
-            output,
-            output_bias: if config.output_bias { Some(loader.vector(&[part(OutputBias)])?) } else { None },
-            mlp_norm,
-            mlp_output_norm,
-            gate_up,
-            gate_up_bias: if config.mlp_bias { Some(loader.interleaved(part(GateBias), part(UpBias))?) } else { None },
-            down,
-            down_bias: if config.mlp_bias { Some(loader.vector(&[part(DownBias)])?) } else { None },
-            draft,
-        });
-    }
+    let layers = (0..config.layers).map(|index| loader.layer(index, &mut maker)).collect::<Result<_>>()?;
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    Ok(Weights { embedding, layers, final_norm, head, head_copy: None, draft_head, drafts: arena.buffer })
+    Ok(Weights { embedding, layers, final_norm, head, head_copy: None, draft_head, drafts: maker.drafts.buffer })
 }
 
 /// Address of an optional vector; 0 for None.

@@ -6,7 +6,8 @@ use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
 use quantspec_core::config::Pages;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Step;
+use quantspec_model::backend::{Row, Step};
+use quantspec_model::rope::RopeTable;
 
 /// Descriptions that may be queued before the host waits for the oldest. Rounds end with a wait; only single steps queue up.
 pub(super) const STAGES: usize = 4;
@@ -88,13 +89,12 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Writes the description of a step into the staging buffer from `at` on.
-    pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<StepLayout> {
-        let rows = step.rows;
-        if rows.is_empty() || rows.len() > self.options.step_rows {
+    /// Refuses steps that the buffers, planes or kernels cannot serve.
+    fn check_step(&self, step: &Step) -> Result<()> {
+        if step.rows.is_empty() || step.rows.len() > self.options.step_rows {
             return Err(Error::internal(format!(
                 "a step of {} rows; {} are prepared",
-                rows.len(),
+                step.rows.len(),
                 self.options.step_rows
             )));
         }
@@ -107,14 +107,21 @@ impl CudaBackend {
         if matches!(step.pages, Pages::Tokens(_)) {
             return Err(Error::internal(format!("pages {:?} of a step on a GPU", step.pages)));
         }
+        Ok(())
+    }
+
+    /// Writes the description of a step into the staging buffer from `at` on.
+    pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<StepLayout> {
+        self.check_step(step)?;
+        let rows = step.rows;
         let (choices, scoring) = self.choose_lists(step)?;
-        let with_lists = step.pages != Pages::All;
         for row in rows {
             self.slot(row.slot)?;
             if row.offset >= self.sampling.pitch() || row.position / G > self.cache.pages.table(row.slot).len() {
                 return Err(Error::internal(format!("row {row:?} is beyond its slot")));
             }
         }
+        let with_lists = step.pages != Pages::All;
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
@@ -125,29 +132,21 @@ impl CudaBackend {
             None => Vec::new(),
         };
 
-        let half = self.config.head_dim / 2;
+        let base = self.step.description.at(0);
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
         let sampling = &self.sampling;
-        let device_rows: Vec<DeviceRow> = rows
-            .iter()
-            .map(|row| DeviceRow {
-                slot: row.slot as i32,
-                offset: row.offset as i32,
-                position: row.position as i32,
-                token: sampling.token(row.slot, row.offset),
-            })
-            .collect();
-        let base = self.step.description.at(0);
+        let device_row = |row: &Row| DeviceRow {
+            slot: row.slot as i32,
+            offset: row.offset as i32,
+            position: row.position as i32,
+            token: sampling.token(row.slot, row.offset),
+        };
+        let device_rows: Vec<DeviceRow> = rows.iter().map(device_row).collect();
         let mut layout = StepLayout { rows: base + writer.put(&device_rows)? as u64, ..StepLayout::default() };
-        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
         for (rope, place) in [Some(&self.rope), self.local_rope.as_ref()].into_iter().zip(&mut layout.cos_sin) {
-            let Some(rope) = rope else { continue };
-            let mut angles = Vec::with_capacity(rows.len() * half * 2);
-            for row in rows {
-                rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
-                angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+            if let Some(rope) = rope {
+                *place = base + writer.put(&angles(rope, rows, self.config.head_dim / 2))? as u64;
             }
-            *place = base + writer.put(&angles)? as u64;
         }
         layout.choices = base + writer.put(&choices)? as u64;
         (layout.choosing, layout.scoring) = (choices.len(), scoring);
@@ -202,4 +201,15 @@ impl CudaBackend {
             key.extend([addresses.spans, addresses.tiles, addresses.merged, addresses.list_pitch as u64]);
         }
     }
+}
+
+/// Cosines and sines of the rows' positions, `[row][half][cos, sin]`.
+fn angles(rope: &RopeTable, rows: &[Row], half: usize) -> Vec<f32> {
+    let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+    let mut angles = Vec::with_capacity(rows.len() * half * 2);
+    for row in rows {
+        rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
+        angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+    }
+    angles
 }

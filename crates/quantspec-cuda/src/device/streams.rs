@@ -186,7 +186,7 @@ impl Drop for Graph {
 
 /// A point in the stream.
 #[derive(Debug)]
-pub struct Mark {
+pub(crate) struct Mark {
     pub(super) device: Arc<Device>,
     pub(super) event: sys::CUevent,
 }
@@ -199,7 +199,7 @@ impl Mark {
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
-    pub fn set(&self, recording: bool) -> Result<()> {
+    pub(crate) fn set(&self, recording: bool) -> Result<()> {
         self.device.bind()?;
         let flags = if recording { sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32 } else { 0 };
         // SAFETY: event and stream are alive.
@@ -210,7 +210,7 @@ impl Mark {
     ///
     /// # Errors
     /// As [`Device::synchronize`], and device errors of the driver if `self` comes after `later`.
-    pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
+    pub(crate) fn seconds_to(&self, later: &Mark) -> Result<f64> {
         self.device.bind()?;
         let mut milliseconds = 0.0;
         // SAFETY: both events are alive.
