@@ -1,5 +1,5 @@
-// Decode attention, merging, and the choice of pages. All kernels exist
-// on every architecture, those for heads of 256 channels from 8.0 on.
+// Decode attention, merging, and the choice of pages. All kernels exist on every architecture, those for heads
+// of 256 channels from 8.0 on.
 #include "attend.cuh"
 #include "numbers.cuh"
 #include "panel.cuh"
@@ -10,8 +10,8 @@
 #define ATTEND(name, D, VIEW, ROWS, WARPGROUPS, STAGES, PER_SM, HALF_SM, BLOCK, STAGE_BYTES, SHARED) \
   ATTEND_KERNEL(name, PER_SM, BLOCK, STAGE_BYTES, SHARED, D, VIEW, ROWS, WARPGROUPS, STAGES, HALF_SM)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Grid min(items, SMs); 128 threads and one producer warp per warpgroup;
-// if registers are handed over, one group of 128 producer threads.
+// Grid min(items, SMs); 128 threads and one producer warp per warpgroup; if registers are handed over, one
+// group of 128 producer threads.
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1, false, 640, 18432, 14496)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1, false, 640, 18432, 15168)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1, false, 640, 18432, 38016)

@@ -28,9 +28,9 @@
 // warpgroup are a function of the position. A token that a row does not see leaves its state unchanged to the bit (p =
 // 0, factor 1). Columns of an mma are independent, and the number of row tiles NT only adds columns.
 //
-// In these files lane = 4 g + c (ptx.cuh), t is a tile of eight query rows, e a
-// lane's row in it, kp a slice of 32 channels, tp a pair of token tiles. S, M, l
-// and O are scores, reference maxima, sums of p and outputs, as in FlashAttention.
+// In these files lane = 4 g + c (ptx.cuh), t is a tile of eight query rows, e a lane's row in it, kp a slice
+// of 32 channels, tp a pair of token tiles. S, M, l and O are scores, reference maxima, sums of p and
+// outputs, as in FlashAttention.
 #pragma once
 #include "layout.cuh"
 #include "numbers.cuh"
@@ -146,8 +146,8 @@ struct Attend {
   static constexpr int C0 = RED + ROWS * 16;
   static constexpr int BARS = C0 + ROWS * 16;
   static constexpr int REST = (BARS + STAGES * 16 + 127) / 128 * 128;
-  // Shared memory of a block: the warpgroups', then q, {maximum, sum}
-  // of the warpgroups, {end of the pages, position} of the rows.
+  // Shared memory of a block: the warpgroups', then q, {maximum, sum} of the warpgroups, {end of the
+  // pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + WARPGROUPS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
   // Registers per thread at entry: a block takes an SM (or half of it), minus what a block of `merge` needs to start
   // next to it. Each quarter of an SM has 16,384 registers and runs every fourth warp. TAKEN: registers of a consumer
@@ -188,8 +188,8 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   const int all = span.listed >= 0 ? span.listed : min(visible_quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - warpgroup + C::WARPGROUPS - 1) / C::WARPGROUPS;
-  // Recent step u belongs to chunk u modulo the number of chunks, and
-  // to the warpgroups in turn, from the one with the fewest pages on.
+  // Recent step u belongs to chunk u modulo the number of chunks, and to the warpgroups in turn, from the
+  // one with the fewest pages on.
   const int first = span.first_block * C::SUB;
   const int u = first + (w.chunk + span.chunks - first % span.chunks) % span.chunks;
   const int taker = (span.chunk_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.chunks) % C::WARPGROUPS;

@@ -132,9 +132,9 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
   constexpr int PIECE = 16384;  // bytes, as in `NextWeights`
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
-    for (int at = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; at < p.prefetch_bytes;
-         at += gridDim.x * WARPGROUPS * PIECE)
-      bulk_prefetch(p.prefetch + at, min(PIECE, p.prefetch_bytes - at));
+    for (int offset = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; offset < p.prefetch_bytes;
+         offset += gridDim.x * WARPGROUPS * PIECE)
+      bulk_prefetch(p.prefetch + offset, min(PIECE, p.prefetch_bytes - offset));
 }
 #endif
 

@@ -1,5 +1,5 @@
-// Matrix multiplications of a step with codes (a packed page)
-// and with f16 tokens: q . k and p . v. Included by attend.cuh.
+// Matrix multiplications of a step with codes (a packed page) and with f16 tokens: q . k and p .
+// v. Included by attend.cuh.
 #pragma once
 
 // 1,152 = 1,024 + 8 + 120 as a pair of f16: the offset of unpacked codes and the centre of their range.
@@ -119,10 +119,10 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
   auto load = [&](int h, uint4(&up)[TILES], uint4(&low)[TILES]) {  // codes of 64 channels
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
-      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-      up[i] = lds128(at + C::K_PARAMS);
+      const uint32_t words = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+      up[i] = lds128(words + C::K_PARAMS);
       low[i] = make_uint4(0, 0, 0, 0);
-      if (TWO) low[i] = lds128(at + C::LOWER);
+      if (TWO) low[i] = lds128(words + C::LOWER);
     }
   };
   // ---- codes times q * s ----
@@ -212,8 +212,8 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
   return loaded;
 }
 
-// Scores of f16 tokens, 16 per warp with tokens (`owner`), of the
-// buffer (`recent`) or of a full page. Otherwise as `score_codes`.
+// Scores of f16 tokens, 16 per warp with tokens (`owner`), of the buffer (`recent`) or of a full page.
+// Otherwise as `score_codes`.
 template <class C>
 DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner, int token, int hidden, int seen,
                           float (&S)[1][C::NT][4]) {
@@ -247,8 +247,8 @@ DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const uint2 limit = lds64(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8);
-          // Tokens [0, limit.x) are read from pages (in a local layer
-          // only visible ones), [limit.x, limit.y] from the buffer.
+          // Tokens [0, limit.x) are read from pages (in a local layer only visible ones),
+          // [limit.x, limit.y] from the buffer.
           const int first = recent ? (int)limit.x : C::LOCAL ? first_visible((int)limit.y, warpgroup.p.reach) : 0;
           const int last = recent ? (int)limit.y : (int)limit.x - 1;
           if (own < first || own > last) S[0][t][e] = minus_infinity();
@@ -262,23 +262,23 @@ DEV uint32_t score_halves(const Warpgroup<C>& warpgroup, bool recent, bool owner
 template <class C>
 DEV void load_p(const Warpgroup<C>& warpgroup, int tile, uint32_t (&b)[C::NT][2]) {
   constexpr int NT = C::NT;
-  const uint32_t at = warpgroup.rest + C::P + (tile * 16 + (warpgroup.lane & 15)) * C::PITCH;
+  const uint32_t tokens = warpgroup.rest + C::P + (tile * 16 + (warpgroup.lane & 15)) * C::PITCH;
 #pragma unroll
   for (int t = 0; t < NT; t += 2)
     if (t + 1 < NT) {
       uint32_t r[4];
-      ldmatrix4_trans(r, at + (t + (warpgroup.lane >> 4)) * 16);
+      ldmatrix4_trans(r, tokens + (t + (warpgroup.lane >> 4)) * 16);
       b[t][0] = r[0];
       b[t][1] = r[1];
       b[t + 1 < NT ? t + 1 : t][0] = r[2];
       b[t + 1 < NT ? t + 1 : t][1] = r[3];
     } else {
-      ldmatrix2_trans(b[t], at + t * 16);
+      ldmatrix2_trans(b[t], tokens + t * 16);
     }
 }
 
-// O += p . v of a packed page with values at `v`, a quarter of the
-// channels per warp. Returns and releases as `score_codes` does.
+// O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns and
+// releases as `score_codes` does.
 //
 // The tensor core truncates its accumulator. Over many pages of codes of one sign the bias would reach 3e-2 of the
 // output of diffuse attention at 256k tokens. Both: codes are centred (16 U + L - 120) and the centre moves into the
@@ -302,8 +302,8 @@ DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t
       for (int cp = 0; cp < PAIRS; cp++) {
         // two channel tiles share a uint4; at D = 64 two warps share it
         const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;
-        const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
-        const uint4 up = lds128(at + C::V_PARAMS), low = lds128(at + C::LOWER);
+        const uint32_t words = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+        const uint4 up = lds128(words + C::V_PARAMS), low = lds128(words + C::LOWER);
         if (tp == 3 && cp == PAIRS - 1) warpgroup.release(0);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -339,10 +339,10 @@ DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t
     for (int cp = 0; cp < (TILES_W + 1) / 2; cp++) {
       // two channel tiles share a uint4; at D = 64 two warps share it
       const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;
-      const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
-      const uint4 up = lds128(at + C::V_PARAMS);
+      const uint32_t words = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+      const uint4 up = lds128(words + C::V_PARAMS);
       uint4 low = make_uint4(0, 0, 0, 0);
-      if (TWO) low = lds128(at + C::LOWER);
+      if (TWO) low = lds128(words + C::LOWER);
       loaded |= up.x | low.x;
       uint32_t two[4];  // P of two token tiles, with a single row tile
       if (NT == 1) ldmatrix4_trans(two, warpgroup.rest + C::P + (tp * 32 + lane) * C::PITCH);

@@ -14,8 +14,8 @@ DEV float sum4(uint4 v) {
                    __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w)));
 }
 
-// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value
-// g / (8 / N). The order of the operations does not depend on N.
+// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 /
+// N). The order of the operations does not depend on N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;
@@ -42,8 +42,8 @@ DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
   return TILES == 2 ? fmaxf(y, fmaxf(S[TILES - 1][t][e], S[TILES - 1][t][e + 2])) : y;
 }
 
-// State of a lane's columns. Tokens of all warps are combined in
-// `rescale` (M) and `merge` (l, z); channels belong to one warp.
+// State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z);
+// channels belong to one warp.
 template <class C>
 struct State {
   static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Warpgroup<C>::NV;
@@ -107,9 +107,10 @@ struct State {
         vz = make_float2(__fmaf_rn(f0.x, warpgroup.v_centre, f0.y), __fmaf_rn(f1.x, warpgroup.v_centre, f1.y));
       }
       constexpr bool CORES = !PLAIN && C::WGMMA;  // [token / 8][row tile], N-major
-      const uint32_t at =
+      const uint32_t place =
           warpgroup.rest + C::P +
           (CORES ? tile * NT * 256 + warpgroup.lane * 4 : (tile * 16 + warpgroup.g) * C::PITCH + warpgroup.c * 4);
+      // Bytes from token g to g + 8, and from one row tile to the next.
       constexpr int NEXT_TOKENS = CORES ? NT * 128 : 8 * C::PITCH, NEXT_ROWS = CORES ? 128 : 16;
 #pragma unroll
       for (int t = 0; t < NT; t++) {
@@ -123,14 +124,14 @@ struct State {
           a[e] = __fmul_rn(x, vs.x);
           b[e] = __fmul_rn(y, vs.y);
         }
-        sts32(at + t * NEXT_ROWS, pack_half2(a[0], a[1]));
-        sts32(at + NEXT_TOKENS + t * NEXT_ROWS, pack_half2(b[0], b[1]));
+        sts32(place + t * NEXT_ROWS, pack_half2(a[0], a[1]));
+        sts32(place + NEXT_TOKENS + t * NEXT_ROWS, pack_half2(b[0], b[1]));
       }
     }
   }
 
-  // End of a work item: combines sums over the warpgroup's warps, then
-  // maxima, sums and outputs over the warpgroups, into warpgroup 0.
+  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the
+  // warpgroups, into warpgroup 0.
   DEV void merge(const Warpgroup<C>& warpgroup) {
     constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
     const uint32_t rest = warpgroup.rest, tail = warpgroup.tail;
@@ -154,9 +155,9 @@ struct State {
         l[t][e] = sum4(lds128(rest + C::RED + r * 16));
         z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
         if (WARPGROUPS > 1 && warpgroup.warp == 0 && warpgroup.g == 0) {
-          const uint32_t at = tail + C::EXTREMES + (warpgroup.index * ROWS + r) * 8;
-          sts32(at, __float_as_uint(M[t][e]));
-          sts32(at + 4, __float_as_uint(l[t][e]));
+          const uint32_t extremes = tail + C::EXTREMES + (warpgroup.index * ROWS + r) * 8;
+          sts32(extremes, __float_as_uint(M[t][e]));
+          sts32(extremes + 4, __float_as_uint(l[t][e]));
         }
 #pragma unroll
         for (int j = 0; j < TILES_W; j++) {
@@ -171,13 +172,14 @@ struct State {
       for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          const uint32_t at = tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
+          const uint32_t extremes = tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
           float largest = LOG_ZERO, sum = 0;
 #pragma unroll
-          for (int i = 0; i < WARPGROUPS; i++) largest = fmaxf(largest, __uint_as_float(lds32(at + i * ROWS * 8)));
+          for (int i = 0; i < WARPGROUPS; i++)
+            largest = fmaxf(largest, __uint_as_float(lds32(extremes + i * ROWS * 8)));
 #pragma unroll
           for (int i = 0; i < WARPGROUPS; i++) {
-            const uint2 x = lds64(at + i * ROWS * 8);
+            const uint2 x = lds64(extremes + i * ROWS * 8);
             sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -largest)), __uint_as_float(x.y), sum);
           }
           const float factor = exp2_fast(__fadd_rn(M[t][e], -largest));

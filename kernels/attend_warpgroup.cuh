@@ -1,5 +1,5 @@
-// A consumer warpgroup: indices of its threads, the stages that it
-// reads, and unpacking codes to mma operands. Included by attend.cuh.
+// A consumer warpgroup: indices of its threads, the stages that it reads, and unpacking codes to mma
+// operands. Included by attend.cuh.
 #pragma once
 
 // A constant kept in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
@@ -80,10 +80,10 @@ struct Warpgroup {
     if (C::WGMMA) {
       // Through shared memory: a constant known to the compiler would become an immediate, and the permutation would be
       // copied from a uniform register on every use.
-      const uint32_t at = rest + C::RED + warp * 128;
-      sts32(at + lane * 4, magic.bytes);
+      const uint32_t scratch = rest + C::RED + warp * 128;
+      sts32(scratch + lane * 4, magic.bytes);
       __syncwarp();
-      magic.bytes = lds32(at + (lane ^ 1) * 4);
+      magic.bytes = lds32(scratch + (lane ^ 1) * 4);
     }
   }
 

@@ -11,8 +11,8 @@
 // their final form. Weights do not depend on the previous kernel: a producer warp fills the pipeline stages in half an
 // SM's shared memory while that kernel still runs in the other half.
 //
-// The norm's factor 1 / rms of a row is known only when all warps have
-// synchronised, so it multiplies the outputs instead of the inputs.
+// The norm's factor 1 / rms of a row is known only when all warps have synchronised, so it multiplies the
+// outputs instead of the inputs.
 //
 // Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh;
 // kernels named _planes). Then two blocks of 64 inputs replace one of 128, and zero points multiply sums of 64 codes.
@@ -24,8 +24,8 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4;     // tiles of a block that share a warp's reads of the inputs
 constexpr int DRAFT_CHUNK_TILES = 2;  // tiles per chunk
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel
-// runs, and later. A launch has at least DRAFT_AHEAD stages.
+// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has
+// at least DRAFT_AHEAD stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;  // rows are the even columns of an mma, so that a lane has outputs of one row
 // Registers per thread: at entry, so that two blocks and a small one fit on an SM; of the loading warps after they
@@ -45,9 +45,9 @@ struct DraftLayout {
   static constexpr int GROUPS = PLANES ? 2 : 1;  // with parameters of their own
 };
 
-// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2]
-// squares, barriers [2][stages], int8 inputs [row][pitch], [row][groups] {f32 scale,
-// f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
+// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers
+// [2][stages], int8 inputs [row][pitch], [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of
+// the codes of both halves}.
 template <bool PLANES>
 struct DraftShared {
   static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
@@ -441,7 +441,7 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   // Shuffled, so that the compiler treats it as uniform in the warp.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const DraftShared<PLANES> s(shared, stages, groups, rows);
-  const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+  const int own_tiles = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
   if (threadIdx.x == 0) {
     mbar_init_stages(s.full, s.empty, stages, W * 32);
@@ -452,7 +452,7 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
     registers_give<DRAFT_KEPT>();
     if (threadIdx.x == W * 32)
       fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty,
-                                         stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+                                         stages, groups, own_tiles, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<DRAFT_TAKEN>();
@@ -464,8 +464,8 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   const int j = threadIdx.x & 7, row = (threadIdx.x >> 3) % rows, batch_tile = (threadIdx.x >> 3) / rows;
   DraftReader<PLANES> reader(s, warp, lane);
 #pragma unroll 1
-  for (int first = 0; first < mine; first += T) {
-    const int count = min(T, mine - first), tile = blockIdx.x + (first + batch_tile) * gridDim.x;
+  for (int first = 0; first < own_tiles; first += T) {
+    const int count = min(T, own_tiles - first), tile = blockIdx.x + (first + batch_tile) * gridDim.x;
     typename Out::Early early;
     if (batch_tile < count) early = out.load_early(row, tile, j);
     float acc[T][2];

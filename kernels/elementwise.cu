@@ -1,5 +1,5 @@
-// Operations between the GEMMs: embedding, norms, RoPE and the append to
-// the rings, activation * up, the conversions to a GEMM's input type.
+// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, activation * up, the
+// conversions to a GEMM's input type.
 //
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of
 // rows. Kernels that write a GEMM's input exist once per input type:
@@ -14,8 +14,8 @@
 #include "numbers.cuh"
 #include "panel.cuh"
 
-// Stores four consecutive values of a row, from column k = 4 * lane +
-// 128 * group on; one warp holds a group. `inside`: k is inside the row.
+// Stores four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group.
+// `inside`: k is inside the row.
 template <class T>
 struct Into {
   typename T::Bits* x;
@@ -69,8 +69,8 @@ DEV float4 times(float4 a, float f) {
 struct Eight {
   float4 low, high;
 };
-// load(token, k): eight values of a row from column k on, a multiple
-// of 8; the last four of a row's last eight may be outside.
+// load(token, k): eight values of a row from column k on, a multiple of 8; the last four of a row's
+// last eight may be outside.
 template <class Load>
 DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab,
                float scale, Load load) {
@@ -243,8 +243,8 @@ KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, floa
 
 // ---- the hidden stream as it is: one warp per group of 128 inputs of a row ----
 //
-// convert_*: hidden f32 [row][width] -> x [row], for models without a norm before the GEMM. Grid
-// (ceil(width / 1024), rows), 256 threads, no shared memory.
+// convert_*: hidden f32 [row][width] -> x [row], for models without a norm before the GEMM. Grid (ceil(width / 1024),
+// rows), 256 threads, no shared memory.
 template <class Out>
 DEV void convert(const float* hidden, int width, Out out) {
   grid_trigger();
@@ -364,8 +364,8 @@ DEV void coarse(uint16_t* x, int pitch) {
 KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int pitch) { coarse<Bf16>(x, pitch); }
 KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int pitch) { coarse<Half>(x, pitch); }
 
-// widen: x f32 [n] = h f16 [n] (attention's output for checkpoints
-// in single precision). Grid ceil(n / 256), 256 threads.
+// widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid
+// ceil(n / 256), 256 threads.
 KERNEL __launch_bounds__(256) widen(const uint16_t* h, float* x, int64_t n) {
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i < n) x[i] = Half::to_float(h[i]);
@@ -403,8 +403,8 @@ KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32
 
 // ---- heads: bias, per-head norm, RoPE ----
 //
-// One warp per head of a row. Lane l has channels PAIRS l .. and D /
-// 2 + PAIRS l .., which RoPE rotates together: v[i] and v[PAIRS + i].
+// One warp per head of a row. Lane l has channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE rotates
+// together: v[i] and v[PAIRS + i].
 template <int D>
 struct Head {
   static constexpr int PAIRS = D / 64;

@@ -13,8 +13,8 @@ DEV uint32_t cluster_rank() {
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Orders no memory accesses; where it is used, the fence of
-// `mbar_init_done` does. With .release it would become a GPU-wide fence.
+// Orders no memory accesses; where it is used, the fence of `mbar_init_done` does. With .release it
+// would become a GPU-wide fence.
 DEV void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -53,8 +53,8 @@ DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,
 // gridDim.z is 1 and the mask therefore 0, which the compiler cannot know.
 DEV void release_stage(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
 // Arrives at the same barrier of CTA `rank` of the cluster, at CTA scope: with .release.cluster each arrival becomes a
-// membar.gpu, which costs a quarter of the GEMM's speed. Cluster scope is not needed: reads of the stage are complete
-// (by wgmma_wait or `release_stage`), and TMA writes it.
+// membar.gpu, which makes a GEMM much slower. Cluster scope is not needed: reads of the stage are complete (by
+// wgmma_wait or `release_stage`), and TMA writes it.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r,%0,%1;\nmbarrier.arrive.shared::cluster.b64 _,[r];\n}" ::"r"(bar),
@@ -184,9 +184,9 @@ DEV void registers_take() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Stores four 8 x 8 matrices of 16 bits, as `ldmatrix4` loads them. `at`: the lane's row.
-DEV void stmatrix4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(r0), "r"(r1), "r"(r2),
+// Stores four 8 x 8 matrices of 16 bits, as `ldmatrix4` loads them. `row`: the lane's, 16 bytes.
+DEV void stmatrix4(uint32_t row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(row), "r"(r0), "r"(r1), "r"(r2),
                "r"(r3)
                : "memory");
 }

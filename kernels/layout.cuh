@@ -1,5 +1,5 @@
-// Layouts in device memory, equal to quantspec_core::layout
-// (Layout::Cuda); the tests pack pages with it and compare bytes.
+// Layouts in device memory, equal to quantspec_core::layout (Layout::Cuda); the tests pack pages
+// with it and compare bytes.
 #pragma once
 #include "ptx.cuh"
 
@@ -74,10 +74,10 @@ enum { UPPER_PARAMS = 512 };                         // where the parameters of 
 // Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.
 DEV void plane_weights(float (&w)[8], const uint8_t* upper, const uint8_t* lower, int n, int k, int stride) {
   const size_t block = (size_t)(n / 16) * stride + k / 64;
-  const int at = ((n & 7) * 4 + k % 64 / 16) * 16 + k % 16, shift = n & 8 ? 4 : 0;
+  const int offset = ((n & 7) * 4 + k % 64 / 16) * 16 + k % 16, shift = n & 8 ? 4 : 0;
   const uint8_t* const upper_block = upper + block * UPPER_BLOCK;
-  const uint2 u = __ldg(reinterpret_cast<const uint2*>(upper_block + at));
-  const uint2 l = lower ? __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + at))
+  const uint2 u = __ldg(reinterpret_cast<const uint2*>(upper_block + offset));
+  const uint2 l = lower ? __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + offset))
                         : make_uint2(0x88888888, 0x88888888);
   const float2 params =
       unpack_half2(__ldg(reinterpret_cast<const uint32_t*>(upper_block + UPPER_PARAMS + (n & 7) * 8 + shift)));

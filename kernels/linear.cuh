@@ -1,5 +1,5 @@
-// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step.
-// Weights are the mma A operand (16 outputs), rows its columns.
+// y[row][n] = sum_k x[row][k] W[n][k] for the few rows of a step. Weights are the mma A operand (16
+// outputs), rows its columns.
 //
 // The bits of y depend on the weights and the row alone: K determines a warp's k order, the split of K over the warps
 // of a block and the order of their sum. Rows only add columns.
@@ -54,12 +54,12 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
                     Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5;
-  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
+  const int own_groups = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
   grid_trigger();
   int tile = blockIdx.x;
 #pragma unroll
   for (int i = 0; i < DEPTH; i++)
-    if (tile < tiles && i < mine) load(i, tile, i * LINEAR_WARPS + warp);
+    if (tile < tiles && i < own_groups) load(i, tile, i * LINEAR_WARPS + warp);
   grid_wait();  // weights do not depend on the previous kernel, x does
   x += (size_t)blockIdx.y * NT * 8 * pitch;
   y += (size_t)blockIdx.y * NT * 8 * n;
@@ -70,14 +70,14 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
     for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
     const int next = tile + gridDim.x;
 #pragma unroll 1
-    for (int start = 0; start < mine; start += DEPTH) {
-      const bool last = start + DEPTH >= mine;  // from here on the next tile's groups are loaded
+    for (int start = 0; start < own_groups; start += DEPTH) {
+      const bool last = start + DEPTH >= own_groups;  // from here on the next tile's groups are loaded
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
-        if (start + i < mine) add(acc, i, x + ((start + i) * LINEAR_WARPS + warp) * unit, rows);
+        if (start + i < own_groups) add(acc, i, x + ((start + i) * LINEAR_WARPS + warp) * unit, rows);
         if (last) {
-          if (next < tiles && i < mine) load(i, next, i * LINEAR_WARPS + warp);
-        } else if (start + DEPTH + i < mine) {
+          if (next < tiles && i < own_groups) load(i, next, i * LINEAR_WARPS + warp);
+        } else if (start + DEPTH + i < own_groups) {
           load(i, tile, (start + DEPTH + i) * LINEAR_WARPS + warp);
         }
       }
@@ -151,19 +151,19 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;  // groups of this warp: warp, warp + 8, ...
+  const int own_groups = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;  // groups of this warp: warp, warp + 8, ...
   const uint32_t stages_at = shared_address(shared) + warp * STAGES * BLOCK;
   const uint64_t once = evict_first();
   grid_trigger();
   int load_tile = blockIdx.x, load_group = 0, load_stage = 0;
   auto load = [&]() {
-    if (mine > 0 && load_tile < tiles) {
+    if (own_groups > 0 && load_tile < tiles) {
       const uint8_t* block = w + ((size_t)load_tile * groups + load_group * LINEAR_WARPS + warp) * BLOCK;
       const uint32_t stage = stages_at + load_stage * BLOCK;
 #pragma unroll
       for (int i = 0; i < PIECES; i += 32)
         if (i + lane < PIECES) copy16_once(stage + (i + lane) * 16, block + (i + lane) * 16, once);
-      if (++load_group == mine) {
+      if (++load_group == own_groups) {
         load_group = 0;
         load_tile += gridDim.x;
       }
@@ -197,7 +197,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #pragma unroll
     for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
 #pragma unroll 1
-    for (int i = 0; i < mine; i++) {
+    for (int i = 0; i < own_groups; i++) {
       // ---- inputs of the group ----
       const int group = i * LINEAR_WARPS + warp;
       uint4 b[NT][2];
@@ -300,8 +300,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 // first loads of a block compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step,
 // whose small kernels wait for latencies.
 constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3, PIPELINE_AHEAD_FIRST_DRAFT = 2;
-// Registers per thread: of the four loading warps after they release
-// theirs, of the eight computing warps after that, and of all at entry.
+// Registers per thread: of the four loading warps after they release theirs, of the eight computing warps after
+// that, and of all at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
 static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_WARPS) * PIPELINE_ENTRY);
 // Units of 16 x 8 outputs that are summed at a time.
@@ -335,8 +335,8 @@ struct Pipeline {
   // Activations with scales are copied in pieces of 16 bytes (`fill_inputs`).
   static constexpr bool X_PIECES = CLUSTER == 1 && SCALES > 0;
   static constexpr int AHEAD_FIRST = X_PIECES ? PIPELINE_AHEAD_FIRST_DRAFT : PIPELINE_AHEAD_FIRST;
-  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK],
-  // f32 sums [PIPELINE_UNITS][warp][8 rows][16], barriers.
+  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums
+  // [PIPELINE_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK;
   static constexpr int SUMS = X + X_STAGES * X_CHUNK;
   static constexpr int BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
@@ -354,28 +354,28 @@ struct Pieces {
   const uint8_t* w;
   int pieces;
   // `count` pieces of a tile, from piece k on.
-  DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
-    bulk_copy(to, w + (tile * pieces + k) * PIECE, count * PIECE, bar, policy);
+  DEV void copy(uint32_t stage, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
+    bulk_copy(stage, w + (tile * pieces + k) * PIECE, count * PIECE, bar, policy);
   }
 };
 
-// Loads weights into pipeline stages: by one thread, of a block with `mine` tiles. At most `most_first` chunks are in
-// flight while the stages are filled for the first time, then at most `most_later`.
+// Loads weights into pipeline stages: by one thread, of a block with `own_tiles` tiles. At most `most_first` chunks are
+// in flight while the stages are filled for the first time, then at most `most_later`.
 template <int TILES, int TOGETHER, int DEEP = 1, class Weights>
 DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces,
-                      int mine, int most_first, int most_later) {
+                      int own_tiles, int most_first, int most_later) {
   constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1;
   int oldest = 0, oldest_phase = 0, in_flight = 0;  // the chunk in flight that was started first, and their number
   int most = most_first;
 #pragma unroll 1
-  for (int first = 0; first < mine; first += TOGETHER)
+  for (int first = 0; first < own_tiles; first += TOGETHER)
 #pragma unroll 1
     for (int k = 0; k < pieces; k += PIECES)
 #pragma unroll 1
-      for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
-        const int tiles = min(TILES, mine - t), count = min(PIECES, pieces - k);
+      for (int t = first; t < min(first + TOGETHER, own_tiles); t += TILES) {
+        const int tiles = min(TILES, own_tiles - t), count = min(PIECES, pieces - k);
         mbar_wait(empty + stage * 8, phase);
         if (in_flight < most) {
           in_flight++;
@@ -408,11 +408,11 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
                      uint32_t ready, int pieces, int passes, int rows, size_t pitch) {
   constexpr int PIECES = R::PIECES;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
-  const auto copy = [](uint32_t to, const uint8_t* from, int bytes, uint32_t bar) {
+  const auto copy = [](uint32_t dst, const uint8_t* src, int bytes, uint32_t bar) {
     if (R::CLUSTER > 1)
-      bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
+      bulk_copy_multicast(dst, src, bytes, bar, (1 << R::CLUSTER) - 1);
     else
-      bulk_copy(to, from, bytes, bar);
+      bulk_copy(dst, src, bytes, bar);
   };
   int stage = 0, phase = 1;
 #pragma unroll 1
@@ -514,7 +514,8 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   const uint32_t x_ready = x_empty + R::X_STAGES * 8;
   // All blocks of a cluster make as many passes over x as its first block, which has the most tiles.
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
-  const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
+  const int own_tiles = tiles_of(blockIdx.x),
+            passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
   grid_trigger();
   if (threadIdx.x == 0) {
     mbar_init_stages(full, empty, R::STAGES, W * 32);
@@ -533,7 +534,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
-      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, mine, R::AHEAD_FIRST,
+      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, own_tiles, R::AHEAD_FIRST,
                                          PIPELINE_AHEAD);
       next.prefetch(blockIdx.x, gridDim.x);
     }
@@ -550,7 +551,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
     int stage = 0, phase = 0, x_stage = 0, x_phase = 0;
 #pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {
-      const int first = pass * T, count = max(0, min(T, mine - first));
+      const int first = pass * T, count = max(0, min(T, own_tiles - first));
       float acc[T][NT][4];
 #pragma unroll
       for (int i = 0; i < T; i++)

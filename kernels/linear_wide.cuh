@@ -1,17 +1,17 @@
-// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma,
-// 64 outputs x N rows, with the weights in registers (operand A).
+// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the
+// weights in registers (operand A).
 //
-// The bits are those of `linear_quant`. Its eight warps are classes here: class w sums
-// groups w, w + 8, ... in order, and then the classes are added in order. A cluster of
-// two blocks has one warpgroup per class, so that a block reads half of the inputs:
+// The bits are those of `linear_quant`. Its eight warps are classes here: class w sums groups w, w + 8, ... in
+// order, and then the classes are added in order. A cluster of two blocks has one warpgroup per class, so that a
+// block reads half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
 //     warps 16-19   load: each fills the stages of one warpgroup, which hold one group of 128 inputs each:
 //                   x, its scales, and the weights of the tiles
 //
-// The running sum of a tile passes from class to class in shared memory: a warpgroup
-// waits for its token (a barrier), adds its class and signals the next one. From
-// block 0 to block 1 it goes by st.async; the last warpgroup of block 1 stores y.
+// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a
+// barrier), adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last
+// warpgroup of block 1 stores y.
 //
 // x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
 //
@@ -35,8 +35,8 @@ struct Wide {
   static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
   // Units of 64 outputs (four tiles) that share a stage of x: as many as registers allow.
   static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
-  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights
-  // [TILES][PIECE]; swizzled atoms start at multiples of 1024.
+  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms
+  // start at multiples of 1024.
   static constexpr int PIECE = QUANT_BLOCK<BITS>;
   static constexpr int SCALES = N * 128;
   static constexpr int WEIGHTS = SCALES + N * 8;
@@ -63,10 +63,10 @@ DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// Stores 16 bytes in another block's shared memory and counts
-// them at its barrier. `to` and `bar` are results of `at_rank`.
-DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to),
+// Stores 16 bytes in another block's shared memory and counts them at its barrier. `sums` and
+// `bar` are results of `at_rank`.
+DEV void store_async(uint32_t sums, const float* v, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(sums),
                "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar)
                : "memory");
 }
@@ -231,8 +231,8 @@ DEV void store_units(const float (&acc)[S::UNITS][S::N / 2], float* y, int first
   }
 }
 
-// One warpgroup: multiplies its class, adds it to the running
-// sum of the classes before; the last class stores y [rows][n].
+// One warpgroup: multiplies its class, adds it to the running sum of the classes before; the
+// last class stores y [rows][n].
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
   const int warp = threadIdx.x >> 5;
@@ -247,12 +247,12 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
   const uint32_t tokens = base + S::TOKENS;
   const uint32_t sums_free = base + S::SUMS_FREE;
   const uint32_t sums = base + S::SUMS + (threadIdx.x & 127) * 16;
-  const int mine = S::tiles_of_cluster(tiles);
+  const int own_tiles = S::tiles_of_cluster(tiles);
   int stage = 0, phase = 0, pass = 0;
 #pragma unroll 1
-  for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
+  for (int first = 0; first < own_tiles; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
-    const int tiles_left = mine - first;  // one per warp and unit; the results of further ones are not stored
+    const int tiles_left = own_tiles - first;  // one per warp and unit; the results of further ones are not stored
     float acc[S::UNITS][S::N / 2];
 #pragma unroll
     for (int i = 0; i < S::UNITS; i++)
@@ -301,7 +301,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
     if (this_class == CLASSES - 1) {
       store_units<S>(acc, y, first, tiles_left, n, rows, warp, g, c);
       // After the last pass block 0 may have exited.
-      if (first + S::TILES < mine) {
+      if (first + S::TILES < own_tiles) {
         seen = __reduce_or_sync(~0u, seen);
         if (lane == 0) mbar_arrive_at(sums_free + (seen & (gridDim.z - 1)), 0);
       }
@@ -326,8 +326,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
   }
 }
 
-// w: blocks of QUANT_BLOCK bytes [tiles][groups]; x and xs in panels;
-// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs.
+// w: blocks of QUANT_BLOCK bytes [tiles][groups]; x and xs in panels; y f32 [rows][n]. groups: of 128
+// inputs; tiles: of 16 outputs.
 template <class S>
 DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
                    int rows) {

@@ -1,14 +1,14 @@
-// Attention of a prompt's last queries to its pages
-// (core::attend::page_masses), by which drafts of `Pages::Snap` choose pages.
+// Attention of a prompt's last queries to its pages (core::attend::page_masses), by which drafts of
+// `Pages::Snap` choose pages.
 #include "layout.cuh"
 #include "numbers.cuh"
 
 constexpr int BATCH = 32;          // queries that page_sums has in shared memory at a time
 constexpr int MASS_THREADS = 256;  // threads of a block of page_masses
 
-// page_sums_{64,128,256}(q, kv, sums, rows, position, first, queries, ...): base-2
-// logarithm of the sum over a page's tokens of 2^(q . k scale), scale = log2(e) /
-// sqrt(D), of query rows at `position` ... Tokens after a row's position do not count.
+// page_sums_{64,128,256}(q, kv, sums, rows, position, first, queries, ...): base-2 logarithm of the sum over a
+// page's tokens of 2^(q . k scale), scale = log2(e) / sqrt(D), of query rows at `position` ... Tokens after a
+// row's position do not count.
 //
 //     q     f16 [rows][kv_heads group][D]
 //     kv    f16 [token][2 kv_heads D], keys first, up to the last row's position at least
@@ -81,10 +81,10 @@ PAGE_SUMS(64)
 PAGE_SUMS(128)
 PAGE_SUMS(256)
 
-// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch]
-// of the first `visible` pages. The mass of a page is the sum, over queries first .. queries -
-// 1, of its share of the query's attention to all pages. sums: the result of page_sums. Grid (kv
-// heads), MASS_THREADS threads, dynamic shared memory: a float for each query from `first` on.
+// page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible`
+// pages. The mass of a page is the sum, over queries first .. queries - 1, of its share of the query's attention to
+// all pages. sums: the result of page_sums. Grid (kv heads), MASS_THREADS threads, dynamic shared memory: a float for
+// each query from `first` on.
 KERNEL __launch_bounds__(MASS_THREADS)
     page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];

@@ -55,8 +55,8 @@ DEV float4 load4(const float* p) {
 
 // x * sigmoid(x); the factor is -log2(e). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
-// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3). The factor is
-// -2 sqrt(2 / pi) log2(e); otherwise as `silu`.
+// GELU with its tanh approximation: x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); otherwise as `silu`.
+// The factor is -2 sqrt(2 / pi) log2(e).
 DEV float gelu(float x) { return __fdividef(x, 1.f + exp2_fast((x + 0.044715f * x * x * x) * -2.3022081987f)); }
 // The same as types, for templates.
 struct Silu {
@@ -76,7 +76,7 @@ enum { INTEGER_BIAS_BITS = 0x4b400000 };
 
 // ---- reductions over the 32 lanes of a warp; every lane gets the result ----
 
-// In the same tree for every caller.
+// A sum has the same tree for every caller.
 DEV float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));

@@ -1,5 +1,5 @@
-// Int8 inputs of draft GEMMs: codes of 128 bytes per row and
-// group, and their {scale, scale times the sum of the codes}.
+// Int8 inputs of draft GEMMs: codes of 128 bytes per row and group, and their {scale, scale
+// times the sum of the codes}.
 //
 // Row-major: [row][group]. GEMMs of 17 and more rows on Hopper (linear_wide.cuh) read panels of up to 64 rows:
 // [panel][group][height], with the 128-byte swizzle of wgmma's operand B, and words of four codes in the order of the

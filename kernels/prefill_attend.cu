@@ -18,15 +18,15 @@
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
 constexpr float P_SHIFT = 14;
-// Dynamic shared memory: bytes per channel of a head, and for the
-// wgmma kernel a constant in addition (barriers, room to align).
+// Dynamic shared memory: bytes per channel of a head, and for the wgmma kernel a constant in addition
+// (barriers, room to align).
 constexpr int PROMPT_WGMMA_CHANNEL = 1280;
 constexpr int PROMPT_WGMMA_MORE = 1096;
 constexpr int PROMPT_MMA_CHANNEL = 512;
 constexpr int PROMPT_MMA_CHANNEL_256 = 384;
 
-// Score of a key that a query does not see. Without LOCAL a row's
-// first tile has a key that it sees, so a finite number suffices.
+// Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees,
+// so a finite number suffices.
 template <bool LOCAL>
 DEV float hidden_score() {
   return LOCAL ? minus_infinity() : LOG_ZERO;
@@ -65,7 +65,7 @@ namespace wgmma_attention {
 
 // A CTA takes 64 or 128 query rows of a head: a consumer warpgroup per 64 rows, and a producer that loads K and V tiles
 // of 128 keys. While one warpgroup computes exponentials, the tensor cores serve the other. S of tile j is issued
-// before P V of tile j - 1 is awaited (FlashAttention-3). Prompts of few rows take 64, so that twice as many SMs work.
+// before P V of tile j - 1 is awaited (FlashAttention-3). Blocks of few rows take 64, so that twice as many SMs work.
 enum { KEYS = 128, STAGES = 2 };
 enum { PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240 };  // per thread, with two consumer warpgroups
 constexpr int threads(int consumers) { return 128 * (consumers + 1); }
@@ -321,10 +321,10 @@ ENTRY(128, f16, Half)
 
 namespace mma_attention {
 
-// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory
-// reads would be the limit), keys upward in tiles of 64. Shared memory: Q, one tile of K (the
-// next loads during P V) and one of V (loads during Q K^T); two CTAs per SM. Heads of 256
-// channels have registers for only 16 rows per warp; they use this kernel on Hopper, too.
+// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory reads would be the
+// limit), keys upward in tiles of 64. Shared memory: Q, one tile of K (the next loads during P V) and one of V
+// (loads during Q K^T); two CTAs per SM. Heads of 256 channels have registers for only 16 rows per warp; they use
+// this kernel on Hopper, too.
 enum { KEYS = 64, THREADS = 128 };
 
 template <int D>

@@ -44,9 +44,9 @@ struct Config {
 };
 // Registers per thread after that.
 enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
-// Few rows: small tiles and many stages, since weights come from memory and latency
-// dominates. Otherwise pairs of CTAs; slim pairs and single CTAs if wider tiles would leave
-// SMs idle. SHARED bytes of shared memory. build.rs copies these rows for the launcher.
+// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of
+// CTAs; slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies
+// these rows for the launcher.
 #define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED) \
   template <class T>                                            \
   using NAME = Config<T, COLUMNS, CONSUMERS, CLUSTER, STAGES>;  \
@@ -61,8 +61,8 @@ TILE(Narrow, 64, 1, 1, 12, 206016)
 struct TileIndex {
   int row, column;  // in tiles
 };
-// Tiles in groups of `group` tile rows, column by column: the tiles
-// in flight form a nearly square block, so L2 serves most loads.
+// Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square
+// block, so L2 serves most loads.
 DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   const int group_tiles = group * tile_columns;
   const int index = tile / group_tiles;  // of the group
@@ -81,14 +81,14 @@ struct Corner {
   int sent;      // blocks sent so far
 };
 
-// Stores one 64 x 64 block of 16-bit values, the accumulators from `d`
-// on, at (column, row) of a matrix. Several stores may be in flight.
+// Stores one 64 x 64 block of 16-bit values, the accumulators from `d` on, at (column, row) of a matrix.
+// Several stores may be in flight.
 template <class C, class Pack>
-DEV void send_block(Corner& at, const float* d, const TensorMap* matrix, int column, int row, Pack pack) {
+DEV void send_block(Corner& corner, const float* d, const TensorMap* matrix, int column, int row, Pack pack) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, r = warp * 16 + (lane & 15), half = lane >> 4;
-  const uint32_t block = at.out + at.sent % C::OUT_BUFFERS * C::OUT_BYTES;
+  const uint32_t block = corner.out + corner.sent % C::OUT_BUFFERS * C::OUT_BYTES;
   if ((threadIdx.x & 127) == 0) bulk_wait_read<C::OUT_BUFFERS - 1>();
-  bar_sync(at.barrier, 128);
+  bar_sync(corner.barrier, 128);
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // 16 columns each; lane l addresses row l % 16, the left or right 8 columns
     const float* v = d + i * 8;
@@ -96,12 +96,12 @@ DEV void send_block(Corner& at, const float* d, const TensorMap* matrix, int col
               pack(v[6], v[7]));
   }
   fence_async();
-  bar_sync(at.barrier, 128);
+  bar_sync(corner.barrier, 128);
   if ((threadIdx.x & 127) == 0) {
     tma_store(matrix, column, row, block);
     bulk_commit();
   }
-  at.sent++;
+  corner.sent++;
 }
 
 template <int HEAD_DIM>
@@ -114,14 +114,14 @@ struct Qkv {
   int heads, kv_heads, M;
 
   template <class C>
-  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& corner) const {
     // Accumulators of a head; distance between the two that RoPE rotates together.
     constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;
-    const int lane = threadIdx.x & 31, c = lane & 3, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
+    const int lane = threadIdx.x & 31, c = lane & 3, row = corner.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
     for (int h = 0; h < C::COLUMNS / HEAD_DIM; h++) {
       float* v = d + h * REGISTERS;
-      const int column = at.column + h * HEAD_DIM, head = column / HEAD_DIM;
+      const int column = corner.column + h * HEAD_DIM, head = column / HEAD_DIM;
       if (head >= heads + 2 * kv_heads) break;
       if (bias)
 #pragma unroll
@@ -173,10 +173,10 @@ struct Qkv {
     const int q_width = heads * HEAD_DIM, width = q_width + 2 * kv_heads * HEAD_DIM;
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 64; j++) {
-      const int column = at.column + 64 * j;
+      const int column = corner.column + 64 * j;
       if (column >= width) break;
       const bool is_q = column < q_width;
-      send_block<C>(at, d + 32 * j, is_q ? q : kv, is_q ? column : column - q_width, at.row,
+      send_block<C>(corner, d + 32 * j, is_q ? q : kv, is_q ? column : column - q_width, corner.row,
                     [](float a, float b) { return Half::pack(a, b); });
     }
   }
@@ -187,18 +187,18 @@ struct Residual {
   const float* bias;        // [N] or null
   int N;
 
-  // TMA adds blocks of 32 columns to memory while the next ones are
-  // written. Every element is added to once, so the order does not matter.
+  // TMA adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so
+  // the order does not matter.
   template <class C>
-  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& corner) const {
     const int lane = threadIdx.x & 31, c = lane & 3, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 32; j++) {
-      const int column = at.column + 32 * j;
+      const int column = corner.column + 32 * j;
       if (column >= N) break;
-      const uint32_t block = at.out + at.sent % C::OUT_BUFFERS * C::OUT_BYTES;
+      const uint32_t block = corner.out + corner.sent % C::OUT_BUFFERS * C::OUT_BYTES;
       if ((threadIdx.x & 127) == 0) bulk_wait_read<C::OUT_BUFFERS - 1>();
-      bar_sync(at.barrier, 128);
+      bar_sync(corner.barrier, 128);
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // 8 columns each: this thread has 8 bytes of a 16-byte piece
         float2 b = make_float2(0, 0);
@@ -211,12 +211,12 @@ struct Residual {
         }
       }
       fence_async();
-      bar_sync(at.barrier, 128);
+      bar_sync(corner.barrier, 128);
       if ((threadIdx.x & 127) == 0) {
-        tma_add(hidden, column, at.row, block);
+        tma_add(hidden, column, corner.row, block);
         bulk_commit();
       }
-      at.sent++;
+      corner.sent++;
     }
   }
 };
@@ -228,13 +228,13 @@ struct Gated {
   int N;
 
   template <class C>
-  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& corner) const {
     const int c = threadIdx.x & 3;
     const Activation f;
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 16; j++) {
       float2 gate = make_float2(0, 0), up = gate;  // bias
-      const int column = at.column + 16 * j + 2 * c;
+      const int column = corner.column + 16 * j + 2 * c;
       if (bias && column < N) {
         gate = *(const float2*)(bias + column);
         up = *(const float2*)(bias + column + 8);
@@ -245,8 +245,8 @@ struct Gated {
     }
 #pragma unroll
     for (int j = 0; j < C::COLUMNS / 128; j++)
-      if (at.column + 128 * j < N)
-        send_block<C>(at, d + 32 * j, x, at.column / 2 + 64 * j, at.row,
+      if (corner.column + 128 * j < N)
+        send_block<C>(corner, d + 32 * j, x, corner.column / 2 + 64 * j, corner.row,
                       [](float a, float b) { return C::T::pack(a, b); });
   }
 };
@@ -317,8 +317,8 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     for (int t = first; t < tiles; t += clusters) {
       const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
       int previous = 0;
-      // Zeroed by moves and always accumulated onto: an undefined
-      // accumulator makes ptxas serialise every wgmma (C7515).
+      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas
+      // serialise every wgmma (C7515).
 #pragma unroll
       for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
       for (int kb = 0; kb < blocks; kb++) {
@@ -358,8 +358,8 @@ using namespace wgmma_gemm;
 //     prefill_gated_{bf16,f16}_{wide,middle,tall,small} with SiLU, prefill_gated_gelu_* with GELU
 //         (A, W, X, bias, M, N, K, group)
 //
-// Arguments are those of the epilogues (`Qkv`, `Residual`, `Gated`).
-// Config::THREADS threads, Config::SHARED_BYTES of dynamic shared memory.
+// Arguments are those of the epilogues (`Qkv`, `Residual`, `Gated`). Config::THREADS threads,
+// Config::SHARED_BYTES of dynamic shared memory.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
@@ -587,8 +587,8 @@ DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int 
       if (row0 + r + i < M && column0 + c + j < N) Y[(size_t)(row0 + r + i) * N + column0 + c + j] = d[i][j];
 }
 
-// Checkpoints in single precision: A f32 [M][pitch], W f32 row-major [N][K], Y f32 [M][N]. Grid
-// (ceil(N / 64), ceil(M / 64)), 256 threads, static shared memory.
+// Checkpoints in single precision: A f32 [M][pitch], W f32 row-major [N][K], Y f32 [M][N]. Grid (ceil(N / 64), ceil(M /
+// 64)), 256 threads, static shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
   multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; },

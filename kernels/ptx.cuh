@@ -117,8 +117,8 @@ DEV uint4 ldg_stream(const void* p) {
                : "l"(p));
   return r;
 }
-// Data that another kernel of the step wrote: not through the
-// non-coherent path, whose lines may be from before `grid_wait`.
+// Data that another kernel of the step wrote: not through the non-coherent path, whose lines may
+// be from before `grid_wait`.
 DEV uint4 ldg_plain(const void* p) {
   uint4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
@@ -221,8 +221,8 @@ DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
       : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
-// The same in bfloat16. Turing has no bfloat16 tensor cores:
-// there, multiply-adds are done one by one, in a fixed order.
+// The same in bfloat16. Turing has no bfloat16 tensor cores: there, multiply-adds are done
+// one by one, in a fixed order.
 DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"

@@ -1,5 +1,5 @@
-// Quantisers: pages of the cache into nibble planes, weights into
-// the layouts of the GEMMs, draft weights into 4 and 8 bits.
+// Quantisers: pages of the cache into nibble planes, weights into the layouts of the GEMMs, draft
+// weights into 4 and 8 bits.
 //
 // Codes and parameters equal quantspec_core::quantize to the bit (except for the sign of a zero parameter in groups
 // with zeros of both signs). Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error
@@ -74,8 +74,8 @@ DEV void warp_range(float& low, float& high) {
   }
 }
 
-// One page of keys (VALUES false) or values of one head, 256
-// threads: `src` has PAGE rows of D f16, `stride` elements apart.
+// One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D
+// f16, `stride` elements apart.
 template <int D, bool VALUES>
 DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
   constexpr int PITCH = D + 8;  // of a token, in elements: fragments are read without bank conflicts
@@ -212,11 +212,11 @@ KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* rin
   grid_trigger();
   grid_wait();
   const int token = first + blockIdx.x, pieces = heads * d / 8;
-  const uint16_t* from = scratch + ((int64_t)token * 2 + blockIdx.y) * heads * d;
+  const uint16_t* values = scratch + ((int64_t)token * 2 + blockIdx.y) * heads * d;
   uint16_t* ring = blockIdx.y ? ring_v : ring_k;
   bool bad = false;
   for (int i = threadIdx.x; i < pieces; i += 128) {
-    const uint4 x = ldg_plain(from + i * 8);
+    const uint4 x = ldg_plain(values + i * 8);
     *(uint4*)(ring + ring_at(layer, slot, i * 8 / d, token, slots, heads, d) + i * 8 % d) = x;
     bad |= !finite_halves(x);
   }
@@ -256,10 +256,10 @@ KERNEL __launch_bounds__(256)
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
   if (i >= (int64_t)rows * pieces) return;
   const int row = i / pieces, j = i % pieces;
-  const uint16_t* from = src + (size_t)row * K + j * 8;
+  const uint16_t* weights = src + (size_t)row * K + j * 8;
   uint16_t x[8];
 #pragma unroll
-  for (int e = 0; e < 8; e++) x[e] = j * 8 + e < K ? from[e] : 0;
+  for (int e = 0; e < 8; e++) x[e] = j * 8 + e < K ? weights[e] : 0;
   dst[atom_piece(matrix_row(first + row, interleave), j, atoms)] =
       make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | (uint32_t)x[7] << 16);
 }
@@ -273,13 +273,13 @@ KERNEL __launch_bounds__(256) weights_rows(const float* src, float* dst, int fir
 // Element k of row n of a matrix in the device's layout.
 struct FromAtoms {
   template <class T>
-  static DEV float at(const void* w, int n, int k, int K) {
+  static DEV float load(const void* w, int n, int k, int K) {
     return T::to_float(((const uint16_t*)w)[atom_piece(n, k / 8, (K + 63) / 64) * 8 + k % 8]);
   }
 };
 struct FromRows {
   template <class T>
-  static DEV float at(const void* w, int n, int k, int K) {
+  static DEV float load(const void* w, int n, int k, int K) {
     return ((const float*)w)[(size_t)n * K + k];
   }
 };
@@ -320,7 +320,7 @@ struct Weights {
     for (int i = 0; i < EACH; i++) {
       const int k = k0 + i * 32 + lane;
       inside[i] = n < N && k < K;
-      x[i] = inside[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
+      x[i] = inside[i] ? From::template load<T>(src, paired_row(n, paired), k, K) : 0.f;
       if (inside[i]) {
         finite &= is_finite(x[i]);
         low = fminf(low, x[i]);
@@ -545,9 +545,9 @@ PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired):
-// the dequantised matrix, rounded to 16 bits, rows in the order before `paired`. Grid
-// (ceil(K / 64), ceil(N / 16)), 128 threads with eight weights of a row each.
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired): the dequantised matrix,
+// rounded to 16 bits, rows in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), 128 threads with
+// eight weights of a row each.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;

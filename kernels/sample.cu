@@ -239,8 +239,8 @@ struct Histogram {
     return own;
   }
 
-  // Sets `edge` to the first bin whose weight, with that of all bins
-  // before it, reaches goal(sum of all); `before` to the weight before it.
+  // Sets `edge` to the first bin whose weight, with that of all bins before it, reaches goal(sum of all);
+  // `before` to the weight before it.
   template <class Weight, class Goal>
   DEV void find(Weight weight, Goal goal_of) {
     if (threadIdx.x < 32) {
