@@ -106,6 +106,24 @@ struct MergeArgs {
   int panels;     // panel.cuh
 };
 
+// Stores four channels of a row's input of the output projection, or its int8 codes. `inside`: the row has them.
+template <class Out>
+DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool inside, int lane) {
+  if constexpr (Out::BYTES == 1) {
+    const Int8Group codes = int8_group(out);
+    const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) =
+        codes.codes;
+    if (lane == 0) p.xs[index] = make_float2(codes.scale, codes.sum);
+  } else if constexpr (Out::BYTES == 4) {
+    if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
+  } else if (inside) {
+    uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
+    x[0] = Out::Element::pack(out.x, out.y);
+    x[1] = Out::Element::pack(out.z, out.w);
+  }
+}
+
 // IN_FLIGHT: items that a warp loads at a time.
 template <class Out, int IN_FLIGHT>
 DEV void merge(const MergeArgs& p) {
@@ -180,19 +198,7 @@ DEV void merge(const MergeArgs& p) {
   const float inverse = inside ? __frcp_rn(l) : 0.f;
   const float4 out = make_float4(__fmul_rn(sum.x, inverse), __fmul_rn(sum.y, inverse), __fmul_rn(sum.z, inverse),
                                  __fmul_rn(sum.w, inverse));
-  if constexpr (Out::BYTES == 1) {
-    const Int8Group codes = int8_group(out);
-    const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) =
-        codes.codes;
-    if (lane == 0) p.xs[index] = make_float2(codes.scale, codes.sum);
-  } else if constexpr (Out::BYTES == 4) {
-    if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
-  } else if (inside) {
-    uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
-    x[0] = Out::Element::pack(out.x, out.y);
-    x[1] = Out::Element::pack(out.z, out.w);
-  }
+  store_merged<Out>(p, out, row, channel, inside, lane);
 }
 template <class E, int B>
 struct Output {

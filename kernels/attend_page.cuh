@@ -90,6 +90,77 @@ DEV void prepare(const Warpgroup<C>& warpgroup, uint32_t k) {
   }
 }
 
+// Scores of tokens of a packed page that a row does not see become minus infinity. Arguments as for `score_codes`.
+template <class C>
+DEV void mask_page(const Warpgroup<C>& warpgroup, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
+  constexpr int NT = C::NT, E = C::E, TILES = 2;
+  if (token + PAGE > seen)  // a page that only some rows see
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++)
+        if (token + PAGE > (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8))
+#pragma unroll
+          for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = minus_infinity();
+  if (C::LOCAL && token < hidden)  // a page whose first tokens only some rows see
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const int position = (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4);
+        const int masked = first_visible(position, warpgroup.p.reach) - token - warpgroup.warp * 32 - warpgroup.g;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          if (i * 16 < masked) S[i][t][e] = minus_infinity();
+          if (i * 16 + 8 < masked) S[i][t][e + 2] = minus_infinity();
+        }
+      }
+}
+
+// Codes of 64 channels, from 64 h on, of the warp's two token tiles. `k`: keys in shared memory.
+template <class C>
+DEV void load_keys(const Warpgroup<C>& warpgroup, uint32_t k, int h, uint4 (&up)[2], uint4 (&low)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t words = k + k_word(warpgroup.warp * 2 + i, h * 4, warpgroup.lane, C::D) * 4;
+    up[i] = lds128(words + C::K_PARAMS);
+    low[i] = make_uint4(0, 0, 0, 0);
+    if (C::TWO) low[i] = lds128(words + C::LOWER);
+  }
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// S += codes times q * s by wgmma; releases the stage.
+template <class C>
+DEV void score_codes_wgmma(Warpgroup<C>& warpgroup, uint32_t k, float (&S)[2][C::NT][4]) {
+  constexpr int D = C::D, NT = C::NT, TILES = 2;
+  uint32_t a[2][TILES][4];  // for a step of 16 channels, double-buffered
+  wgmma_fence();
+#pragma unroll
+  for (int h = 0; h < D / 64; h++) {
+    uint4 up[TILES], low[TILES];
+    load_keys(warpgroup, k, h, up, low);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if (h * 4 + j >= 2) wgmma_wait<1>();
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        const uint32_t u[4] = {up[i].x, up[i].y, up[i].z, up[i].w}, l[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
+        unpack<true>(warpgroup.magic, u[j], l[j], a[j & 1][i]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+        wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i],
+                             warpgroup.q_cores + (h * 4 + j) * NT * 256);
+      wgmma_commit();
+    }
+  }
+  warpgroup.release(0);
+  wgmma_wait<0>();
+}
+#endif
+
 // Scores of a packed page, 32 tokens per warp. `token`: the page's first; tokens before `hidden` and from `seen` on are
 // not seen by every row. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it
 // releases the stage itself.
@@ -116,48 +187,16 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
       }
     }
   }
-  auto load = [&](int h, uint4(&up)[TILES], uint4(&low)[TILES]) {  // codes of 64 channels
-#pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      const uint32_t words = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-      up[i] = lds128(words + C::K_PARAMS);
-      low[i] = make_uint4(0, 0, 0, 0);
-      if (TWO) low[i] = lds128(words + C::LOWER);
-    }
-  };
   // ---- codes times q * s ----
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
-    uint32_t a[2][TILES][4];  // for a step of 16 channels, double-buffered
-    wgmma_fence();
-#pragma unroll
-    for (int h = 0; h < D / 64; h++) {
-      uint4 up[TILES], low[TILES];
-      load(h, up, low);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        if (h * 4 + j >= 2) wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          const uint32_t u[4] = {up[i].x, up[i].y, up[i].z, up[i].w}, l[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
-          unpack<true>(warpgroup.magic, u[j], l[j], a[j & 1][i]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < TILES; i++)
-          wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i],
-                               warpgroup.q_cores + (h * 4 + j) * NT * 256);
-        wgmma_commit();
-      }
-    }
-    warpgroup.release(0);
-    wgmma_wait<0>();
+    score_codes_wgmma(warpgroup, k, S);
   } else
 #endif
 #pragma unroll
     for (int h = 0; h < D / 64; h++) {
       uint4 up[TILES], low[TILES];
-      load(h, up, low);
+      load_keys(warpgroup, k, h, up, low);
 #pragma unroll
       for (int i = 0; i < TILES; i++) loaded |= up[i].x | low[i].x;
 #pragma unroll
@@ -187,28 +226,7 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
           S[i][t][e] = __fadd_rn(S[i][t][e], -S[i][t][e + 2]);
           S[i][t][e + 2] = __fmaf_rn(S[i][t][e + 2], 0.0625f, start[t][e]);
         }
-  // ---- masks ----
-  if (token + PAGE > seen)  // a page that only some rows see
-#pragma unroll
-    for (int t = 0; t < NT; t++)
-#pragma unroll
-      for (int e = 0; e < E; e++)
-        if (token + PAGE > (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8))
-#pragma unroll
-          for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = minus_infinity();
-  if (C::LOCAL && token < hidden)  // a page whose first tokens only some rows see
-#pragma unroll
-    for (int t = 0; t < NT; t++)
-#pragma unroll
-      for (int e = 0; e < E; e++) {
-        const int position = (int)lds32(warpgroup.tail + C::LIMITS + warpgroup.row_of(t, e) * 8 + 4);
-        const int masked = first_visible(position, warpgroup.p.reach) - token - w4 * 32 - warpgroup.g;
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          if (i * 16 < masked) S[i][t][e] = minus_infinity();
-          if (i * 16 + 8 < masked) S[i][t][e + 2] = minus_infinity();
-        }
-      }
+  mask_page(warpgroup, token, hidden, seen, S);
   return loaded;
 }
 
@@ -277,6 +295,48 @@ DEV void load_p(const Warpgroup<C>& warpgroup, int tile, uint32_t (&b)[C::NT][2]
     }
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// `accumulate_codes` by wgmma; it releases the stage.
+template <class C>
+DEV void accumulate_codes_wgmma(Warpgroup<C>& warpgroup, State<C>& state, uint32_t v) {
+  constexpr int D = C::D, NT = C::NT, TILES_W = C::TILES_W;
+  const int lane = warpgroup.lane, w4 = warpgroup.warp;
+  auto& O = state.O;
+  uint32_t a[2][2][4];  // for 16 tokens and two channel tiles, double-buffered
+  constexpr int PAIRS = (TILES_W + 1) / 2, ACROSS = TILES_W == 1 ? 1 : 2;
+  wgmma_fence();
+#pragma unroll
+  for (int tp = 0; tp < 4; tp++)
+#pragma unroll
+    for (int cp = 0; cp < PAIRS; cp++) {
+      // two channel tiles share a uint4; at D = 64 two warps share it
+      const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;
+      const uint32_t words = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+      const uint4 up = lds128(words + C::V_PARAMS), low = lds128(words + C::LOWER);
+      if (tp == 3 && cp == PAIRS - 1) warpgroup.release(0);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if ((tp * PAIRS + cp) * 2 + h >= 2) wgmma_wait<1>();
+#pragma unroll
+        for (int j = 0; j < ACROSS; j++) {
+          const bool odd = TILES_W == 1 ? w4 & 1 : j;
+          unpack<true>(warpgroup.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x),
+                       h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
+#pragma unroll
+          for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], CODE_CENTRE);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < ACROSS; j++)
+          wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; }, a[h][j],
+                               warpgroup.p_cores + (tp * 2 + h) * NT * 256);
+        wgmma_commit();
+      }
+    }
+  wgmma_wait<0>();
+}
+#endif
+
 // O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns and
 // releases as `score_codes` does.
 //
@@ -293,38 +353,7 @@ DEV uint32_t accumulate_codes(Warpgroup<C>& warpgroup, State<C>& state, uint32_t
   uint32_t loaded = 0;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
-    uint32_t a[2][2][4];  // for 16 tokens and two channel tiles, double-buffered
-    constexpr int PAIRS = (TILES_W + 1) / 2, ACROSS = TILES_W == 1 ? 1 : 2;
-    wgmma_fence();
-#pragma unroll
-    for (int tp = 0; tp < 4; tp++)
-#pragma unroll
-      for (int cp = 0; cp < PAIRS; cp++) {
-        // two channel tiles share a uint4; at D = 64 two warps share it
-        const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;
-        const uint32_t words = v + v_word(tp * 2, pair * 2, lane, D) * 4;
-        const uint4 up = lds128(words + C::V_PARAMS), low = lds128(words + C::LOWER);
-        if (tp == 3 && cp == PAIRS - 1) warpgroup.release(0);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          if ((tp * PAIRS + cp) * 2 + h >= 2) wgmma_wait<1>();
-#pragma unroll
-          for (int j = 0; j < ACROSS; j++) {
-            const bool odd = TILES_W == 1 ? w4 & 1 : j;
-            unpack<true>(warpgroup.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x),
-                         h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
-#pragma unroll
-            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], CODE_CENTRE);
-          }
-          wgmma_fence();
-#pragma unroll
-          for (int j = 0; j < ACROSS; j++)
-            wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; },
-                                 a[h][j], warpgroup.p_cores + (tp * 2 + h) * NT * 256);
-          wgmma_commit();
-        }
-      }
-    wgmma_wait<0>();
+    accumulate_codes_wgmma(warpgroup, state, v);
     return loaded;
   }
 #endif
