@@ -25,8 +25,8 @@
 // the probability. Zero points become one number per row and page (keys) or a running sum per row (values).
 //
 // Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a
-// warpgroup are a function of the position. A token that a row does not see leaves its state unchanged to the bit (p =
-// 0, factor 1). Columns of an mma are independent, and the number of row tiles NT only adds columns.
+// warpgroup are a function of the position. A token that a row does not see leaves its state unchanged to the bit: its
+// p is 0 and the factor 1. Columns of an mma are independent, and the number of row tiles NT only adds columns.
 //
 // In these files lane = 4 g + c (ptx.cuh), t is a tile of eight query rows, e a lane's row in it, kp a slice
 // of 32 channels, tp a pair of token tiles. S, M, l and O are scores, reference maxima, sums of p and

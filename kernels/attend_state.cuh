@@ -14,8 +14,8 @@ DEV float sum4(uint4 v) {
                    __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w)));
 }
 
-// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds value g / (8 /
-// N). The order of the operations does not depend on N.
+// Sum or maximum (`f`) of N values over the eight lanes with the same c. The lane with row g then holds
+// value g / (8 / N). The order of the operations does not depend on N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;

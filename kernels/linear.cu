@@ -56,8 +56,8 @@ LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 //     y       f32 [rows][n]
 //     groups  of 128 inputs; tiles: of 16 outputs
 //
-// Grid as above, 256 threads, 8 STAGES QUANT_BLOCK bytes of shared memory, with one row tile rows
-// * (groups * 136 + 64) more.
+// Grid as above, 256 threads. Shared memory: 8 STAGES QUANT_BLOCK bytes, and with one row tile
+// rows * (groups * 136 + 64) more.
 #define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                       \
   KERNEL __launch_bounds__(256, PER_SM)                                                                             \
       name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \

@@ -587,8 +587,8 @@ DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int 
       if (row0 + r + i < M && column0 + c + j < N) Y[(size_t)(row0 + r + i) * N + column0 + c + j] = d[i][j];
 }
 
-// Checkpoints in single precision: A f32 [M][pitch], W f32 row-major [N][K], Y f32 [M][N]. Grid (ceil(N / 64), ceil(M /
-// 64)), 256 threads, static shared memory.
+// Checkpoints in single precision: A f32 [M][pitch], W f32 row-major [N][K], Y f32 [M][N].
+// Grid (ceil(N / 64), ceil(M / 64)), 256 threads, static shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
   multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; },
