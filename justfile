@@ -8,7 +8,7 @@ ci:
 
 # While you work: quick tests of core, model, exactness on two CPU paths, and the installed package; no CUDA kernels
 test *args:
-    QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model
+    QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model --features quantspec-model/reference
     for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
         echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_are_processed every_method the_selection || exit; \
     done
