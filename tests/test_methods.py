@@ -237,8 +237,9 @@ def test_measured_settings_without_effect_are_refused(quantspec: Any) -> None:
     model = ("--methods", "ar,auto", "--draft-model", str(DEMO), "--draft-model-kv", "fp16")
     quantspec(*bench, *model).assert_error(2, "draft model's cache in FP16 has no scores")
     window = ("--page-choice", "window", "--methods")
-    for methods in ("ar", "ar,window,snapkv"):
-        quantspec(*bench, *window, methods).assert_error(2, "no method of --methods chooses pages", "--draft-pages N")
+    quantspec(*bench, *window, "ar").assert_error(2, "--draft-pages is 4", "no method of --methods drafts by pages")
+    choice = ("no method of --methods chooses pages", "--draft-pages N")
+    quantspec(*bench, *window, "ar,window,snapkv").assert_error(2, *choice)
     quantspec(*bench[:-2], *window, "quantspec").assert_error(2, "no method of --methods chooses pages")
     score = ("eval", "--device", "cpu", "--tokens", "40", "--decode", "4", "--draft-pages", "4")
     quantspec(*score, *model[2:]).assert_error(2, "--draft-model-kv is fp16", "no scores", "leave out --draft-pages")
