@@ -76,10 +76,11 @@ bench-cpu source depths="0,4096" repetitions="3" seconds="1": (bench-kernels "--
 # bench-cpu at depth 0, once, in a few minutes
 bench-cpu-quick source: (bench-cpu source "0" "1" "0.05")
 
-# Format Rust and Python
+# Format Rust, Python and the CUDA kernels
 fmt:
     cargo fmt --all
     ruff format .
+    clang-format -i kernels/*
 
 # Build the package and install it into the active environment
 develop:
