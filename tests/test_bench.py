@@ -147,6 +147,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_ranges_are_measured(quantspec: Callable[..., Any]) -> None:
     arguments = "-p 2-8*2 -n 2-3 -d 0-9+8 -g 1-2,auto -r 1 --methods quantspec -o json --device cpu"
     expected = [

@@ -56,6 +56,7 @@ def test_a_batch_yields_what_each_prompt_yields_alone(engine: Engine) -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 def test_rounds_take_a_fifth_of_the_time_of_a_prompt(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer does not end before the next prompt is complete, even if rounds take longer than a chunk."""
     monkeypatch.setattr(scheduler, "CHUNK_S", 0.001)

@@ -27,6 +27,7 @@ TOLERANCE, OF_QUANTISED = 0.02, 0.25
 KNOWN = {("qwen2", 0), ("tekken", 4), ("gpt-4o", 4), ("llama4", 4), ("kanana2", 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_is_llama_cpps(tmp_path: Path, name: str) -> None:
     """The text is llama.cpp's, until its two best tokens are too close, and each token of its text is as likely here."""

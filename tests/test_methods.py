@@ -78,6 +78,7 @@ def test_a_window_reads_the_given_number_of_pages(weights: str) -> None:
     assert (engine.statistics()["draft_pages_mean"] or 0) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refresh", [0, 1])
 def test_snapkv_reads_its_pages_of_the_prompt_and_all_later_ones(refresh: int) -> None:
     engine = Engine.load(

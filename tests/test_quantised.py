@@ -88,6 +88,7 @@ def save(folder: Path, tensors: dict[str, Array]) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", FORMATS)
 def test_the_text_is_that_of_the_same_values_unquantised(quantspec: Run, tmp_path: Path, method: str) -> None:
     quantise, config = FORMATS[method]

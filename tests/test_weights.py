@@ -233,6 +233,7 @@ def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: st
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "weights"), [("Q8_0", "int8"), ("Q4_1", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
 def test_codes_of_gguf_files_are_kept(quantspec: Run, tmp_path: Path, kind: str, weights: str) -> None:
     write_demo(tmp_path / "demo.gguf", Kind[kind])
@@ -298,6 +299,7 @@ METHODS_OF_FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "weights"), [("int8", "int8"), ("int4", "int4"), ("int4", "int8"), ("gptq", "int4"), ("awq", "int4")]
 )
