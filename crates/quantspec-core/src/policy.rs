@@ -337,8 +337,8 @@ impl Policy {
         let (plain_idle, plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
         let timed = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
-        let retime =
-            timed.is_some_and(|own| own.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * own.seconds));
+        let retime = timed
+            .is_some_and(|plain| plain.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * plain.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
         let continues = self.next.probe && (self.probing > 0.0 || self.cold);
         if plain_idle && (retime || continues && self.next.gamma == 0) {
@@ -352,7 +352,7 @@ impl Policy {
             return fastest;
         }
         // The oldest measurement: of a candidate that is not in use, or of plain decoding.
-        let refreshed = timed.filter(|_| plain_idle).map_or(usize::MAX, |own| own.round);
+        let refreshed = timed.filter(|_| plain_idle).map_or(usize::MAX, |plain| plain.round);
         match others().min_by_key(|&index| own(index).last).filter(|&index| own(index).last < refreshed) {
             Some(candidate) => Choice { gamma, candidate, probe: true },
             None if plain_idle => plain,
