@@ -88,6 +88,8 @@ STEADY = 1.1
 # Attempts of `quantspec plan` at a row's memory bandwidth.
 ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
+# The widened models of run_gpu.sh that decode one sequence.
+SHAPES = {"wide7": "Shape of Llama-2-7B", "wide8": "Shape of Llama-3.1-8B"}
 # --documents-cpu: the demo model in the shape of one with a billion parameters.
 WIDEN_1B = ("--times", "8", "--layers", "18")
 BATCHES = ("-p", "0", "-n", "48", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
@@ -407,12 +409,28 @@ def second_question(found: Row) -> str:
 
 def gpu() -> str:
     """The section between the markers `gpu`."""
-    rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
-    rejection: list[Row] = json.loads((RESULTS / "h200-wide7-rejection.json").read_text())
-    int8 = RESULTS / "h200-wide7-int8.json"
-    nibbles: list[Row] = json.loads(int8.read_text()) if int8.exists() else []
-    torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
-    commit = (RESULTS / "h200-wide7.commit").read_text().strip()
+    parts = []
+    for name, shape in SHAPES.items():
+        if (RESULTS / f"h200-{name}.json").exists():
+            parts += [f"### {shape}", one_sequence(name)]
+    parts += ["### Batches", f"All that follows is of the first table's commit.\n\n{batches()}"]
+    parts += ["### Copies of earlier text", copies()]
+    parts += ["### A folder of documents", folder()]
+    if (asked := RESULTS / "h200-second-question.json").exists():
+        parts[-1] += "\n" + second_question(json.loads(asked.read_text()))
+    return "\n\n".join(parts)
+
+
+def one_sequence(name: str) -> str:
+    """What run_gpu.sh measured of one sequence on a widened model."""
+
+    def rows_of(kind: str) -> list[Row]:
+        rows: list[Row] = json.loads((RESULTS / f"h200-{name}{kind}.json").read_text())
+        return rows
+
+    rows = rows_of("")
+    torch = [json.loads(line) for line in (RESULTS / f"h200-{name}-torch.jsonl").read_text().splitlines()]
+    commit = (RESULTS / f"h200-{name}.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
@@ -423,18 +441,13 @@ def gpu() -> str:
             accepted(row),
             planned(row),
         ]
-        for row in rows + rejection + nibbles
+        for row in rows + rows_of("-rejection") + rows_of("-int8")
     ]
     lines += [
         [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
-    parts = [f"{rows[0]['device_name']}, commit `{commit[:12]}`.", table(head, lines), "### Batches", batches()]
-    parts += ["### Copies of earlier text", copies()]
-    parts += ["### A folder of documents", folder()]
-    if (asked := RESULTS / "h200-second-question.json").exists():
-        parts[-1] += "\n" + second_question(json.loads(asked.read_text()))
-    return "\n\n".join(parts)
+    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
 
 
 def copies() -> str:

@@ -1,21 +1,50 @@
 #!/usr/bin/env bash
-# Measures the GPU tables of docs/benchmarks.md: bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS]
+# Measures the GPU tables of docs/benchmarks.md: bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS [FOLDER OF seed-gqa]]
 # Needs an NVIDIA GPU, quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/run.py --render
+# The shape of Llama-3.1-8B is left out without seed-gqa.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 commit=$(python benchmarks/run.py --commit)
 work=${1:-$(mktemp -d)}
-test -f "$work/wide7/model.safetensors" || python tools/widen.py python/quantspec_cli/demo "$work/wide7" --times 16 --layers 32
-# Rows are of an answer after its first 256 tokens, in which the policy measures.
-wide=(quantspec bench -m "$work/wide7" -p 0 -n 192 --warm-up 256 --device cuda --json)
-"${wide[@]}" -r 2 -d 4096,32768,130048 --draft-pages all,64,auto --methods ar-fp16,ar-int8,quantspec,auto >"$work/bench.json"
-python benchmarks/run.py --plan "$work/wide7" "$work/bench.json"
-"${wide[@]}" -r 2 -d 130048 --draft-pages 64 --methods quantspec --accept rejection >"$work/bench-rejection.json"
-"${wide[@]}" -r 2 -d 4096,32768 --weights int8 --methods ar-int8,quantspec >"$work/bench-int8.json"
-python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 --vocab 8192 >"$work/torch.jsonl"
+models=${2:-}
+
+# widened SOURCE NAME OPTIONS...: makes a widened model, unless it exists.
+widened() {
+    test -f "$work/$2/model.safetensors" || python tools/widen.py "$1" "$work/$2" "${@:3}"
+}
+
+# measure NAME SHAPE: the rows of one sequence on a widened model, and those of PyTorch at the shape.
+measure() {
+    local depths=4096,32768,130048
+    # Rows are of an answer after its first 256 tokens, in which the policy measures.
+    local bench=(quantspec bench -m "$work/$1" -p 0 -n 192 -r 2 --warm-up 256 --device cuda --json)
+    "${bench[@]}" -d $depths --draft-pages all,64,auto --methods ar-fp16,ar-int8,quantspec,auto >"$work/$1.json"
+    python benchmarks/run.py --plan "$work/$1" "$work/$1.json"
+    "${bench[@]}" -d 130048 --draft-pages 64 --methods quantspec --accept rejection >"$work/$1-rejection.json"
+    "${bench[@]}" -d 4096,32768 --weights int8 --methods ar-int8,quantspec >"$work/$1-int8.json"
+    python tools/torch_step.py --shape "$2" --depths 4096,32768,131072 --vocab 8192 >"$work/$1-torch.jsonl"
+}
+
+# record NAME: replaces the results of `measure`.
+record() {
+    # A are the recorded rows, B the new ones; an error means that none match.
+    quantspec bench --compare "benchmarks/results/h200-$1.json" "$work/$1.json" || true
+    echo "$commit" >"benchmarks/results/h200-$1.commit"
+    # The name of the model, without the folders of this machine.
+    for name in "$1" "$1-rejection" "$1-int8"; do
+        sed "s#$work/$1#$1#g" "$work/$name.json" >"benchmarks/results/h200-$name.json"
+    done
+    cp "$work/$1-torch.jsonl" "benchmarks/results/h200-$1-torch.jsonl"
+}
+
+widened python/quantspec_cli/demo wide7 --times 16 --layers 32
+measure wide7 llama-2-7b
+if test -n "$models"; then
+    widened "$models/seed-gqa" wide8 --times 8 --layers 32
+    measure wide8 llama-3.1-8b
+fi
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
-test -f "$work/wide-16-heads/model.safetensors" ||
-    python tools/widen.py python/quantspec_cli/demo "$work/wide-16-heads" --times 8 --layers 32
+widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32
 batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --warm-up 256 --device cuda -o jsonl)
 for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
     # shellcheck disable=SC2086
@@ -29,15 +58,9 @@ python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.j
 python benchmarks/quoting.py "$work/wide-16-heads" --device cuda --documents 3 --json "$work/quoting.json"
 # A second question about a document of 60,000 tokens.
 python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
-# A are the recorded rows, B the new ones; an error means that none match.
-quantspec bench --compare benchmarks/results/h200-wide7.json "$work/bench.json" || true
 # Nothing is replaced before everything is measured: the files are of one commit.
-echo "$commit" >benchmarks/results/h200-wide7.commit
-# The name of the model, without the folders of this machine.
-for name in "" -rejection -int8; do
-    sed "s#$work/wide7#wide7#g" "$work/bench$name.json" >"benchmarks/results/h200-wide7$name.json"
-done
-cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
+record wide7
+test -z "$models" || record wide8
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
 cp "$work/folder.json" benchmarks/results/h200-folder.json
 cp "$work/quoting.json" benchmarks/results/h200-quoting.json
