@@ -18,7 +18,7 @@ use crate::safetensors::{SafeTensors, shown};
 use quantspec_core::config::{Dtype, ModelConfig, Rope};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
@@ -127,9 +127,15 @@ impl Checkpoint {
             if let Some(scheme) = scheme
                 && !part.is_vector()
                 && part != Part::Embedding
-                && quantised.add(scheme, &part.name(&config), part.shape(&config), &shards, names)?
             {
-                continue;
+                let (weight, columns) = (part.name(&config), part.shape(&config).1);
+                let mut found = false;
+                for place in names::places(&config, part) {
+                    found = found || quantised.add(scheme, &weight, (&place, columns), &shards, names)?;
+                }
+                if found {
+                    continue;
+                }
             }
             let location = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
             locations.insert(part, location);
@@ -619,14 +625,18 @@ fn refuse_foreign(
     names: &HashMap<String, usize>,
 ) -> Result<()> {
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
-    let matrices: HashSet<String> = parts.map(|part| part.name(config)).collect();
+    let matrices: HashMap<String, usize> =
+        parts.flat_map(|part| names::places(config, part)).map(|place| (place.name, place.rows)).collect();
     let of_matrix = |name: &str| {
         let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
-        scheme.owns(suffix) && matrices.contains(&format!("{module}.weight"))
+        scheme.owns(suffix) && matrices.contains_key(&format!("{module}.weight"))
     };
     let idle = |name: &str| -> Result<bool> {
-        let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
-        Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
+        let rows = name.strip_suffix(".bias").and_then(|of| matrices.get(&format!("{of}.weight")));
+        match (scheme, rows) {
+            (Some(_), Some(&rows)) => is_zero(shards, names, name, rows),
+            _ => Ok(false),
+        }
     };
     // Sorted, so that the first refusal is the same in every run.
     let mut sorted: Vec<&String> = names.keys().collect();
@@ -678,10 +688,10 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
     })
 }
 
-/// Returns true if all bytes of a tensor are zero.
-fn is_zero(shards: &[SafeTensors], names: &HashMap<String, usize>, name: &str) -> Result<bool> {
+/// Returns true if a tensor is a vector of `rows` zeros.
+fn is_zero(shards: &[SafeTensors], names: &HashMap<String, usize>, name: &str, rows: usize) -> Result<bool> {
     let Some(shard) = names.get(name).and_then(|shard| shards.get(*shard)) else { return Ok(false) };
-    let Some(tensor) = shard.tensors().get(name) else { return Ok(false) };
+    let Some(tensor) = shard.tensors().get(name).filter(|tensor| tensor.shape == [rows]) else { return Ok(false) };
     let mut bytes = vec![0; tensor.bytes as usize];
     shard.read(tensor.offset, &mut bytes)?;
     Ok(bytes.iter().all(|byte| *byte == 0))

@@ -3,6 +3,9 @@
 use half::{bf16, f16};
 use quantspec_core::config::Dtype;
 
+/// Element types of weights that are not quantised, and of scales, by safetensors' names.
+pub(crate) const FLOATS: [&str; 3] = ["BF16", "F16", "F32"];
+
 /// Writes values as little-endian bytes of a format, rounded to nearest; `values` and `out` have the same number of elements.
 pub(crate) fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
     match dtype {

@@ -12,6 +12,7 @@ use crate::blocks::Encoding;
 use crate::safetensors::{damaged, read_at, shown, unreadable};
 use quantspec_core::{Error, Result};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +24,9 @@ const ENTRIES_MAX: u64 = 65_536;
 const ELEMENTS_MAX: u64 = 16_777_216;
 /// Most tensors of a model; a network of 1,024 layers has 18,435.
 const TENSORS_MAX: usize = 65_536;
+/// Most bytes of a text, or of all texts of a list: several times a complete tokenizer.json. A sparse file has any length, so its own
+/// length does not bound what is allocated.
+const TEXT_BYTES_MAX: u64 = 256 << 20;
 /// Longest name of a tensor or key: the format's limit for keys.
 const NAME_BYTES_MAX: u64 = 65_535;
 /// Most dimensions of a tensor, as in ggml.
@@ -236,7 +240,7 @@ impl Gguf {
             match cursor.value(kind)? {
                 Value::Text { at, bytes } => {
                     let text = cursor.back(at, bytes)?;
-                    take(Element::Text(std::str::from_utf8(text).map_err(|_| part.wrong(key, "valid UTF-8"))?));
+                    take(Element::Text(std::str::from_utf8(text).map_err(|_| part.not_utf8(key))?));
                 }
                 value => take(Element::Value(value)),
             }
@@ -279,13 +283,19 @@ impl GgufFile {
     }
 
     fn wrong(&self, key: &str, wanted: &str) -> Error {
-        damaged(&self.name, &format!("has metadata {} that is not {wanted}", shown(key)))
+        let found = self.entries.get(key).map_or("absent".to_string(), Value::to_string);
+        damaged(&self.name, &format!("has metadata {} that is {found}, not {wanted}", shown(key)))
     }
 
+    fn not_utf8(&self, key: &str) -> Error {
+        damaged(&self.name, &format!("has metadata {} that is not valid UTF-8", shown(key)))
+    }
+
+    /// `bytes` were checked against [`TEXT_BYTES_MAX`] when the header was read.
     fn text_at(&self, key: &str, at: u64, bytes: u64) -> Result<String> {
-        let mut out = vec![0; usize::try_from(bytes).map_err(|_| self.wrong(key, "a text of sane length"))?];
+        let mut out = vec![0; bytes as usize];
         read_at(&self.file, &mut out, at).map_err(|error| unreadable(&self.name, &error))?;
-        String::from_utf8(out).map_err(|_| self.wrong(key, "valid UTF-8"))
+        String::from_utf8(out).map_err(|_| self.not_utf8(key))
     }
 }
 
@@ -306,6 +316,22 @@ impl Value {
             Value::Unsigned(number) => Some(number as f64),
             Value::Signed(number) => Some(number as f64),
             _ => None,
+        }
+    }
+}
+
+/// For messages: numbers and flags as they are, anything else by its type.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            Value::Unsigned(number) => write!(f, "{number}"),
+            Value::Signed(number) => write!(f, "{number}"),
+            // An f32 has few digits, the same number as f64 has many.
+            Value::Float(number) if f64::from(number as f32) == number => write!(f, "{}", number as f32),
+            Value::Float(number) => write!(f, "{number}"),
+            Value::Flag(flag) => write!(f, "{flag}"),
+            Value::Text { .. } => f.write_str("a text"),
+            Value::List { .. } => f.write_str("a list"),
         }
     }
 }
@@ -422,6 +448,15 @@ impl<'a> Cursor<'a> {
         name.map_err(|_| self.damaged(&format!("has a name that is not UTF-8 at byte {at}")))
     }
 
+    /// Refuses more bytes of text than are ever allocated; they end here.
+    fn check_text(&self, bytes: u64) -> Result<()> {
+        if bytes > TEXT_BYTES_MAX {
+            let what = format!("has {bytes} bytes of text before byte {}; up to {TEXT_BYTES_MAX} are read", self.at);
+            return Err(self.damaged(&what));
+        }
+        Ok(())
+    }
+
     /// A value that is no list.
     fn value(&mut self, kind: Kind) -> Result<Value> {
         Ok(match kind {
@@ -444,7 +479,9 @@ impl<'a> Cursor<'a> {
             },
             Kind::Text => {
                 let bytes = self.u64()?;
-                Value::Text { at: self.skip(bytes)?, bytes }
+                let at = self.skip(bytes)?;
+                self.check_text(bytes)?;
+                Value::Text { at, bytes }
             }
         })
     }
@@ -471,6 +508,7 @@ impl<'a> Cursor<'a> {
                 for _ in 0..count {
                     self.value(kind)?;
                 }
+                self.check_text(self.at - at)?;
             }
             _ => drop(self.skip(count * kind.least_bytes())?),
         }
@@ -537,7 +575,9 @@ fn tensor_table(
         Some(value) => value
             .whole()
             .filter(|alignment| alignment.is_power_of_two() && *alignment <= u64::from(u32::MAX))
-            .ok_or_else(|| cursor.damaged("has metadata general.alignment that is not a power of two"))?,
+            .ok_or_else(|| {
+                cursor.damaged(&format!("has metadata general.alignment that is {value}, not a power of two"))
+            })?,
     };
     let mut tensors = BTreeMap::new();
     for _ in 0..count {

@@ -8,6 +8,7 @@ use crate::config::{
     HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, MULTIPLIERS, POSITIONS, SMOLLM3_INTERVAL, VOCAB, each_without_rope,
 };
 use crate::gguf::{Gguf, Tensor, Value};
+use crate::names::fused_place;
 use crate::part::{LayerPart, Part};
 use crate::rope::stored_channel;
 use crate::safetensors::shown;
@@ -210,24 +211,11 @@ fn is_permuted(part: LayerPart) -> bool {
 
 /// First row of a matrix in its tensor, and the tensor's rows; (0, elements) for a vector.
 fn rows_within(part: Part, config: &ModelConfig) -> (usize, usize) {
-    use LayerPart::*;
-    let (q, kv, intermediate) = (config.q_width(), config.kv_width(), config.intermediate);
-    match part {
-        Part::Layer(_, kind @ (Q | K | V)) if config.family == "phi3" => (
-            if kind == Q {
-                0
-            } else if kind == K {
-                q
-            } else {
-                q + kv
-            },
-            q + 2 * kv,
-        ),
-        Part::Layer(_, kind @ (Gate | Up)) if config.family == "phi3" => {
-            (if kind == Up { intermediate } else { 0 }, 2 * intermediate)
-        }
-        part if part.is_vector() => (0, part.shape(config).1),
-        part => (0, part.shape(config).0),
+    let (rows, columns) = part.shape(config);
+    match fused_place(config, part) {
+        Some(place) => (place.first, place.rows),
+        None if part.is_vector() => (0, columns),
+        None => (0, rows),
     }
 }
 
@@ -495,7 +483,7 @@ fn long_rope(fields: &Fields, dim: usize, stated_positions: usize) -> Result<(Ro
 fn theta(fields: &Fields, name: &str, default: f64) -> Result<f64> {
     let theta = fields.number(name, 1.0..=1e12)?.unwrap_or(default);
     if theta <= 1.0 {
-        return Err(fields.gguf.wrong(&fields.key(name), "above 1"));
+        return Err(fields.gguf.wrong(&fields.key(name), "a number above 1"));
     }
     Ok(theta)
 }

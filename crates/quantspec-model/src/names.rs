@@ -1,8 +1,11 @@
 //! Renames tensors of other model families to Llama's names, so that all checkpoints are read alike.
 //!
-//! Phi-3 stores Q, K and V in one matrix, gate and up in another; their rows become separate matrices. In models with a
-//! vision tower the prefix of the language model is removed, and the tower's tensors are left out.
+//! Phi-3 stores Q, K and V in one matrix, gate and up in another; their rows become separate matrices. Quantised ones stay fused, as
+//! their codes may not be stored by rows (`quantised.rs`). In models with a vision tower the prefix of the language model is
+//! removed, and the tower's tensors are left out.
 
+use crate::elements::FLOATS;
+use crate::part::{LayerPart, Part};
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
@@ -35,7 +38,7 @@ pub(crate) fn rename(
             let Some(inner) = (if wrapped { inner(name) } else { Some(name.to_string()) }) else {
                 return Ok(Vec::new());
             };
-            let parts = match fused(config, &inner) {
+            let parts = match fused(config, &inner).filter(|_| FLOATS.contains(&tensor.dtype)) {
                 Some(parts) => divide(name, &tensor, parts)?,
                 None => vec![(inner, tensor)],
             };
@@ -72,6 +75,39 @@ fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
         return parts(module, &[("q", q), ("k", kv), ("v", kv)]);
     }
     parts(name.strip_suffix("gate_up_proj.weight")?, &[("gate", intermediate), ("up", intermediate)])
+}
+
+/// A matrix of a checkpoint that holds one of the network.
+pub(crate) struct Place {
+    /// Name of its plain weight.
+    pub(crate) name: String,
+    /// Its rows.
+    pub(crate) rows: usize,
+    /// First row of the network's matrix.
+    pub(crate) first: usize,
+}
+
+/// A matrix's place in a fused one; `None` if the family does not fuse it.
+pub(crate) fn fused_place(config: &ModelConfig, part: Part) -> Option<Place> {
+    use LayerPart::*;
+    let Part::Layer(layer, kind) = part else { return None };
+    let (q, kv, intermediate) = (config.q_width(), config.kv_width(), config.intermediate);
+    let (module, rows, first) = match kind {
+        _ if config.family != "phi3" => return None,
+        Q => ("self_attn.qkv_proj", q + 2 * kv, 0),
+        K => ("self_attn.qkv_proj", q + 2 * kv, q),
+        V => ("self_attn.qkv_proj", q + 2 * kv, q + kv),
+        Gate => ("mlp.gate_up_proj", 2 * intermediate, 0),
+        Up => ("mlp.gate_up_proj", 2 * intermediate, intermediate),
+        _ => return None,
+    };
+    Some(Place { name: format!("model.layers.{layer}.{module}.weight"), rows, first })
+}
+
+/// Where a matrix may be: alone, or in a fused one.
+pub(crate) fn places(config: &ModelConfig, part: Part) -> impl Iterator<Item = Place> {
+    let alone = Place { name: part.name(config), rows: part.shape(config).0, first: 0 };
+    std::iter::once(alone).chain(fused_place(config, part))
 }
 
 /// Splits a fused matrix by rows into tensors.

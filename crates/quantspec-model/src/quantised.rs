@@ -5,7 +5,8 @@
 //! zero point) · scale in f32. It is rounded to the scales' type if the method's library computes in it, then to the model's
 //! type.
 
-use crate::elements::round;
+use crate::elements::{FLOATS, round};
+use crate::names::Place;
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use half::{bf16, f16};
 use quantspec_core::config::Dtype;
@@ -289,12 +290,15 @@ impl Source {
     }
 }
 
-/// A quantised matrix, checked.
+/// A quantised matrix, checked. A fused one holds several of the network.
 #[derive(Debug)]
 struct Matrix {
+    /// Name of the module.
     name: String,
     rows: usize,
     columns: usize,
+    /// First row of the network's matrix.
+    first: usize,
     scheme: Scheme,
     codes: Source,
     scales: Source,
@@ -340,17 +344,18 @@ impl Quantised {
         self.matrices.get(name).map(|_| self.dtype)
     }
 
-    /// Finds and checks the tensors of the matrix that replaces a weight. Returns false if the weight is stored plainly or
-    /// not at all.
+    /// Finds and checks the tensors of the matrix of `columns` at a place, which replaces a weight. Returns false if the matrix is
+    /// stored plainly or not at all.
     pub(crate) fn add(
         &mut self,
         scheme: Scheme,
         weight: &str,
-        (rows, columns): (usize, usize),
+        (place, columns): (&Place, usize),
         shards: &[SafeTensors],
         names: &HashMap<String, usize>,
     ) -> Result<bool> {
-        let module = weight.strip_suffix(".weight").unwrap_or(weight);
+        let Place { ref name, rows, first } = *place;
+        let module = name.strip_suffix(".weight").unwrap_or(name);
         let find = |suffix: &str| {
             let name = format!("{module}.{suffix}");
             let shard = *names.get(&name)?;
@@ -359,7 +364,7 @@ impl Quantised {
         };
         let (codes_name, scale_names, zeros_name, order_name) = scheme.names();
         let Some(codes) = find(codes_name) else { return Ok(false) };
-        if codes_name == "weight" && ["BF16", "F16", "F32"].contains(&codes.tensor.dtype) {
+        if codes_name == "weight" && FLOATS.contains(&codes.tensor.dtype) {
             return Ok(false);
         }
         let missing = |suffix: &str| {
@@ -382,7 +387,7 @@ impl Quantised {
         });
         let (block_rows, block_columns) = (block.rows.unwrap_or(rows), block.columns.unwrap_or(columns));
         let (bands, groups) = (rows.div_ceil(block_rows), columns.div_ceil(block_columns));
-        check(&scales, scales_name, &["BF16", "F16", "F32"], &scheme.codes.scale_shapes(bands, groups))?;
+        check(&scales, scales_name, &FLOATS, &scheme.codes.scale_shapes(bands, groups))?;
         let zeros = if scheme.zeros { Some(find(zeros_name).ok_or_else(|| missing(zeros_name))?) } else { None };
         if let Some(zeros) = &zeros {
             let (dtype, shape) = scheme.codes.stored_zeros(rows, groups, zeros.tensor.dtype);
@@ -396,6 +401,7 @@ impl Quantised {
             name: module.to_string(),
             rows,
             columns,
+            first,
             scheme,
             codes,
             scales,
@@ -414,7 +420,7 @@ impl Quantised {
         let (matrix, loaded) = self.loaded(shards, weight)?;
         let mut values = vec![0.0; matrix.columns];
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns * self.dtype.bytes())) {
-            matrix.decode(&loaded, row, &mut values);
+            matrix.decode(&loaded, matrix.first + row, &mut values);
             matrix.round(&mut values);
             round(self.dtype, &values, out);
         }
@@ -431,7 +437,7 @@ impl Quantised {
     ) -> Result<()> {
         let (matrix, loaded) = self.loaded(shards, weight)?;
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns)) {
-            matrix.decode(&loaded, row, out);
+            matrix.decode(&loaded, matrix.first + row, out);
         }
         Ok(())
     }
@@ -441,14 +447,14 @@ impl Quantised {
             return Err(Error::internal(format!("{weight} is not quantised")));
         };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, loaded)) = kept.iter().find(|(name, _)| name == weight) {
+        if let Some((_, loaded)) = kept.iter().find(|(name, _)| *name == matrix.name) {
             return Ok((matrix, Arc::clone(loaded)));
         }
         if kept.len() == KEPT {
             kept.remove(0);
         }
         let loaded = Arc::new(matrix.load(shards)?);
-        kept.push((weight.to_string(), Arc::clone(&loaded)));
+        kept.push((matrix.name.clone(), Arc::clone(&loaded)));
         Ok((matrix, loaded))
     }
 }

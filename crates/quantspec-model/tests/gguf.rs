@@ -138,7 +138,7 @@ fn granites_multipliers_are_read() {
         for wrong in [0.0, -1.0, 1e5, f32::NAN] {
             refused(
                 &with(base.clone(), (name, wrong)),
-                &format!("granite.{name} that is not a number from 0.0001 to 10000"),
+                &format!("granite.{name} that is {wrong}, not a number from 0.0001 to 10000"),
             );
         }
     }
@@ -293,11 +293,11 @@ fn gemma3_has_local_layers_and_norms_on_both_sides() {
         refused(&file, &format!("a sliding window of {wrong}"));
     }
     let never = gemma().with("gemma3.attention.sliding_window_pattern", Some(u32_value(0)));
-    refused(&never, "sliding_window_pattern that is not a whole number from 1");
+    refused(&never, "sliding_window_pattern that is 0, not a whole number from 1");
     let capped = gemma().with("gemma3.final_logit_softcapping", Some(f32_value(30.0)));
     refused(&capped, "gemma3.final_logit_softcapping (30)");
     let flat = gemma().with("gemma3.rope.freq_base_swa", Some(f32_value(1.0)));
-    refused(&flat, "gemma3.rope.freq_base_swa that is not above 1");
+    refused(&flat, "gemma3.rope.freq_base_swa that is 1, not a number above 1");
 }
 
 #[test]
@@ -316,7 +316,7 @@ fn ministral3s_queries_grow() {
     assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q))[32..33], [value(64)], "row 1 is the file's row 2");
     for (name, wrong) in [("attention.temperature_scale", -1.0), ("rope.scaling.yarn_log_multiplier", f32::NAN)] {
         let file = file.clone().with(&format!("mistral3.{name}"), Some(f32_value(wrong)));
-        refused(&file, &format!("mistral3.{name} that is not a number from 0 to 100"));
+        refused(&file, &format!("mistral3.{name} that is {wrong}, not a number from 0 to 100"));
     }
     let llama = llama().with("llama.attention.temperature_scale", Some(f32_value(0.5)));
     refused(&llama, "llama.attention.temperature_scale (0.5)");
@@ -482,21 +482,21 @@ fn unimplemented_features_are_refused_by_name() {
 
 #[test]
 fn metadata_of_wrong_type_or_value_is_refused() {
-    let sizes = "is not a whole number from";
+    let sizes = ", not a whole number from";
     for (key, value, expected) in [
-        ("general.architecture", u32_value(1), "general.architecture that is not a text"),
-        ("llama.block_count", text_value("1"), sizes),
-        ("llama.block_count", u32_value(0), sizes),
+        ("general.architecture", u32_value(1), "general.architecture that is 1, not a text"),
+        ("llama.block_count", text_value("1"), "llama.block_count that is a text, not a whole number from 1 to 1024"),
+        ("llama.block_count", u32_value(0), "llama.block_count that is 0, not a whole number from 1 to 1024"),
         ("llama.embedding_length", Value(11, i64::MIN.to_le_bytes().to_vec()), sizes),
         ("llama.context_length", Value(10, u64::MAX.to_le_bytes().to_vec()), sizes),
-        ("llama.attention.head_count_kv", texts_value(&["1"]), sizes),
-        ("llama.attention.head_count", u32_value(3), "head_count_kv that is not a divisor of 3"),
-        ("llama.attention.layer_norm_rms_epsilon", f32_value(f32::NAN), "is not a number from"),
-        ("llama.rope.freq_base", f32_value(0.0), "llama.rope.freq_base that is not"),
-        ("llama.rope.scaling.type", u32_value(0), "llama.rope.scaling.type that is not a text"),
-        ("tokenizer.ggml.eos_token_id", u32_value(16), "eos_token_id that is not a token id below 16"),
-        ("general.alignment", u32_value(3), "general.alignment that is not a power of two"),
-        ("general.alignment", text_value("32"), "general.alignment that is not a power of two"),
+        ("llama.attention.head_count_kv", texts_value(&["1"]), "head_count_kv that is a list, not"),
+        ("llama.attention.head_count", u32_value(3), "head_count_kv that is 2, not a divisor of 3"),
+        ("llama.attention.layer_norm_rms_epsilon", f32_value(f32::NAN), "that is NaN, not a number from"),
+        ("llama.rope.freq_base", f32_value(0.1), "llama.rope.freq_base that is 0.1, not a number from 1 to"),
+        ("llama.rope.scaling.type", u32_value(0), "llama.rope.scaling.type that is 0, not a text"),
+        ("tokenizer.ggml.eos_token_id", u32_value(16), "eos_token_id that is 16, not a token id below 16"),
+        ("general.alignment", u32_value(3), "general.alignment that is 3, not a power of two"),
+        ("general.alignment", text_value("32"), "general.alignment that is a text, not a power of two"),
     ] {
         let key_in_file = key != "llama.attention.head_count";
         let file = llama().with(key, Some(value));
@@ -766,6 +766,25 @@ fn a_header_takes_no_more_memory_than_its_bytes() {
     let known = peak();
     assert!(Checkpoint::open(&folder.path().join("model.gguf")).is_ok());
     assert!(peak() - known < BYTES / 4, "{} bytes", peak() - known);
+}
+
+/// A sparse file has any length, so a text within it may claim more bytes than the machine has.
+#[test]
+fn texts_of_sparse_files_are_bounded() {
+    const CLAIMED: u64 = 1 << 40;
+    let folder = Folder::empty();
+    let path = folder.path().join("model.gguf");
+    let in_list = [&8u32.to_le_bytes()[..], &1u64.to_le_bytes(), &CLAIMED.to_le_bytes()].concat();
+    for value in [Value(8, CLAIMED.to_le_bytes().to_vec()), Value(9, in_list)] {
+        let mut file = llama();
+        file.entries[0].1 = value;
+        folder.write("model.gguf", &file.bytes());
+        let sparse = std::fs::OpenOptions::new().write(true).open(&path).expect("file");
+        sparse.set_len(2 * CLAIMED).expect("a file system with sparse files");
+        let error = Checkpoint::open(&path).expect_err("a text of 1 TiB");
+        assert_error(&error, "sparse");
+        assert!(error.message.contains("of text before byte 10995116"), "{error}");
+    }
 }
 
 /// Blocks and values of the `gguf` package, made by golden/gguf_blocks.py.

@@ -67,8 +67,12 @@ fn tensors(format: &str) -> (Tensors, Tensors) {
 }
 
 fn write(folder: &Folder, quantisation: &Value, tensors: &Tensors) {
+    write_as("llama", folder, quantisation, tensors);
+}
+
+fn write_as(family: &str, folder: &Folder, quantisation: &Value, tensors: &Tensors) {
     let config = json!({
-        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "model_type": family, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8, "torch_dtype": "float16", "quantization_config": quantisation
     });
     folder.write("config.json", config.to_string().as_bytes());
@@ -109,6 +113,48 @@ fn values_are_those_of_an_independent_reader_bit_for_bit() {
     }
 }
 
+/// Replaces the tensors of some modules by those of one that has their outputs, in order.
+fn fuse(tensors: &mut Tensors, parts: &[&str], into: &str) {
+    let of_part =
+        |part: &str, (name, ..): &(String, &'static str, Vec<usize>, Vec<u8>)| name.contains(&format!(".{part}."));
+    let (mut first, rest): (Tensors, Tensors) =
+        std::mem::take(tensors).into_iter().partition(|tensor| of_part(parts[0], tensor));
+    for (name, _, shape, bytes) in &mut first {
+        let inputs_first = ["qweight", "qzeros", "scales"].iter().any(|suffix| name.ends_with(suffix));
+        for part in &parts[1..] {
+            let other = name.replace(parts[0], part);
+            let (_, _, more, data) = rest.iter().find(|(name, ..)| *name == other).expect("tensor");
+            let groups = if inputs_first { shape[0] } else { 1 };
+            let rows = bytes.chunks(bytes.len() / groups).zip(data.chunks(data.len() / groups));
+            *bytes = rows.flat_map(|(one, other)| [one, other].concat()).collect();
+            shape[usize::from(inputs_first)] += more[usize::from(inputs_first)];
+        }
+        *name = name.replace(parts[0], into);
+    }
+    *tensors = first;
+    tensors.extend(rest.into_iter().filter(|tensor| !parts.iter().any(|part| of_part(part, tensor))));
+}
+
+#[test]
+fn fused_matrices_of_phi3_are_divided() {
+    for format in ["fp8-channel", "int8", "int4", "int4-zeros", "awq"] {
+        let (mut stored, expected) = tensors(format);
+        stored.retain(|(name, ..)| !name.ends_with("weight_shape"));
+        fuse(&mut stored, &["q_proj", "k_proj", "v_proj"], "qkv_proj");
+        fuse(&mut stored, &["gate_proj", "up_proj"], "gate_up_proj");
+        let folder = Folder::empty();
+        write_as("phi3", &folder, &formats()[format], &stored);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|error| panic!("{format}: {error:?}"));
+        for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
+            let part = Part::Layer(0, part);
+            let (_, _, _, values) = expected.iter().find(|entry| entry.0.contains(module)).expect("values");
+            let mut found = vec![0; values.len()];
+            checkpoint.read(part, 0..checkpoint.shape(part).0, &mut found).expect("read");
+            assert!(found == *values, "{format}: {module}");
+        }
+    }
+}
+
 #[test]
 fn missing_tensors_and_other_shapes_are_refused() {
     for (format, quantisation) in formats() {
@@ -137,9 +183,10 @@ fn missing_tensors_and_other_shapes_are_refused() {
 #[test]
 fn a_bias_of_a_quantised_matrix_must_be_zero() {
     let quantisation = &formats()["gptq4"];
-    for (value, refused) in [(0, false), (1, true)] {
+    for (value, length, refused) in [(0, 32, false), (1, 32, true), (0, 33, true)] {
         let (mut stored, _) = tensors("gptq4");
-        stored.push(("model.layers.0.mlp.down_proj.bias".to_string(), "F16", vec![32], vec![value; 64]));
+        let bias = ("model.layers.0.mlp.down_proj.bias".to_string(), "F16", vec![length], vec![value; 2 * length]);
+        stored.push(bias);
         let folder = Folder::empty();
         write(&folder, quantisation, &stored);
         let outcome = Checkpoint::open(folder.path());
