@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -49,6 +50,19 @@ def test_templates_have_the_environment_of_transformers() -> None:
         "{{ strftime_now('%Y') | length }}{{ bos_token }}\n  {% if true %}\n.{% endif %}"
     )
     assert render(source, "é<", None) == '"é<"014<s>\n.'
+
+
+def test_tojson_has_the_arguments_of_transformers() -> None:
+    value = {"b": [1, 2], "a": "é"}
+    for arguments, text in (
+        ("", '{"b": [1, 2], "a": "é"}'),
+        ("(separators=(',', ':'))", '{"b":[1,2],"a":"é"}'),
+        ("(sort_keys=true, ensure_ascii=true)", '{"a": "\\u00e9", "b": [1, 2]}'),
+        ("(false, 1)", '{\n "b": [\n  1,\n  2\n ],\n "a": "é"\n}'),
+    ):
+        assert rendered("{{ value | tojson" + arguments + " }}", value=value) == text
+    with pytest.raises(ModelError, match="unexpected keyword argument 'depth'"):
+        rendered("{{ value | tojson(depth=1) }}", value=value)
 
 
 def rendered(source: str, **arguments: Any) -> str:
@@ -222,11 +236,15 @@ def test_lower_limits_are_kept(kind: str, limit: int) -> None:
     assert (done.stdout.split(), done.stderr) == ([str(limit), "0"], "")
 
 
-@pytest.mark.parametrize("where", ["config", "list", "file"])
+@pytest.mark.parametrize("where", ["config", "list", "file", "processor"])
 def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: str) -> None:
     if where == "file":
         (tmp_path / "chat_template.jinja").write_text(CHATML)
+    # Mistral Small 3.1 has it there alone.
+    processor = CHATML if where == "processor" else "older"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": processor}))
     configs: dict[str, dict[str, Any]] = {
+        "processor": {},
         "config": {"chat_template": CHATML},
         "list": {"chat_template": [{"name": [], "template": 1}, 2, {"name": "default", "template": CHATML}]},
         "file": {"chat_template": "older"},

@@ -14,7 +14,7 @@ import pytest
 from conftest import DEMO, Outcome, copy_demo
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
 from quantspec_cli.errors import ModelError
@@ -184,9 +184,13 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(demo: Tokenizer) -> None:
 
 def test_another_kind_of_decoder_is_refused_by_name(tmp_path: Path) -> None:
     inner = sentencepiece()
-    inner.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="WordPiece"):
-        saved(inner, tmp_path)
+    for decoder, name in (
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Replace(Regex("▁+"), " "), r"Replace \(Regex\)"),
+    ):
+        inner.decoder = decoder
+        with pytest.raises(ModelError, match=f"a decoder of type {name} "):
+            saved(inner, tmp_path)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

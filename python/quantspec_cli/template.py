@@ -50,7 +50,11 @@ _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspe
 
 
 def find(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint: chat_template.jinja, or tokenizer_config.json's (the default if it has several)."""
+    """The chat template of a checkpoint: chat_template.jinja, or that of tokenizer_config.json or of chat_template.json (the
+    default if there are several). Models with a vision tower may have it in the last file alone.
+    """
+    from .tokenizer import read_json
+
     file = directory / "chat_template.jinja"
     if files.is_file(file):
         try:
@@ -58,6 +62,8 @@ def find(directory: Path, config: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as error:
             raise ModelError(f"{file} cannot be read: {error}", "use the file published with these weights") from error
     found = config.get("chat_template")
+    if found is None:
+        found = read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         entries = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
         found = entries[-1].get("template") if entries else None
@@ -118,7 +124,10 @@ def render(
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
     if "error" in answer:
         # A template may raise a text of any length, such as the document.
-        raise _refused(f"the chat template failed: {answer['error']:.{ERROR_CHARACTERS}}")
+        raise ModelError(
+            f"the chat template failed: {answer['error']:.{ERROR_CHARACTERS}}",
+            "adapt system prompt, messages or template arguments to it, or leave out --instruction and --system-prompt",
+        )
     if "unknown" in answer:
         name, known = answer["unknown"], [name for name in answer["variables"] if name not in {*RESERVED, *special}]
         raise UsageError(
@@ -257,8 +266,14 @@ def _render_here(
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: object, indent: int | None = None, **_: object) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]

@@ -288,15 +288,14 @@ def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], 
     if decoder is None:
         return lambda token: b" " + token.encode(), True
     unknown = set(kinds) - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    unknown |= {"Replace (Regex)" for step in steps if step["type"] == "Replace" and "String" not in step["pattern"]}
     if unknown:
         raise ModelError(
             f"{name} has a decoder of type {', '.join(sorted(unknown))}",
             "supported are the byte-level and SentencePiece tokenizers of Llama, Mistral and Qwen models",
         )
     replacements = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
-    replacements += [
-        (step["pattern"].get("String", ""), step["content"]) for step in steps if step["type"] == "Replace"
-    ]
+    replacements += [(step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"]
     fallback = "ByteFallback" in kinds
     strips = any(
         (step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
