@@ -509,8 +509,10 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
             engine.generate_batch(prompts)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="character 1 is half of a pair"):
         engine.generate("a\udcff")
-    with pytest.raises(TypeError):
-        engine.generate("one", max_tokens=3)  # type: ignore[call-arg]
+    # As for `stream`, whose signature names the options.
+    for method in ("stream", "generate", "generate_batch"):
+        with pytest.raises(TypeError, match=rf"^Engine\.{method}\(\) got an unexpected keyword argument 'max_tokens'"):
+            getattr(engine, method)("one", max_tokens=3)
     with pytest.raises(UsageError, match="no prompt"):
         engine.generate_batch([])
     with pytest.raises(UsageError, match="0 tokens"):

@@ -74,8 +74,10 @@ def test_a_score_equals_that_of_eval(quantspec: Run, tmp_path: Path) -> None:
 
 def test_unscorable_texts_are_refused() -> None:
     with Engine.load(context=50) as engine:
-        with pytest.raises(UsageError, match="1 tokens"):
+        with pytest.raises(UsageError, match="the prompt has 1 token, and the first"):
             engine.score(Prompt([1]))
+        with pytest.raises(UsageError, match="the text has 1 token, and the first"):
+            engine.score("")
         with pytest.raises(UsageError, match="0 tokens"):
             engine.score(Prompt([]))
         with pytest.raises(UsageError, match="the text is 7"):

@@ -310,6 +310,14 @@ def _check_callback(name: str, callback: object) -> None:
         raise UsageError(f"{name} is {shown(callback):.60}", "give a function of (done, total), or None")
 
 
+def _checked_options(method: str, options: Arguments) -> GenerateOptions:
+    """The options of a method of `Engine`. Python itself would name the constructor in the error of an unknown keyword."""
+    for name in options:
+        if name not in Arguments.__annotations__:
+            raise TypeError(f"Engine.{method}() got an unexpected keyword argument {name!r}")
+    return GenerateOptions(**options)
+
+
 def _check_ids(prompt: Prompt, vocab: int) -> None:
     """Refuses ids outside the model's vocabulary: the engine takes unsigned numbers only."""
     if not prompt.ids:
@@ -603,13 +611,18 @@ class Engine:
         self, prompt: str | Prompt, *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> Generation:
         """Decodes one prompt to its end. Takes the options of `stream`."""
-        return self.generate_batch([prompt], on_prefill=on_prefill, **options)[0]
+        return self._finished([prompt], _checked_options("generate", options), on_prefill)[0]
 
     def generate_batch(
         self, prompts: Iterable[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> list[Generation]:
         """Decodes any number of prompts, `batch` at a time; answers in their order. Takes the options of `stream`."""
-        batch = self.start(prompts, GenerateOptions(**options), on_prefill=on_prefill)
+        return self._finished(prompts, _checked_options("generate_batch", options), on_prefill)
+
+    def _finished(
+        self, prompts: Iterable[str | Prompt], options: GenerateOptions, on_prefill: OnProgress | None
+    ) -> list[Generation]:
+        batch = self.start(prompts, options, on_prefill=on_prefill)
         for _ in batch:
             pass
         return batch.generations()
@@ -636,6 +649,11 @@ class Engine:
             raise UsageError(f"the text is {shown(text):.60}", "give a text, or what engine.model.prompt returns")
         prompt = self.model.prompt(text, name="the text", context=self.context) if isinstance(text, str) else text
         _check_ids(prompt, self.model.info["vocab"])
+        if len(prompt.ids) == 1:
+            raise UsageError(
+                f"{prompt.name} has 1 token, and the first token of a text has no log-probability",
+                "give a text of at least 2 tokens",
+            )
 
         def scored() -> list[float]:
             with native_errors():
