@@ -8,6 +8,7 @@ import pickle
 import re
 import struct
 import sys
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -167,7 +168,7 @@ def test_code_is_refused(convert: ModuleType, tmp_path: Path, capfd: pytest.Capt
     assert convert.main([str(folder), str(out)]) == 1
     printed = capfd.readouterr()
     assert printed.out == ""
-    assert re.match(r"error: the checkpoint asks for \w+\.print\nhint: it can run code", printed.err)
+    assert re.match(r"error: the checkpoint asks for '\w+\.print'\nhint: it can run code", printed.err)
     assert not out.exists()
 
 
@@ -182,7 +183,12 @@ def test_unconvertible_checkpoints_are_one_error(
         ({"a": Tensor(stored, (-2, 3))}, data, "shape"),
         ({"a": Tensor(stored, (6,))}, {"0": bytes(20)}, "lacks 4 bytes"),
         ({"a": Tensor(stored, (6,))}, {}, "archive/data/0"),
-        ({"a": 5}, data, "a of "),
+        ({"a": 5}, data, "'a' of "),
+        ({"a\nb": 5}, data, r"'a\nb' of "),
+        ({}, data, "has 0 tensors"),
+        # The text of this shape would have 10^12 parts.
+        ({"a": Tensor(stored, (nested(12),))}, data, "shape a tuple"),
+        ({"a": Tensor(Stored("FloatStorage", nested(12), 6), (6,))}, data, "a tuple is no storage"),
         ({5: Tensor(stored, (6,))}, data, "called 5"),
         ([1], data, "no dictionary"),
     ]
@@ -196,6 +202,27 @@ def test_unconvertible_checkpoints_are_one_error(
         assert what in error[0]
         assert error[1].startswith("hint: ")
         assert not out.exists()
+
+
+def nested(depth: int) -> Any:
+    """A value of a few bytes in a pickle, whose text has 10^depth parts."""
+    value: Any = 0
+    for _ in range(depth):
+        value = (value,) * 10
+    return value
+
+
+def test_an_entry_is_read_no_further_than_needed(
+    convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tensor = Tensor(Stored("FloatStorage", "0", 1), (1,))
+    save(tmp_path / "pytorch_model.bin", {"a": tensor}, {"0": bytes(4)}, order="l" * (32 << 20))
+    tracemalloc.start()
+    assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "saved on a big-endian machine" in capfd.readouterr().err
+    assert peak < 8 << 20
 
 
 def test_big_endian_files_are_refused(convert: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

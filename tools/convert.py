@@ -42,6 +42,8 @@ ONE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 OUT = "model.safetensors"
 # Other files to copy; never code.
 SUFFIXES = {".json", ".jinja", ".model", ".txt"}
+# Content of an archive's entry "byteorder".
+LITTLE = b"little"
 # Tensors are copied in pieces of this size.
 PIECE_BYTES = 16 << 20
 # The pickle of a 70B model's shard has some hundred kB.
@@ -74,6 +76,12 @@ class Tensor:
         return math.prod(self.shape) * self.storage.item_bytes
 
 
+def shown(value: object) -> str:
+    """A value of a pickle for a message, without nested values: the text of a small pickle may have any length."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return f"{value!r:.60}" if all(type(part) in {int, str} for part in parts) else f"a {type(value).__name__}"
+
+
 def rebuild(storage: Any, begin: Any, shape: Any, stride: Any, *_: Any) -> tuple[Any, ...]:
     """Arguments of `torch._utils._rebuild_tensor_v2`; checked in `tensor`."""
     return storage, begin, shape, stride
@@ -93,33 +101,37 @@ class Unpickler(pickle.Unpickler):
             case ("torch._utils", "_rebuild_parameter"):
                 return lambda tensor, *_: tensor
             case _:
-                raise Refusal(f"the checkpoint asks for {module}.{name}", NO_CODE)
+                raise Refusal(f"the checkpoint asks for {shown(f'{module}.{name}')}", NO_CODE)
 
     def persistent_load(self, pid: Any) -> Storage:
-        kind, (dtype, item_bytes), key, _, items = pid
-        if kind != "storage" or not isinstance(key, str) or type(items) is not int or items < 0:
-            raise ValueError(f"{pid!r:.60} is no storage")
+        kind, storage, key, _, items = pid
+        known = any(storage is one for one in STORAGES.values())
+        if kind != "storage" or not known or not isinstance(key, str) or type(items) is not int or items < 0:
+            raise ValueError(f"{shown(pid)} is no storage")
+        dtype, item_bytes = storage
         return Storage(key, dtype, item_bytes, items)
 
 
 def tensor(path: Path, name: object, value: object) -> Tensor:
     """An entry of the state dict."""
     if not isinstance(name, str):
-        raise Refusal(f"{path} has an entry called {name!r:.60}", "convert a model's weights, not an optimiser's state")
+        raise Refusal(
+            f"{path} has an entry called {shown(name)}", "convert a model's weights, not an optimiser's state"
+        )
     if not isinstance(value, tuple) or len(value) != 4 or not isinstance(value[0], Storage):
-        raise Refusal(f"{name} of {path} is not a tensor", "convert a model's weights, not an optimiser's state")
+        raise Refusal(f"{shown(name)} of {path} is not a tensor", "convert a model's weights, not an optimiser's state")
     storage, begin, shape, stride = value
     numbers = (begin, *shape, *stride)
     if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{name} has the shape {shape!r:.60} and the stride {stride!r:.60}")
+        raise ValueError(f"{shown(name)} has the shape {shown(shape)} and the stride {shown(stride)}")
     # Strides of dimensions with one element are meaningless.
     step = 1
     for length, along in zip(reversed(shape), reversed(stride), strict=True):
         if length != 1 and along != step:
-            raise Refusal(f"{name} of {path} is not contiguous", "save it again: tensor.contiguous()")
+            raise Refusal(f"{shown(name)} of {path} is not contiguous", "save it again: tensor.contiguous()")
         step *= length
     if begin + math.prod(shape) > storage.items:
-        raise ValueError(f"{name} ends at element {begin + math.prod(shape)} of a storage of {storage.items}")
+        raise ValueError(f"{shown(name)} ends at element {begin + math.prod(shape)} of a storage of {storage.items}")
     return Tensor(path, storage, begin, tuple(shape))
 
 
@@ -140,8 +152,13 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
         try:
             (entry,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
             order = f"{entry.filename.removesuffix('data.pkl')}byteorder"
-            if order in archive.namelist() and archive.read(order) != b"little":
-                raise Refusal(f"{path} was saved on a big-endian machine", "save it again on a little-endian one")
+            if order in archive.namelist():
+                # A compressed entry may have any length.
+                with archive.open(order) as stated:
+                    if stated.read(len(LITTLE) + 1) != LITTLE:
+                        raise Refusal(
+                            f"{path} was saved on a big-endian machine", "save it again on a little-endian one"
+                        )
             if entry.file_size > PICKLE_BYTES_MAX:
                 raise ValueError(f"a pickle of {entry.file_size} bytes")
             state = Unpickler(io.BytesIO(archive.read(entry))).load()
@@ -178,7 +195,9 @@ def found(folder: Path) -> dict[str, Tensor]:
         tensors |= tensors_of(folder / name)
     missing = sorted(placed.keys() - tensors.keys())
     if missing:
-        raise Refusal(f"{len(missing)} tensors are in no shard, {missing[0]} among them", "fetch the shards again")
+        raise Refusal(
+            f"{len(missing)} tensors are in no shard, {shown(missing[0])} among them", "fetch the shards again"
+        )
     return tensors
 
 
@@ -193,7 +212,7 @@ def pieces(part: Tensor) -> Iterator[bytes]:
                 while left:
                     piece = data.read(min(left, PIECE_BYTES))
                     if not piece:
-                        raise ValueError(f"storage {part.storage.key} lacks {left} bytes")
+                        raise ValueError(f"storage {shown(part.storage.key)} lacks {left} bytes")
                     yield piece
                     left -= len(piece)
         except MemoryError:
@@ -206,6 +225,8 @@ def convert(folder: Path, out: Path) -> int:
     """Writes the checkpoint as safetensors, and returns its tensor bytes."""
     check_new(out)
     tensors = found(folder)
+    if not tensors:
+        raise Refusal(f"the checkpoint in {folder} has 0 tensors", "fetch its files again")
     size = sum(part.size for part in tensors.values())
     check_space(out, size)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
