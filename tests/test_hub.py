@@ -400,6 +400,15 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
     assert hub.resolve("~/owner") == tmp_path / "owner"
 
 
+def test_a_path_is_absolute_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert hub.absolute("model") == hub.absolute("~/model") == str(tmp_path / "model")
+    assert hub.absolute("owner/model@main") == "owner/model@main"
+    assert hub.absolute(None) is None
+
+
 def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub.resolve("demo") == hub.describe("demo") == hub.resolve(None) == DEMO
@@ -436,13 +445,13 @@ def resolve(server: Hub, tmp_path: Path) -> Callable[..., str]:
     """Path of a model on the local hub, or the error, in a process with an empty cache."""
     program = (
         "import sys\nfrom quantspec_cli import hub\nfrom quantspec_cli.errors import QuantspecError\n"
-        "try: print(hub.resolve(sys.argv[1], offline=len(sys.argv) > 2))\n"
+        "try: print(getattr(hub, sys.argv[1])(sys.argv[2], offline=len(sys.argv) > 3))\n"
         "except QuantspecError as error: print(error.message, error.hint)"
     )
 
-    def run(model: str, *arguments: str) -> str:
+    def run(model: str, *arguments: str, function: str = "resolve") -> str:
         environment = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-c", program, model, *arguments]
+        command = [sys.executable, "-c", program, function, model, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         return done.stdout.strip()
 
@@ -469,6 +478,15 @@ def test_the_only_gguf_file_needs_no_name(server: Hub, resolve: Callable[..., st
     server.files = {"README.md": b"# model", "x.Q8_0.gguf": b"GGUF"}
     assert resolve(f"owner/model@{SHA}").endswith(f"{SHA}/x.Q8_0.gguf")
     assert server.fetched == ["x.Q8_0.gguf"]
+
+
+def test_a_description_names_the_downloaded_files_to_choose_from(server: Hub, resolve: Callable[..., str]) -> None:
+    server.files = {"x.Q8_0.gguf": b"GGUF", "x.Q4_0.gguf": b"GGUF"}
+    assert "no GGUF file of it has been downloaded" in resolve("owner/model", function="describe")
+    resolve("owner/model:Q8_0")
+    assert resolve("owner/model", function="describe").endswith(f"{SHA}/x.Q8_0.gguf")
+    resolve("owner/model:Q4_0")
+    assert "owner/model holds 2 GGUF models" in resolve("owner/model", function="describe")
 
 
 def test_safetensors_are_preferred(server: Hub, resolve: Callable[..., str]) -> None:

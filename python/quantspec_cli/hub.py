@@ -64,6 +64,10 @@ _SET_UP = "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_TOKEN"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
+class _AmbiguousError(ModelError):
+    """Several files fit a model's name."""
+
+
 def demo() -> Path:
     """The model that ships with the package."""
     return Path(__file__).with_name("demo")
@@ -81,6 +85,12 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
 def describe(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
     """As `resolve`, but for a model on the hub only `DESCRIPTION` is downloaded. A GGUF file must be in the cache already."""
     return _resolve(model, revision, _described, offline=offline, progress=progress)
+
+
+def absolute(model: str | None) -> str | None:
+    """The name of a model for processes in other folders: a path becomes absolute, a hub id stays."""
+    path = os.path.expanduser(model or "")
+    return os.path.abspath(path) if model and files.status(path) is not None else model
 
 
 def _resolve(
@@ -139,6 +149,8 @@ def _described(
             return directory
     try:
         return _from_hub(model, repository, wanted, revision, offline=True, progress=False)
+    except _AmbiguousError:
+        raise
     except ModelError as error:
         raise ModelError(
             f"{model} on the hub has no config.json, and no GGUF file of it has been downloaded",
@@ -187,7 +199,7 @@ def _only(place: str, names: list[str], choice: str) -> str:
     """The only model of those found."""
     if len(names) > 1:
         listed = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
-        raise ModelError(f"{place} holds {len(names)} GGUF models: {listed}", f"give {choice}", option="model")
+        raise _AmbiguousError(f"{place} holds {len(names)} GGUF models: {listed}", f"give {choice}", option="model")
     return names[0]
 
 
