@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from conftest import LONG, Child, Outcome, answers, rest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch, batch_plan, documents, engine, journal, mapreduce, sources, tokenizer
+from quantspec_cli import batch, batch_plan, batch_view, documents, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
 
@@ -263,6 +264,28 @@ def test_one_document_is_read_at_a_time(
     assert sorted(intervals) == pytest.approx([0.0005, sys.getswitchinterval()])
 
 
+def test_an_answer_that_is_written_frees_its_prompt(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of a long prompt take megabytes, and a folder may have thousands."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for number in range(12):
+        (docs / f"{number}.txt").write_text(f"Document {number}.")
+    start, started, alive = engine.Engine.start, [], []
+
+    def starting(*arguments: Any, **options: Any) -> Any:
+        found = start(*arguments, **options)
+        started.append(weakref.ref(found))
+        alive.append(sum(batch() is not None for batch in started))
+        return found
+
+    monkeypatch.setattr(engine.Engine, "start", starting)
+    assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--parallel", "1").code == 0
+    assert len(started) == 12
+    assert max(alive) <= 3, "two workers, and one that ends"
+
+
 def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     def found(*arguments: str) -> list[str]:
         out = tmp_path / f"out{time.monotonic_ns()}"
@@ -440,7 +463,20 @@ def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, 
         report = quantspec(*command, *flags).json
         assert (report["done"], report["failed"]) == (2, 1)
         assert (out / "b.md.md").read_text() == "corrected by hand"
+        assert sorted(line["document"] for line in lines(out)) == ["a.txt", "b.md", "deep/er/c.txt"]
     assert quantspec(*command, "-n", "5", "--no-resume").json["done"] == 3
+
+
+def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    assert quantspec(*command).json["done"] == 3
+    (out / "a.txt.txt").write_text("precious")
+    report = quantspec(*command, "--suffix", ".txt").json
+    assert (report["done"], report["failed"], report["skipped"]) == (2, 1, 0)
+    assert (out / "a.txt.txt").read_text() == "precious"
+    # The earlier answers are still there.
+    assert quantspec(*command).json["skipped"] == 2
 
 
 def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
@@ -463,7 +499,14 @@ def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, 
     (docs / "results").write_text("It was a dark and stormy night.")
     (tmp_path / "above.txt").write_text("x")
     quantspec("batch", str(docs), *out, "--suffix", ".jsonl").assert_error(2, "results.jsonl", "--suffix")
+    report = str(tmp_path / "out" / "results.jsonl")
+    assert quantspec("batch", str(docs), *out, "--report", report).code == 2
+    shutil.rmtree(tmp_path / "out")
     quantspec("batch", str(tmp_path / "work" / "*" / ".." / ".." / "above*"), *out).assert_error(2, "above.txt")
+    (docs / "a.md").mkdir()
+    (docs / "a.md" / "b.txt").write_text("x")
+    (docs / "a").write_text("The rain fell in torrents.")
+    quantspec("batch", str(docs), *out).assert_error(2, "the answer to a would be a.md, the folder of", "a.md/b.txt")
     assert not (tmp_path / "out").exists()
 
 
@@ -494,6 +537,38 @@ def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quants
     assert quantspec(*command).json["documents"] == 3
     pattern = ["batch", str(docs / "**" / "*"), *command[2:]]
     assert quantspec(*pattern).json["documents"] == 3
+
+
+def test_answers_may_go_above_the_documents(
+    fake: Any, quantspec: Run, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(docs.parent)
+    names = ["a.txt", "deep/er/c.txt"]
+    for arguments in (["docs"], ["docs/**/*.txt"]):
+        report = quantspec("batch", *arguments, "--out", ".", "-n", "3", "--dry-run", "--json").json
+        assert [row["document"] for row in report["results"] if row["document"] != "b.md"] == names
+    quantspec("batch", "*", "--out", ".").assert_error(2, "--out . is also a directory of documents")
+
+
+def test_a_glob_does_not_follow_loops(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "loop").symlink_to(".")
+    (docs / ".hidden").mkdir()
+    (docs / ".hidden" / "d.txt").write_text("Hidden.")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "e.txt").write_text("In a linked folder.")
+    (docs / "deep" / "link").symlink_to(linked)
+
+    def found(pattern: str) -> list[str]:
+        out = str(tmp_path / "out")
+        report = quantspec("batch", str(docs / pattern), "--out", out, "-n", "3", "--dry-run", "--json").json
+        return [row["document"] for row in report["results"]]
+
+    assert found("**/*.txt") == ["a.txt", "deep/er/c.txt", "deep/link/e.txt"]
+    assert found("**") == ["a.txt", "b.md", "deep/er/c.txt", "deep/link/e.txt"]
+    assert found("**/er/**/*") == ["deep/er/c.txt"]
+    assert found("**/.hidden/*") == [".hidden/d.txt"]
+    assert found("deep/*/*.txt") == ["er/c.txt", "link/e.txt"]
 
 
 def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -595,12 +670,16 @@ def test_memory_bounds_the_context_and_the_number_at_once(
 ) -> None:
     (docs / "long.txt").write_text("word " * 1000)
     fake.memory_bytes = 600 * 1000
-    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "12", "--json")
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "12", "--json"]
+    outcome = quantspec(*command)
     assert outcome.code == 4
     (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
     assert failed["document"] == "long.txt"
     assert "600 fit into memory" in failed["error"]["message"]
     assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 3)
+    # The remedy named by the error suffices.
+    fake.memory_bytes = 10**12
+    assert quantspec(*command).json["done"] == 1
 
 
 def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -621,6 +700,43 @@ def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run
     assert result["calls"] == count(tree)
     assert (out / "long.txt.md").read_text() == tree["text"] + "\n"
     assert all("tree" not in other for other in lines(out) if other["document"] != "long.txt")
+
+
+def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document in ten parts was answered in 100 s; the next one is half as long."""
+    now = 50.0
+    monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
+    parts = [{"prompt_tokens": 1000, "new_tokens": 50} for _ in range(10)]
+    result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
+    with batch_view.View(3, 0, 1, shown=False) as view:
+        view.finished({**result, "tree": {**result, "parts": parts}})
+        now = 150.0
+        job = batch_plan.Job(sources.Source("b"), "b.md", tokens=5250)
+        totals = "2 of 3 documents, 1 failed, prompts 105 and answers 5.5 tokens/s, about 50 s left"
+        assert view.totals([], [job]) == totals
+        # Two parts are done, and half of the third one is read.
+        job.stage, job.done, job.total, job.call_tokens, job.read_tokens = "reading", 1, 2, 1000, 2000
+        assert view.totals([job], []).endswith("about 21 s left")
+
+
+def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "long.txt").write_text("word " * 140_000)
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "--instruction", "Sum up.", "--long", "map-reduce"]
+    dry = [*command, "--dry-run", "--json"]
+    # Longer than the model's context, too.
+    plan = quantspec(*dry, "-n", "300").json
+    assert plan["results"][0]["prompt_tokens"] > 131_072 > plan["results"][0]["new_tokens"]
+    assert plan["predicted_s"] > 0
+    (docs / "long.txt").write_text("word " * 1000)
+    planned = quantspec(*dry, "-n", "20", "-c", "700").json["results"][0]
+    (done,) = quantspec(*command, "--json", "-n", "20", "-c", "700", "--ignore-eos").json["results"]
+    assert planned["new_tokens"] == 20 * done["calls"]
+    # An answer that leaves no room for any prompt.
+    for found in (quantspec(*dry, "-n", "697", "-c", "700"), quantspec(*command, "--json", "-n", "697", "-c", "700")):
+        (error,) = [row["error"] for row in found.json["results"]]
+        assert "the context leaves 3" in error["message"]
 
 
 def words(text: str) -> int:
@@ -651,6 +767,26 @@ def test_parts_of_a_long_text_are_the_text(pieces: list[str], budget: int) -> No
     parts = mapreduce.split("it", text, budget, words)
     assert "".join(parts) == text
     assert all(words(part) <= budget for part in parts)
+
+
+def test_a_long_text_that_fits_is_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapreduce, "COUNTED_CHARACTERS", 100)
+    assert mapreduce.split("it", "word " * 100, 200, words) == ["word " * 100]
+
+
+def test_a_part_without_text_is_not_asked_about() -> None:
+    def count(text: str) -> int:
+        return len(text)
+
+    asked: list[str] = []
+
+    def call(text: str) -> Generation:
+        asked.append(text)
+        return Generation(1, [1], "short", "eos")
+
+    mapreduce.answer("it", "word " * 20 + "\n" * 300 + "word " * 20, budget=100, count=count, call=call)
+    assert len(asked) > 2
+    assert not any(text.isspace() for text in asked)
 
 
 def test_partial_answers_are_reduced_as_often_as_needed() -> None:
@@ -720,12 +856,13 @@ def test_memory_decides_how_many_decode_together(fake: Any, quantspec: Run, tmp_
 def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "30"]
-    child = start(*command, script={"round_s": 0.1})
+    child = start(*command, "--no-resume", script={"round_s": 0.1})
     child.until("verify")
     quantspec(*command).assert_error(1, f"in use by process {child.pid}")
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=20)
+    _, stderr = child.communicate(timeout=20)
     assert child.returncode == 130
+    assert b"run the same command without --no-resume to continue" in stderr
     assert quantspec(*command).code == 0
 
 
@@ -831,25 +968,26 @@ def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs:
     assert not (tmp_path / "out").exists()
 
 
-def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:
+def test_documents_that_change_while_the_batch_runs(start: Start, fake: Any, quantspec: Run, tmp_path: Path) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
     # The second is read while the first decodes.
     lengths = {"first.txt": 6, "second.txt": 5}
-    for name in (*lengths, "deleted.txt", "emptied.txt", "changed.txt", "shortened.txt", "cut.txt"):
+    for name in (*lengths, "deleted.txt", "emptied.txt", "changed.txt", "grown.txt", "shortened.txt", "cut.txt"):
         (docs / name).write_text("Éventuellement, il pleut. " * lengths.get(name, 2))
-    child = start(
-        *("batch", str(docs), "--out", str(out), "-n", "20", "--parallel", "1", "--json"), script={"round_s": 0.05}
-    )
+    command = ["batch", str(docs), "--out", str(out), "-n", "20", "--parallel", "1", "--json"]
+    child = start(*command, script={"round_s": 0.05})
     child.until("verify")
     (docs / "deleted.txt").unlink()
     (docs / "emptied.txt").write_text("")
     (docs / "changed.txt").write_text("Now it is bright.")
+    (docs / "grown.txt").write_text("Éventuellement, il pleut. " * 9)
     os.truncate(docs / "shortened.txt", 20)
     os.truncate(docs / "cut.txt", 28)  # inside a character
     report = json.loads(child.communicate(timeout=60)[0])
     assert child.returncode == 4
     errors = {result["document"]: result["error"] and result["error"]["message"] for result in report["results"]}
+    assert (errors.pop("grown.txt") or "").startswith("grown.txt grew while the batch ran: it and its answer need ")
     assert errors == {
         "first.txt": None,
         "second.txt": None,
@@ -863,6 +1001,8 @@ def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path
     for result in report["results"]:
         path = docs / result["document"]
         assert not path.exists() or result["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    again = quantspec(*command).json
+    assert (again["done"], again["skipped"]) == (1, 4), "what has grown has room now"
 
 
 def test_an_encrypted_pdf_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -1062,13 +1202,15 @@ def test_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Pa
     (docs / "secret.txt").write_text("x")
     (docs / "secret.txt").chmod(0)
     (docs / "deep").chmod(0)
-    outcome = obedient("batch", str(docs), "--out", str(out), "-n", "3", "--json")
+    command = ["--out", str(out), "-n", "3", "--json"]
+    outcomes = [obedient("batch", str(documents), *command) for documents in (docs, docs / "**" / "*.txt")]
     (docs / "deep").chmod(0o755)
-    failed = {row["document"]: row["error"]["message"] for row in outcome.json["results"] if row["error"]}
-    assert failed == {
-        "deep": f"folder {docs / 'deep'} cannot be listed: permission denied",
-        "secret.txt": "secret.txt cannot be read: permission denied",
-    }
+    for outcome in outcomes:
+        failed = {row["document"]: row["error"]["message"] for row in outcome.json["results"] if row["error"]}
+        assert failed == {
+            "deep": f"folder {docs / 'deep'} cannot be listed: permission denied",
+            "secret.txt": "secret.txt cannot be read: permission denied",
+        }
 
 
 def test_a_dry_run_reads_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Path) -> None:
@@ -1080,6 +1222,12 @@ def test_a_dry_run_reads_a_folder_that_cannot_be_written(obedient: Run, docs: Pa
     for folder in (out, out / sources.STATE):
         folder.chmod(0o755)
     assert (outcome.code, outcome.json["skipped"]) == (0, 3)
+
+
+def test_an_output_folder_may_have_any_name(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / os.fsdecode(b"100%?\xff#")), "-n", "3", "--json"]
+    assert quantspec(*command).json["done"] == 3
+    assert quantspec(*command, "--dry-run").json["skipped"] == 3
 
 
 def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -1103,6 +1251,12 @@ def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Ru
     quantspec(*command, "--dry-run").assert_error(1, "journal.sqlite cannot be used")
     assert quantspec(*command, "--no-resume", "--json").json["done"] == 3
     assert quantspec(*command, "--json").json["skipped"] == 3
+    # The first page, which opening reads, is whole.
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * (path.stat().st_size - 4096))
+    quantspec(*command).assert_error(1, "journal.sqlite cannot be used", "--no-resume")
+    assert quantspec(*command, "--no-resume", "--json").json["done"] == 3
 
 
 def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -1117,6 +1271,15 @@ def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: P
             (out / "results.jsonl").write_bytes(damaged)
         quantspec(*command)
         assert (out / "results.jsonl").read_bytes() == whole
+
+
+def test_results_do_not_follow_a_link(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.touch()
+    (out / "results.jsonl").symlink_to(elsewhere)
+    assert quantspec("batch", str(docs), "--out", str(out), "-n", "3").code == 0
+    assert (elsewhere.read_bytes(), len(lines(out))) == (b"", 3)
 
 
 def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import Outcome
 
+from quantspec_cli import hub
 from quantspec_cli.cluster import Cluster, WorkerSpec
 from quantspec_cli.options import EngineOptions
 
@@ -27,8 +29,9 @@ nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_da
 other = nodes.add_node(num_cpus=1)
 nodes.wait_for_nodes()
 options = ["-n", "200", "--parallel", "2", "--device", "cpu", "-t", "1", "--ignore-eos", "--json", "--ray", nodes.address]
-command = [sys.executable, "-m", "quantspec_cli", "batch", docs, "--out", out, *options]
-batch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+command = [sys.executable, "-m", "quantspec_cli", "batch", docs, "--out", out, "-m", "model", *options]
+# The workers are in another folder.
+batch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(out).parent)
 results = Path(out) / "results.jsonl"
 done = lambda: len(results.read_bytes().splitlines()) if results.exists() else 0
 while batch.poll() is None and not done():
@@ -47,6 +50,7 @@ def test_a_node_that_dies_loses_nothing(quantspec: Callable[..., Outcome], tmp_p
     docs.mkdir()
     for number in range(24):
         (docs / f"{number}.txt").write_text(f"Chapter {number}. " + "It was a dark and stormy night. " * (1 + number))
+    (tmp_path / "model").symlink_to(hub.demo())
     out = tmp_path / "cluster"
     command = [sys.executable, "-c", DRIVER, str(docs), str(out)]
     # Ray would send statistics about its use.
@@ -73,14 +77,15 @@ def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], t
     assert outcome.stderr.splitlines()[-2].startswith("error: no Ray cluster at '127.0.0.1:1'")
 
 
-def test_an_interrupt_while_the_cluster_is_sought_gives_standard_output_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_the_cluster_is_sought_restores_what_ray_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
         raise KeyboardInterrupt
 
     ended: list[bool] = []
     ray = SimpleNamespace(init=interrupt, shutdown=lambda: ended.append(True))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    before = sys.stdout
+    before = sys.stdout, signal.getsignal(signal.SIGTERM)
     spec = WorkerSpec(
         model=None,
         revision=None,
@@ -93,7 +98,7 @@ def test_an_interrupt_while_the_cluster_is_sought_gives_standard_output_back(mon
     )
     with pytest.raises(KeyboardInterrupt):
         Cluster("auto", spec)
-    assert sys.stdout is before
+    assert (sys.stdout, signal.getsignal(signal.SIGTERM)) == before
     assert ended == [True]
 
 

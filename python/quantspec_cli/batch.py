@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from . import (
     __version__,
     batch_view,
     fingerprint,
+    hub,
     instruct,
     journal,
     mapreduce,
@@ -37,6 +38,7 @@ from . import (
 )
 from .batch_plan import (
     OF_DOCUMENT,
+    BeyondMemoryError,
     Fingerprints,
     Job,
     Opening,
@@ -180,7 +182,8 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(journal.foreign(out, todo, sizes)) if request.resume else set()
         return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
-    taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
+    taken = [str(source.path) for source in found if source.path]
+    taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
     with Journal(out, replace=not request.resume) as kept, report.opened(request.report, taken) as page:
         workload = find_work(request, places, kept.rows(), fingerprints)
@@ -265,6 +268,15 @@ def _check_outputs(outputs: Mapping[str, str]) -> None:
             raise UsageError(
                 f"{sources.shown(other)} and {sources.shown(name)} would have one answer", "rename one of them"
             )
+    for name, place in outputs.items():
+        parts = place.split("/")
+        for folder in ("/".join(parts[:end]) for end in range(1, len(parts))):
+            if folder in names:
+                raise UsageError(
+                    f"the answer to {sources.shown(names[folder])} would be {sources.shown(folder)}, the folder of the "
+                    f"answer to {sources.shown(name)}",
+                    "use another --suffix",
+                )
 
 
 class _Run:
@@ -290,7 +302,8 @@ class _Run:
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
         self._count_s = 0.0
-        self.finished: list[Outcome] = []
+        # Answers that the token limit cut.
+        self._cut = 0
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
@@ -306,7 +319,7 @@ class _Run:
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(self.journal.begin(todo, replace=not request.resume))
-        view = batch_view.View(len(found), len(workload.skipped), shown=not quiet)
+        view = batch_view.View(len(found), len(workload.skipped), len(workload.failed), shown=not quiet)
         opener = self._opener(engine_options) if workload.todo else None
         ready = self._examined(view)
         self._count_s = time.perf_counter() - started
@@ -400,6 +413,7 @@ class _Run:
                 return
             finally:
                 self._running.remove(job)
+                job.stream = None  # it has the prompt's ids, and the run has all jobs
 
     def _outcome(self, engine: Engine | Cluster, job: Job) -> Outcome:
         started = time.perf_counter()
@@ -440,16 +454,32 @@ class _Run:
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
 
     def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt) -> Generation:
-        job.stage, job.done, job.total = "waiting", 0, 0
+        options = self.reader.options
+        needed = len(prompt.ids) + options.max_new_tokens
+        # The engine was opened for the documents as they were counted.
+        if needed > engine.context:
+            raise FileError(
+                f"{prompt.name} grew while the batch ran: it and its answer need {needed} tokens, the engine holds "
+                f"{engine.context}",
+                "run the command again",
+            )
+        job.stage, job.done, job.total, job.call_tokens = "waiting", 0, 0, len(prompt.ids)
         if isinstance(engine, Cluster):
             job.stage = "decoding"
-            return engine.generate(prompt, self.reader.options, self._stopping)
+            generation = engine.generate(prompt, options, self._stopping)
+        else:
+            generation = self._decoded(engine, job, prompt)
+        job.read_tokens += len(prompt.ids)
+        job.answer_tokens += len(generation.tokens)
+        job.call_tokens = job.done = 0
+        return generation
 
+    def _decoded(self, engine: Engine, job: Job, prompt: Prompt) -> Generation:
         def on_prefill(done: int, total: int) -> None:
             job.stage, job.done, job.total = "reading", done, total
             # `_stop` may have run before the stream existed.
-            if self._stopping.is_set() and job.stream is not None:
-                job.stream.close()
+            if self._stopping.is_set() and (stream := job.stream) is not None:
+                stream.close()
 
         options = self.reader.options
         with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
@@ -485,11 +515,11 @@ class _Run:
                     error.hint = "free some space and run the command again: it resumes"
                     raise
                 outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
-        self.finished.append(outcome)
+        self._cut += _is_cut(outcome)
         result = outcome.to_json()
         basis = self._fingerprints.of(result)
-        if isinstance(outcome.error, FileError):
-            basis = ""  # the folder may be repaired before the next run, with the same document and options
+        if isinstance(outcome.error, FileError | BeyondMemoryError):
+            basis = ""  # the next run may have space or memory for the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
         return result
 
@@ -497,8 +527,8 @@ class _Run:
         """Ends running work; the next run repeats documents that were decoding."""
         self._stopping.set()
         for job in list(self._running):
-            if job.stream is not None:
-                job.stream.close()
+            if (stream := job.stream) is not None:
+                stream.close()
         for worker in self._workers:
             if worker.is_alive():  # an interrupt may arrive before the last worker has started
                 worker.join()
@@ -553,8 +583,11 @@ class _Run:
         if self._page is not None:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         if not self.request.quiet:
-            batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
-            batch_view.note_of_cuts(sum(map(_is_cut, self.finished)), self.reader.options)
+            batch_view.summary(document, failed, self.request.out)
+            if interrupted:
+                without = "" if self.request.resume else " without --no-resume"
+                render.note(f"interrupted; run the same command{without} to continue")
+            batch_view.note_of_cuts(self._cut, self.reader.options)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.request.as_json else output.Done(code)
 
@@ -585,12 +618,12 @@ def _cluster(
 ) -> tuple[Cluster, int]:
     """The workers of a Ray cluster, with room for the longest document, and the number of documents that decode together."""
     spec = WorkerSpec(
-        model=request.model,
+        model=hub.absolute(request.model),
         revision=request.revision,
         offline=request.offline,
         fingerprint=model_print,
-        options=engine_options,
-        prompt_cache=request.prompt_cache,
+        options=replace(engine_options, draft_model=hub.absolute(engine_options.draft_model)),
+        prompt_cache=request.prompt_cache and str(Path(request.prompt_cache).absolute()),
         context=longest(reader, todo),
         parallel=request.parallel,
     )
@@ -609,7 +642,7 @@ def _engine(
 ) -> tuple[Engine, int]:
     """An engine with room for the longest document that fits, and the number of documents that decode together."""
     opened = opening.take()
-    context, parallel, pool, fitting = room(request, engine_options, reader, todo, opened)
+    context, parallel, pool, wanted = room(request, engine_options, reader, todo, opened)
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
             reader.model,
@@ -621,7 +654,7 @@ def _engine(
             prompt_cache=request.prompt_cache or True,
             on_loading=on_loading,
         )
-    reader.bound_by_memory = context < fitting
+    reader.bound_by_memory = context < wanted
     reader.context = min(reader.context, context) if reader.bound_by_memory else reader.context
     if not request.quiet:
         render.note_of_drafts(engine.info)

@@ -89,8 +89,12 @@ class Job:
         output: its answer's path below the output folder.
         tokens: of its prompt, if known.
         shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
+        calls: of the model, as planned.
         sha256: of its bytes, if known.
         stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        call_tokens: of the running call's prompt.
+        read_tokens: of the prompts of its calls that are done.
+        answer_tokens: of the answers of these calls.
         stream: the running answer, so that `_stop` can end it.
     """
 
@@ -98,10 +102,14 @@ class Job:
     output: str
     tokens: int | None = None
     shared: int = 0
+    calls: int = 1
     sha256: str | None = None
     stage: str = "waiting"
     done: int = 0
     total: int = 0
+    call_tokens: int = 0
+    read_tokens: int = 0
+    answer_tokens: int = 0
     stream: Stream | None = field(default=None, repr=False)
 
 
@@ -130,6 +138,8 @@ def find_work(
     workload = Workload()
     with render.progress("looking at documents", shown=not request.quiet) as on_progress:
         for number, (source, place) in enumerate(places.items(), 1):
+            if on_progress is not None:
+                on_progress(number, len(places))
             row, job = rows.get(source.name), Job(source, place)
             if row is not None and row.result is not None and request.resume:
                 try:
@@ -139,7 +149,9 @@ def find_work(
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 size = _size(Path(request.out) / job.output)
                 made_so = row.fingerprint == fingerprints.of(row.result)
-                if row.status == "done" and same and made_so and size is not None:
+                # After a change of --suffix, an unknown file may be there.
+                in_place = size is not None and (row.output == place or row.size == size)
+                if row.status == "done" and same and made_so and in_place:
                     workload.skipped.append(source)
                     workload.edited += [source.shown] if size != row.size else []
                     continue
@@ -148,8 +160,6 @@ def find_work(
                     continue
                 workload.again += row.status == "done"
             workload.todo.append(job)
-            if on_progress is not None:
-                on_progress(number, len(places))
     return workload
 
 
@@ -161,8 +171,12 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
-    return DoesNotFitError(
+class BeyondMemoryError(DoesNotFitError):
+    """A document needs more memory than there is here and now: unlike other failures, this one is not remembered."""
+
+
+def _beyond_memory(name: str, needed: int, fitting: int) -> BeyondMemoryError:
+    return BeyondMemoryError(
         f"{name} and its answer need {needed} tokens; {fitting} fit into memory",
         "use a machine with more memory, or --long map-reduce",
     )
@@ -282,6 +296,11 @@ class Reader:
             error.hint += ", or use --long map-reduce"
             raise
 
+    def _calls(self, job: Job) -> int:
+        """Calls for a document that may be split. Refuses one that cannot be."""
+        name, new_tokens = job.source.shown, self.options.max_new_tokens
+        return mapreduce.calls_of(name, job.tokens or 0, self.budget, partial(self.tokens, name), new_tokens)
+
     def examine(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, QuantspecError | None]]:
         """Counts the documents' tokens, in groups that are encoded on all processors. Yields each document, with an error if
         it is known already that it cannot be answered.
@@ -294,6 +313,7 @@ class Reader:
                 name, text = job.source.shown, self.read(job, keep=not self._request.dry_run).text
                 if len(text) > mapreduce.COUNTED_CHARACTERS and self.may_split:
                     job.tokens = mapreduce.tokens_of(text, partial(self.tokens, name))
+                    job.calls = self._calls(job)
                 else:
                     found = self._written(name, text)
                     characters += len(text)
@@ -315,7 +335,9 @@ class Reader:
         for (job, _), prompt in zip(texts, prompts, strict=True):
             job.tokens = len(prompt.ids)
             try:
-                if not self.may_split:
+                if self.may_split:
+                    job.calls = self._calls(job)
+                else:
                     self.check(prompt)
             except OF_DOCUMENT as error:
                 errors[id(job)] = error
@@ -443,7 +465,7 @@ def _counted(request: Request, workload: Workload, reader: Reader) -> tuple[list
                     "output": sources.shown(job.output),
                     "prompt_tokens": job.tokens,
                     "shared_tokens": job.shared,
-                    "new_tokens": reader.options.max_new_tokens,
+                    "new_tokens": reader.options.max_new_tokens * job.calls,
                     "error": error and error.to_json()["error"],
                 }
             )
@@ -511,7 +533,8 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
     """Rates that `quantspec plan` predicts for documents of average length; None if it cannot. A method that it does not
     predict counts as plain decoding.
     """
-    size = max(1, (document["prompt_tokens"] + document["new_tokens"]) // document["to_do"])
+    # A document beyond the context is split.
+    size = max(1, min((document["prompt_tokens"] + document["new_tokens"]) // document["to_do"], document["context"]))
     request = plan.Request(
         model=str(model.directory),
         revision=None,

@@ -22,12 +22,13 @@ _ROWS = 16
 class View:
     """The state of a running batch. A terminal is redrawn in place; other outputs get finished documents only."""
 
-    def __init__(self, documents: int, skipped: int, *, shown: bool) -> None:
+    def __init__(self, documents: int, skipped: int, failed: int, *, shown: bool) -> None:
+        """`skipped` are done by earlier runs, and `failed` failed in one."""
         self._documents, self._shown = documents, shown
-        self._done, self._failed = skipped, 0
+        self._done, self._failed = skipped, failed
         self._started = 0.0
         self._live: Any = None
-        # Tokens of finished documents; their rates give the estimate of the time left.
+        # Tokens of all calls of finished documents; their rates give the estimate of the time left.
         self._prompt_tokens = self._new_tokens = self._answers = 0
 
     def __enter__(self) -> View:
@@ -52,8 +53,9 @@ class View:
         self._done += not failed
         if not failed:
             self._answers += 1
-            self._prompt_tokens += result["prompt_tokens"]
-            self._new_tokens += result["new_tokens"]
+            for call in _calls(result.get("tree", result)):
+                self._prompt_tokens += call["prompt_tokens"]
+                self._new_tokens += call["new_tokens"]
         if self._shown and self._live is None:
             render.note(_line(result))
 
@@ -80,27 +82,38 @@ class View:
             table.add_row(name, Text(job.stage), Text(progress), Text(tokens))
         if len(running) > _ROWS:
             table.add_row(Text(f"and {len(running) - _ROWS} more"))
-        self._live.update(Group(table, Text(self._totals(running, waiting), style="dim")), refresh=True)
+        self._live.update(Group(table, Text(self.totals(running, waiting), style="dim")), refresh=True)
 
-    def _totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
+    def totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
+        """The documents so far, their rates, and the time left."""
         elapsed = time.perf_counter() - self._started
         parts = [f"{self._done + self._failed:,} of {self._documents:,} documents"]
         if self._failed:
             parts.append(f"{self._failed:,} failed")
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
-        new = self._new_tokens + sum(job.done for job in running if job.stage == "decoding")
+        new = self._new_tokens + sum(job.answer_tokens for job in running)
+        new += sum(job.done for job in running if job.stage == "decoding")
         parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
-        left = sum(job.tokens or 0 for job in [*running, *waiting]) - sum(_read_tokens(job) for job in running)
+        # A copy, because workers take from the queue.
+        left: float = sum(job.tokens or 0 for job in list(waiting))
+        left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
         # An answer's time is assumed proportional to its prompt.
         if self._answers and read:
-            parts.append(f"about {duration(elapsed * max(left, 0) / read)} left")
+            parts.append(f"about {duration(elapsed * left / read)} left")
         return ", ".join(parts)
 
 
 def _read_tokens(job: Job) -> float:
-    if job.stage == "decoding":
-        return job.tokens or 0
-    return (job.tokens or 0) * job.done / job.total if job.stage == "reading" and job.total else 0
+    """Tokens of the document's prompts that are processed; map-reduce makes several."""
+    share = job.done / job.total if job.stage == "reading" and job.total else float(job.stage == "decoding")
+    return job.read_tokens + share * job.call_tokens
+
+
+def _calls(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The calls of a result's tree."""
+    yield node
+    for part in node.get("parts", ()):
+        yield from _calls(part)
 
 
 def _line(result: Mapping[str, Any]) -> str:
@@ -120,7 +133,7 @@ def _failure(result: Mapping[str, Any]) -> str:
     return reason if reason.startswith(f"{name} ") else f"{name}: {reason}"
 
 
-def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str, *, interrupted: bool) -> None:
+def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str) -> None:
     """Summary of a batch: failed documents with their reasons, then the totals."""
     for result in failed:
         render.note(f"failed  {_failure(result)}")
@@ -137,8 +150,6 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
             f"prefill {render.rate(stats['prefill_tokens_per_s'])}, decode {render.rate(stats['decode_tokens_per_s'])}, "
             f"{render.number(stats['batch_mean'])} at once on average"
         )
-    if interrupted:
-        render.note("interrupted; run the same command to continue")
 
 
 def note_of_cuts(answers: int, options: GenerateOptions) -> None:

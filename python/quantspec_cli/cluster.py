@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
-from .batch_plan import PARALLEL
+from .batch_plan import PARALLEL, BeyondMemoryError
 from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
 from .model import Model, planned
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .engine import Generation
     from .model import Prompt
     from .options import EngineOptions, GenerateOptions
@@ -132,7 +135,8 @@ class Cluster:
         self._redirects.enter_context(contextlib.redirect_stdout(devnull))
         try:
             _look_for(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            with _own_handler():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             self._redirects.close()
             raise DeviceError(
@@ -192,7 +196,7 @@ class Cluster:
         """One answer from any worker with room; if the worker dies, from another one.
 
         Raises:
-            DoesNotFitError: no worker holds so long a sequence, or workers died of it.
+            DoesNotFitError: workers died of it; BeyondMemoryError: no worker holds so long a sequence.
             DeviceError: no worker is left.
             KeyboardInterrupt: the batch is to end.
         """
@@ -235,7 +239,7 @@ class Cluster:
                 large = [handle for handle in self._handles if handle.context >= needed]
                 if not large:
                     longest = max(handle.context for handle in self._handles)
-                    raise DoesNotFitError(
+                    raise BeyondMemoryError(
                         f"{prompt.name} and its answer need {needed} tokens; {longest} fit into a worker's memory",
                         "add a node with more memory, or use --long map-reduce",
                     )
@@ -267,6 +271,16 @@ class Cluster:
     def _shut_down(self) -> None:
         self._ray.shutdown()
         self._redirects.close()
+
+
+@contextlib.contextmanager
+def _own_handler() -> Iterator[None]:
+    """Keeps the handler of SIGTERM, which Ray replaces by an exit without a report."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _look_for(address: str) -> None:

@@ -46,6 +46,9 @@ CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
 """
 
+# A row without a result.
+_PENDING = "status = 'pending', sha256 = NULL, fingerprint = NULL, finished = NULL, result = NULL"
+
 
 class Row(NamedTuple):
     """A document's row in the journal.
@@ -126,7 +129,8 @@ class Journal:
                 ) from error
         for file in self.state.glob("journal.sqlite*"):
             file.rename(file.with_name(f"damaged-{file.name}"))
-        return _connect(path)
+        with self._reported():
+            return _connect(path)
 
     def close(self) -> None:
         """Closes the journal and unlocks the folder."""
@@ -153,8 +157,8 @@ class Journal:
     def begin(self, outputs: Mapping[str, str], *, replace: bool = False) -> list[str]:
         """Marks documents (name to output) as pending; their lines are removed from results.jsonl.
 
-        Returns the names whose output exists and was not written by this journal. These are not marked, and the caller
-        must refuse them. `replace` takes them over.
+        Returns the names whose output exists and was not written by this journal; the caller must refuse them. `replace`
+        takes them over.
         """
         with self._reported():
             found = self._connection.execute("SELECT output, size FROM documents")
@@ -164,9 +168,11 @@ class Journal:
             self._foreign = {outputs[name] for name in refused}
             with self._transaction():
                 self._connection.executemany(
+                    f"UPDATE documents SET {_PENDING} WHERE name = ?", [(os.fsencode(name),) for name in refused]
+                )
+                self._connection.executemany(
                     "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
-                    "ON CONFLICT (name) DO UPDATE SET output = excluded.output, status = 'pending', sha256 = NULL, "
-                    "fingerprint = NULL, finished = NULL, size = excluded.size, result = NULL",
+                    f"ON CONFLICT (name) DO UPDATE SET output = excluded.output, size = excluded.size, {_PENDING}",
                     [
                         (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
                         for name, output in outputs.items()
@@ -266,7 +272,12 @@ class Journal:
         path = self.out / RESULTS
         temporary = self._new_temporary()
         try:
-            if path.is_file() and path.stat().st_size == len(text) and path.read_bytes() == text:
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and path.stat().st_size == len(text)
+                and path.read_bytes() == text
+            ):
                 return
             with temporary.open("wb") as file:
                 file.write(text)
@@ -346,7 +357,7 @@ def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float
     # A closed journal is one file, which can be read in a read-only folder.
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?{how}", uri=True)) as connection:
             for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
                 rates.setdefault(model, {}).setdefault(device, {})[name] = value
             return _rows(connection), rates
@@ -376,6 +387,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
             raise sqlite3.DatabaseError(f"it is of version {version}, this program supports {_VERSION}")
+        (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if damage != "ok":
+            raise sqlite3.DatabaseError(damage)
         connection.executescript(_TABLES)
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     except BaseException:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
 COUNTED_CHARACTERS = 1_000_000
 
+# About the tokens of the heading of a partial answer, see `_joined`.
+_HEADING_TOKENS = 5
+
 # Borders at which a text may be split, best first: paragraphs, lines, sentences, words. The separator stays with the left
 # part.
 _BORDERS = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+", r"\s+")
@@ -70,7 +73,8 @@ def answer(
     Raises:
         DoesNotFitError: two partial answers do not fit in one prompt.
     """
-    calls = [Call(call(part)) for part in split(name, text, budget, count)]
+    # A model would make up an answer to a part without text.
+    calls = [Call(call(part)) for part in split(name, text, budget, count) if not part.isspace()]
     while len(calls) > 1:
         calls = [
             Call(call(_joined(group)), group) if len(group) > 1 else group[0]
@@ -85,27 +89,53 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
     A split is at the best border available: between paragraphs, lines, sentences or words. It is between characters only
     if a single word exceeds the budget.
     """
-    if len(text) <= COUNTED_CHARACTERS and count(text) <= budget:
-        return [text]
     whole = tokens_of(text, count)
+    if whole <= budget:
+        return [text]
     # Equal parts: a short last part would weigh as much in the reduced answer as a long one.
-    empty = min(count("."), budget - 1)
-    parts_wanted = max(2, -(-(whole - empty) // (budget - empty)))
-    target = min(-(-len(text) // parts_wanted) + len(text) // (20 * parts_wanted), len(text) - 1)
+    wanted = parts_of(name, whole, budget, count)
+    target = min(-(-len(text) // wanted) + len(text) // (20 * wanted), len(text) - 1)
     parts: list[str] = []
     rest = text
     while rest:
         part = _head(rest, max(target, 1)) if len(rest) > target else rest
         while count(part) > budget:
             if len(part) == 1:
-                raise DoesNotFitError(
-                    f"{name}: a prompt of one character has {count(part)} tokens, the context leaves {budget}",
-                    "raise -c or lower -n",
-                )
+                raise _too_small(name, count(part), budget)
             part = _head(part, len(part) * 9 // 10)
         parts.append(part)
         rest = rest[len(part) :]
     return parts
+
+
+def parts_of(name: str, whole: int, budget: int, count: Callable[[str], int]) -> int:
+    """Number of parts of a text whose prompt has `whole` tokens, more than the budget.
+
+    Raises:
+        DoesNotFitError: the budget is too small for any part.
+    """
+    empty = count(".")
+    if empty > budget:
+        raise _too_small(name, empty, budget)
+    return max(2, -(-(whole - empty) // max(budget - empty, 1)))
+
+
+def calls_of(name: str, whole: int, budget: int, count: Callable[[str], int], new_tokens: int) -> int:
+    """Calls for a text whose prompt has `whole` tokens, if every answer has `new_tokens`; raises as `parts_of`."""
+    if whole <= budget:
+        return 1
+    calls = answers = parts_of(name, whole, budget, count)
+    together = max(2, (budget - count(".")) // (new_tokens + _HEADING_TOKENS))
+    while answers > 1:
+        answers = -(-answers // together)
+        calls += answers
+    return calls
+
+
+def _too_small(name: str, tokens: int, budget: int) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"{name}: a prompt of one character has {tokens} tokens, the context leaves {budget}", "raise -c or lower -n"
+    )
 
 
 def tokens_of(text: str, count: Callable[[str], int]) -> int:

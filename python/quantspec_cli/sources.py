@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING
@@ -137,9 +138,7 @@ def _of_argument(argument: str, out: Path) -> Iterator[Source]:
     elif status is None:
         raise InputError(f"{argument} does not exist", "check the path; quote a glob")
     elif S_ISDIR(status.st_mode):
-        if os.path.realpath(argument) == os.path.realpath(out):
-            raise UsageError(f"--out {out} is also a directory of documents", "name another folder for the answers")
-        yield from _walk(argument, "", out, ())
+        yield from sorted(_walk(argument, _left_out(argument, out)), key=lambda source: source.name.split("/"))
     elif argument.endswith(".jsonl"):
         yield from _listed(argument)
     else:
@@ -148,50 +147,89 @@ def _of_argument(argument: str, out: Path) -> Iterator[Source]:
 
 def _matches(pattern: str, out: Path) -> Iterator[Source]:
     """Files that a glob matches; names begin after its fixed folders."""
-    fixed: list[str] = []
-    for part in Path(pattern).parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    root = os.path.join(*fixed) if fixed else ""
-    hidden = os.path.realpath(out)
-    matches = [path for path in glob.glob(pattern, recursive=True) if not _is_below(path, hidden)]
-    paths = sorted({path for path in matches if not os.path.isdir(path)}, key=os.fsencode)
-    if not paths:
+    parts = Path(pattern).parts
+    fixed = list(takewhile(lambda part: not glob.has_magic(part), parts))
+    root = os.path.join(*fixed) if fixed else "."
+    left_out = _left_out(root, out)
+    found = {
+        path: problem
+        for path, problem in _expanded(root, parts[len(fixed) :], left_out)
+        if (problem is not None or not os.path.isdir(path)) and not _is_below(path, left_out)
+    }
+    if not found:
         raise InputError(f"no file matches {pattern}", "check the pattern; ** stands for any folders")
-    for path in paths:
-        yield Source(os.path.relpath(path, root) if root else path, path)
+    for path in sorted(found, key=os.fsencode):
+        yield Source(os.path.relpath(path, root), path, problem=found[path])
 
 
-def _is_below(path: str, folder: str) -> bool:
+def _expanded(folder: str, parts: Sequence[str], left_out: str | None) -> Iterator[tuple[str, QuantspecError | None]]:
+    """Paths that a glob's parts match below a folder, and folders that `**` cannot enter, with the reason. The standard
+    library's `**` would follow a link to a folder above it 40 times.
+    """
+    if "**" not in parts:
+        for path in glob.glob(os.path.join(glob.escape(folder), *parts)):
+            yield path, None
+        return
+    at = parts.index("**")
+    # With an empty last part, a glob matches folders only.
+    for start in glob.glob(os.path.join(glob.escape(folder), *parts[:at], "")):
+        for below, entries in _folders(start, left_out, ()):
+            if isinstance(entries, QuantspecError):
+                yield below, entries
+            else:
+                yield from _expanded(below, parts[at + 1 :] or ["*"], left_out)
+
+
+def _left_out(folder: str, out: Path) -> str | None:
+    """The output folder's real path: its files are no documents. None if the documents are below it, as with `--out .`."""
+    real = os.path.realpath(out)
+    if os.path.realpath(folder) == real:
+        raise UsageError(f"--out {out} is also a directory of documents", "name another folder for the answers")
+    return None if _is_below(folder, real) else real
+
+
+def _is_below(path: str, folder: str | None) -> bool:
+    if folder is None:
+        return False
     real = os.path.realpath(path)
     return real == folder or real.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Source]:
-    """Every file below a folder that is not hidden. Linked folders are entered, except one that leads back above itself."""
+def _walk(folder: str, left_out: str | None) -> Iterator[Source]:
+    """Every file below a folder that is not hidden, and every folder that cannot be listed."""
+    for below, entries in _folders(folder, left_out, ()):
+        name = os.path.relpath(below, folder)
+        if isinstance(entries, QuantspecError):
+            yield Source(name, below, problem=entries)
+            continue
+        prefix = "" if name == "." else name + "/"
+        for entry in entries:
+            if not _is_directory(entry):
+                yield Source(prefix + entry.name, entry.path)
+
+
+def _folders(
+    folder: str, left_out: str | None, above: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, list[os.DirEntry[str]] | QuantspecError]]:
+    """A folder and all folders below it that are not hidden, with their entries, or the reason why there are none. Linked
+    folders are entered, except one that leads back above itself.
+    """
     try:
         status = os.stat(folder)
-        entries = sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name))
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except OSError as error:
-        problem = FileError(f"folder {folder} cannot be listed: {reason(error)}", "check its permissions")
-        yield Source(prefix.rstrip("/") or ".", folder, problem=problem)
+        yield folder, FileError(f"folder {folder} cannot be listed: {reason(error)}", "check its permissions")
         return
     me = (status.st_dev, status.st_ino)
     if me in above:
         return
     if len(above) == _DEEPEST:
-        too_deep = InputError(f"folder {folder} is {_DEEPEST} levels deep", "name it as a directory of its own")
-        yield Source(prefix.rstrip("/"), folder, problem=too_deep)
+        yield folder, InputError(f"folder {folder} is {_DEEPEST} levels deep", "name it as a directory of its own")
         return
+    yield folder, entries
     for entry in entries:
-        name = prefix + entry.name
-        if entry.name.startswith("."):
-            continue
-        if not _is_directory(entry):
-            yield Source(name, entry.path)
-        elif not _is_below(entry.path, os.path.realpath(out)):
-            yield from _walk(entry.path, name + "/", out, (*above, me))
+        if _is_directory(entry) and not _is_below(entry.path, left_out):
+            yield from _folders(entry.path, left_out, (*above, me))
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

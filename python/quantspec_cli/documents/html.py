@@ -144,7 +144,7 @@ class _Reader(HTMLParser):
             if tag == self._unseen or (tag == "head" and self._unseen == "title"):
                 self._unseen = ""
             return
-        if tag == "p" or tag in _BREAKING:
+        if tag in _BREAKING:
             self._flush()
         if tag in _PREFORMATTED:
             self._preformatted = max(0, self._preformatted - 1)
