@@ -67,14 +67,16 @@ fn tensors(format: &str) -> (Tensors, Tensors) {
 }
 
 fn write(folder: &Folder, quantisation: &Value, tensors: &Tensors) {
-    write_as("llama", folder, quantisation, tensors);
+    write_as(json!({"model_type": "llama"}), folder, quantisation, tensors);
 }
 
-fn write_as(family: &str, folder: &Folder, quantisation: &Value, tensors: &Tensors) {
-    let config = json!({
-        "model_type": family, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8, "torch_dtype": "float16", "quantization_config": quantisation
+/// Writes a checkpoint; `family` has the fields of config.json that only its family has.
+fn write_as(family: Value, folder: &Folder, quantisation: &Value, tensors: &Tensors) {
+    let mut config = json!({
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "vocab_size": 8, "torch_dtype": "float16", "quantization_config": quantisation
     });
+    config.as_object_mut().expect("object").extend(family.as_object().expect("object").clone());
     folder.write("config.json", config.to_string().as_bytes());
     let (mut header, mut body) = (Map::new(), Vec::new());
     for (name, dtype, shape, bytes) in tensors {
@@ -137,20 +139,31 @@ fn fuse(tensors: &mut Tensors, parts: &[&str], into: &str) {
 
 #[test]
 fn fused_matrices_of_phi3_are_divided() {
+    let open = |quantisation: &Value, mut tensors: Tensors| {
+        fuse(&mut tensors, &["q_proj", "k_proj", "v_proj"], "qkv_proj");
+        fuse(&mut tensors, &["gate_proj", "up_proj"], "gate_up_proj");
+        let folder = Folder::empty();
+        // Half of the channels are rotated, so rows of Q and K are permuted, too.
+        write_as(json!({"model_type": "phi3", "partial_rotary_factor": 0.5}), &folder, quantisation, &tensors);
+        Checkpoint::open(folder.path()).expect("checkpoint")
+    };
     for format in ["fp8-channel", "int8", "int4", "int4-zeros", "awq"] {
         let (mut stored, expected) = tensors(format);
         stored.retain(|(name, ..)| !name.ends_with("weight_shape"));
-        fuse(&mut stored, &["q_proj", "k_proj", "v_proj"], "qkv_proj");
-        fuse(&mut stored, &["gate_proj", "up_proj"], "gate_up_proj");
-        let folder = Folder::empty();
-        write_as("phi3", &folder, &formats()[format], &stored);
-        let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|error| panic!("{format}: {error:?}"));
-        for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
-            let part = Part::Layer(0, part);
-            let (_, _, _, values) = expected.iter().find(|entry| entry.0.contains(module)).expect("values");
-            let mut found = vec![0; values.len()];
-            checkpoint.read(part, 0..checkpoint.shape(part).0, &mut found).expect("read");
-            assert!(found == *values, "{format}: {module}");
+        let mut plain: Tensors = stored.iter().filter(|(name, ..)| !name.contains("_proj.")).cloned().collect();
+        plain.extend(
+            expected
+                .into_iter()
+                .map(|(name, dtype, shape, bytes)| (name.replace(".expected", ".weight"), dtype, shape, bytes)),
+        );
+        let checkpoints = [open(&formats()[format], stored), open(&Value::Null, plain)];
+        for part in LayerPart::MATRICES.map(|part| Part::Layer(0, part)) {
+            let [quantised, plain] = checkpoints.each_ref().map(|checkpoint| {
+                let mut bytes = vec![0; checkpoint.bytes(part)];
+                checkpoint.read(part, 0..checkpoint.shape(part).0, &mut bytes).expect("read");
+                bytes
+            });
+            assert!(quantised == plain, "{format}: {part:?}");
         }
     }
 }
