@@ -388,8 +388,9 @@ impl Policy {
             return 0.0;
         }
         let seconds = |gamma| self.round_s(candidate, gamma).unwrap_or(f64::INFINITY);
-        let (alpha, more) = (self.candidates[candidate].alpha(), seconds(2 * gamma + 1) - seconds(gamma + 1));
-        let worth = expected_tokens(alpha, gamma) / seconds(gamma) * more / gamma as f64 / alpha;
+        // Longer drafts are seldom timed, and first while a GPU records their graph. So a further token counts as the mean one.
+        let (alpha, more) = (self.candidates[candidate].alpha(), (seconds(gamma) - seconds(0)) / gamma as f64);
+        let worth = expected_tokens(alpha, gamma) / seconds(gamma) * more / alpha;
         if worth.is_finite() { worth.clamp(0.0, MIN_ACCEPTANCE_MAX) } else { 0.0 }
     }
 }
