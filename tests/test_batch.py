@@ -717,6 +717,9 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
         # Two parts are done, and half of the third one is read.
         job.stage, job.done, job.total, job.call_tokens, job.read_tokens = "reading", 1, 2, 1000, 2000
         assert view.totals([job], []).endswith("about 21 s left")
+        # All is read, and the answer grows.
+        job.stage, job.read_tokens = "decoding", 4250
+        assert "left" not in view.totals([job], [])
 
 
 def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp_path: Path) -> None:
@@ -1273,13 +1276,18 @@ def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: P
         assert (out / "results.jsonl").read_bytes() == whole
 
 
-def test_results_do_not_follow_a_link(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_results_are_a_file_of_the_folder(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     out.mkdir()
     elsewhere.touch()
     (out / "results.jsonl").symlink_to(elsewhere)
     assert quantspec("batch", str(docs), "--out", str(out), "-n", "3").code == 0
     assert (elsewhere.read_bytes(), len(lines(out))) == (b"", 3)
+    (out / "results.jsonl").unlink()
+    (out / "results.jsonl").mkdir()
+    quantspec("batch", str(docs), "--out", str(out), "-n", "3").assert_error(
+        1, "is a directory", "move away what is there"
+    )
 
 
 def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ class View:
         # A copy, because workers take from the queue.
         left: float = sum(job.tokens or 0 for job in list(waiting))
         left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
-        # An answer's time is assumed proportional to its prompt.
-        if self._answers and read:
+        # An answer's time is assumed proportional to its prompt, which says nothing about the last answers.
+        if self._answers and left:
             parts.append(f"about {duration(elapsed * left / read)} left")
         return ", ".join(parts)
 

@@ -410,5 +410,6 @@ def _sync_folder(folder: Path) -> None:
 
 def _refused(path: Path, error: OSError) -> QuantspecError:
     return FileError(
-        f"{path} cannot be written: {reason(error)}", "free some space, and run the command again: it resumes"
+        f"{path} cannot be written: {reason(error)}",
+        "free some space, or move away what is there, and run the command again: it resumes",
     )
