@@ -3,27 +3,30 @@
 //! A round is `draft` then `verify` (docs/algorithm.md). The engine keeps each sequence's extent, its last emitted token
 //! (whose keys and values are not cached yet), the γ policy and the statistics; the backend computes. There is no rollback:
 //! tokens that `verify` does not commit are overwritten by the next round.
+//!
+//! This file has the sequences, from [`Engine::add`] to [`Engine::finish`]; `prompt.rs` has prefill, `round.rs` the rounds.
+
+mod prompt;
+mod round;
 
 use crate::backend::{Backend, Memory, Turn};
-use crate::draft::{Drafter, Outlook};
+use crate::draft::Drafter;
 use crate::evaluate;
-use crate::forward::{self, Chunk, PrefillCursor};
+use crate::forward::{self, PrefillCursor};
 use crate::prompt_cache::PromptCache;
 use crate::rope::RopeTable;
-use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
+use quantspec_core::cache::{BUFFER_TOKENS, Extent, visible_quantised};
 use quantspec_core::config::{Pages, View};
 use quantspec_core::grammar::{Constraint, Grammar};
-use quantspec_core::logprob::{self, Logprob};
+use quantspec_core::logprob::Logprob;
 use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
-use quantspec_core::report::{MethodCounters, Stats};
-use quantspec_core::sample::{Accept, Sampler};
-use quantspec_core::verify::Verdict;
+use quantspec_core::report::Stats;
+use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
-use std::time::Instant;
 
 /// How an engine decodes, on any device.
 #[derive(Debug)]
@@ -114,9 +117,9 @@ pub struct Engine<B: Backend> {
     /// The current round: turns whose windows hold drafted tokens.
     turns: Vec<Turn>,
     /// Steps of its draft, and their seconds so far.
-    drafted: Option<(usize, f64)>,
-    /// Pages of the cache that each step read; `None` if it read none.
-    pages: Option<Pages>,
+    draft_time: Option<(usize, f64)>,
+    /// Pages of the cache that each of these steps read; `None` if it read none.
+    pages_read: Option<Pages>,
     stats: Stats,
     /// Memory of the backend before any text.
     loaded: Memory,
@@ -136,8 +139,8 @@ impl<B: Backend> Engine<B> {
             block_rows,
             sequences: (0..slots).map(|_| None).collect(),
             turns: Vec::new(),
-            drafted: None,
-            pages: None,
+            draft_time: None,
+            pages_read: None,
             stats: Stats::default(),
             prompts: None,
         }
@@ -294,134 +297,6 @@ impl<B: Backend> Engine<B> {
         Ok(std::mem::take(&mut sequence.token_logprobs))
     }
 
-    /// Processes the slot's prompt and returns the first emitted token. `progress` is called with rows done and rows in
-    /// total.
-    ///
-    /// # Errors
-    /// As [`Engine::prefill_timed`].
-    pub fn prefill(&mut self, slot: usize, progress: &mut dyn FnMut(usize, usize)) -> Result<u32> {
-        Ok(self.prefill_timed(slot, 0, progress)?.0)
-    }
-
-    /// Continues the slot's prompt for about `most_rows` rows, counted over all layers, at least one block. Returns the first
-    /// emitted token at the prompt's end, `None` before it. Rounds of other slots may run in between; tokens do not depend on
-    /// the chunks. Only one prompt at a time: the backend has room for one.
-    ///
-    /// # Errors
-    /// As [`Engine::prefill_timed`].
-    pub fn prefill_chunk(
-        &mut self,
-        slot: usize,
-        most_rows: usize,
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<Option<u32>> {
-        let started = Instant::now();
-        let mut computed = self.begin_prompt(slot)?;
-        let (block_rows, most_rows) = (self.block_rows, most_rows.max(1));
-        let ended = loop {
-            let (backend, _, sequence) = self.working(slot)?;
-            let Some(cursor) = &mut sequence.cursor else {
-                return Err(Error::internal("a prompt that began has no cursor"));
-            };
-            match forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows, progress)? {
-                Chunk::More => break false,
-                Chunk::End => break true,
-                Chunk::Damaged => {
-                    let reuse = sequence.cursor.take().and_then(|mut cursor| cursor.take_reuse());
-                    if let (Some(reuse), Some(prompts)) = (reuse, &mut self.prompts) {
-                        prompts.forget(reuse);
-                    }
-                    computed = self.begin_prompt(slot)?;
-                }
-            }
-        };
-        let (backend, drafter, sequence) = self.working(slot)?;
-        let tokens = sequence.text.len();
-        let mut first = None;
-        if ended {
-            let logits = sequence.logprobs.map(|_| backend.logits(0)).transpose()?;
-            let (history, constraint) = (sequence.history.clone(), sequence.constraint.clone());
-            let turn = Turn { history, constraint, ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
-            let token = backend.first(&turn)?;
-            drop(turn);
-            if let (Some(logits), Some(top)) = (logits, sequence.logprobs) {
-                sequence.token_logprobs.push(logprob::of(&logits, token, top));
-            }
-            backend.set_window(slot, &[token])?;
-            if let Some(drafter) = drafter {
-                drafter.prefill(slot, &sequence.text, token)?;
-            }
-            sequence.emit(&[token]);
-            sequence.extent.commit(tokens);
-            sequence.running = true;
-            sequence.remaining -= 1;
-            first = Some(token);
-        }
-        sequence.prefill_s += started.elapsed().as_secs_f64();
-        let seconds = sequence.prefill_s;
-        if ended {
-            let reuse = sequence.cursor.take().and_then(|mut cursor| cursor.take_reuse());
-            if let (Some(reuse), Some(prompts)) = (reuse, &mut self.prompts) {
-                prompts.keep(reuse);
-            }
-            self.stats.prefill(computed, tokens - computed, seconds);
-        }
-        Ok(first)
-    }
-
-    /// Looks up a prompt in the prompt cache before its prefill. Returns the number of tokens to compute.
-    fn begin_prompt(&mut self, slot: usize) -> Result<usize> {
-        let Engine { sequences, prompts, .. } = self;
-        let unfinished = |sequence: &Sequence| sequence.cursor.is_some() && !sequence.running;
-        let mut others = sequences.iter().enumerate().filter(|&(other, _)| other != slot);
-        if let Some((other, _)) = others.find(|(_, one)| one.as_ref().is_some_and(unfinished)) {
-            return Err(Error::usage(
-                format!("slot {slot} cannot be prefilled while the prompt of slot {other} is unfinished"),
-                "finish that prefill, or end its sequence, first",
-            ));
-        }
-        let sequence = found(sequences, slot)?;
-        if sequence.running {
-            return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
-        }
-        let cursor = sequence.cursor.get_or_insert_with(|| match prompts {
-            Some(prompts) => PrefillCursor::reusing(prompts.find(&sequence.text)),
-            None => PrefillCursor::default(),
-        });
-        Ok(sequence.text.len() - cursor.first())
-    }
-
-    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: their cost at that depth. The time of
-    /// a block with rows on both sides is split by rows, and so is the quantising of a layer.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is already prefilled, or if another slot's prompt
-    /// is unfinished, and those of [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and
-    /// [`Drafter::prefill`].
-    pub fn prefill_timed(
-        &mut self,
-        slot: usize,
-        from: usize,
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<(u32, f64)> {
-        let computed = self.begin_prompt(slot)?;
-        let first = found(&mut self.sequences, slot)?.text.len() - computed;
-        let (mut last, mut early_s, mut done) = (Instant::now(), 0.0, 0);
-        let mut timed = |rows: usize, total: usize| {
-            // Rows are counted over all layers. A call without new rows ends a layer, which involves all of its rows.
-            let new = if rows > done { rows - done } else { computed };
-            let end = first + (rows - 1) % computed + 1;
-            let late = end.saturating_sub(from.max(end.saturating_sub(new)));
-            early_s += last.elapsed().as_secs_f64() * (new - late) as f64 / new as f64;
-            (last, done) = (Instant::now(), rows);
-            progress(rows, total);
-        };
-        let first = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
-        let first = first.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
-        // `prefill_s` is the time that the statistics count, so the two agree.
-        Ok((first, found(&mut self.sequences, slot)?.prefill_s - early_s))
-    }
-
     /// Changes the method from the next round on; its drafter gets every sequence's text. The backend must keep all planes
     /// that the drafter needs.
     ///
@@ -476,256 +351,6 @@ impl<B: Backend> Engine<B> {
         sequence.extent.commit(prompt);
         self.turns.retain(|turn| turn.slot != slot);
         Ok(true)
-    }
-
-    /// γ for the slot's next round: the policy's, limited so that a round never emits more than the remaining tokens.
-    pub fn choose_gamma(&self, slot: usize) -> usize {
-        let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
-        let most = GAMMA_MAX.min(remaining.saturating_sub(1));
-        let Method { drafter: Some(_), policy, .. } = &self.method else { return 0 };
-        let drafted = if self.watches(slot) { policy.gamma_limit() } else { policy.gamma() };
-        // In a batch a copy is at most as long as the other sequences' drafts.
-        let longest_copy = if self.is_alone() { policy.gamma_max() } else { policy.gamma() };
-        self.source(slot, drafted.min(most), longest_copy.min(most)).0
-    }
-
-    /// The source of the slot's next tokens, as their number and whether they are copied from its text: a copy of at most
-    /// `longest_copy` tokens if the drafter expects it to pay, otherwise a draft of `drafted` tokens.
-    fn source(&self, slot: usize, drafted: usize, longest_copy: usize) -> (usize, bool) {
-        let Method { drafter, policy, .. } = &self.method;
-        // Costs are known for a single sequence only: in a batch the other sequences' draft runs anyway.
-        let alone = self.is_alone();
-        let break_even = |gamma| policy.break_even(gamma).filter(|_| alone);
-        match drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, longest_copy, &break_even)) {
-            0 => (drafted, false),
-            copied => (copied, true),
-        }
-    }
-
-    /// Returns true if one sequence is being decoded.
-    fn is_alone(&self) -> bool {
-        self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
-    }
-
-    /// True if a draft of this slot can end early: logit margins predict acceptance, and no other sequence shares its steps.
-    fn watches(&self, slot: usize) -> bool {
-        let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
-        self.method.drafter.as_ref().is_some_and(|drafter| drafter.margins())
-            && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
-            && self.is_alone()
-    }
-
-    /// Drafts γ tokens for every (slot, γ): fewer if the policy ends a draft early or the drafter proposes fewer. The round
-    /// consists of these slots; if one is refused, there is no round.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] if a slot holds no sequence, is not decoding or occurs twice, if γ is beyond
-    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`Drafter::propose`]
-    /// and of [`forward::Executor::restore_drafts`].
-    pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
-        let drafted = self.begin_round(gammas);
-        if drafted.is_err() {
-            self.turns.clear();
-        }
-        drafted
-    }
-
-    fn begin_round(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
-        self.turns.clear();
-        self.drafted = None;
-        for &(slot, gamma) in gammas {
-            let turn = self.turn(slot, gamma)?;
-            self.turns.push(turn);
-        }
-        self.observe_forecasts();
-        match self.turns.iter().map(|turn| turn.gamma).max() {
-            None | Some(0) => Ok(()),
-            Some(steps) => self.propose(steps),
-        }
-    }
-
-    /// A slot's part in the round that begins.
-    fn turn(&mut self, slot: usize, gamma: usize) -> Result<Turn> {
-        if self.turns.iter().any(|turn| turn.slot == slot) {
-            return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
-        }
-        // γ may be the caller's own, so the source is chosen for it, whatever `choose_gamma` returned.
-        let (tokens, copied) = self.source(slot, gamma, gamma);
-        let stop = self.method.policy.stop().filter(|_| !copied && self.watches(slot));
-        let (_, _, sequence) = self.working(slot)?;
-        if !sequence.running || sequence.remaining == 0 {
-            return Err(Error::usage(
-                format!("slot {slot} is not decoding"),
-                "name only slots that were prefilled and have tokens left to emit",
-            ));
-        }
-        if gamma > GAMMA_MAX || gamma + 1 > sequence.remaining {
-            return Err(Error::usage(
-                format!("gamma {gamma} is out of range for slot {slot}, which may emit {} tokens", sequence.remaining),
-                format!("use the value of choose_gamma, at most {GAMMA_MAX}"),
-            ));
-        }
-        let committed = sequence.extent.committed();
-        sequence.written = sequence.written.max(committed + gamma + 1);
-        Ok(Turn {
-            stop,
-            history: sequence.history.clone(),
-            constraint: sequence.constraint.clone(),
-            reads_logits: sequence.logprobs.is_some(),
-            copied,
-            ..Turn::new(slot, committed, tokens, sequence.sampler.clone())
-        })
-    }
-
-    /// Tells the policy what the drafter expects of its candidates at the round's lengths.
-    fn observe_forecasts(&mut self) {
-        let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
-        let (config, target, memory) = (self.backend.config(), *target, self.loaded);
-        let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
-        let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
-        let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
-        policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()));
-    }
-
-    /// Drafts the round's tokens, at most `steps` of a sequence.
-    fn propose(&mut self, steps: usize) -> Result<()> {
-        let Method { drafter, policy, .. } = &mut self.method;
-        let Some(drafter) = drafter else {
-            return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
-        };
-        if drafter.needs().draft_weights {
-            self.backend.restore_drafts()?;
-        }
-        let started = Instant::now();
-        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
-        (0..proposed.without_token).for_each(|_| policy.observe_failure());
-        if proposed.steps > 0 {
-            self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
-        }
-        self.pages = proposed.pages;
-        self.stats.guessed(proposed.guessed.0, proposed.guessed.1);
-        Ok(())
-    }
-
-    /// Verifies the tokens of the last `draft`, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call. If the verification is not finite, or exceeds the limits of a grammar, it runs a plain step
-    /// without the drafted tokens.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, those of the slots' grammars, and those of
-    /// [`forward::verify`], [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`],
-    /// [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
-    pub fn verify(&mut self) -> Result<Vec<Emitted>> {
-        let mut turns = std::mem::take(&mut self.turns);
-        if turns.is_empty() {
-            return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
-        }
-        let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
-        let (verdicts, started) = self.verdicts(&mut turns)?;
-        let mut draft_s = 0.0;
-        if let Some((steps, seconds)) = self.drafted.take() {
-            // A backend that ran the draft with the verification reports the draft's share of the time.
-            draft_s = self.backend.draft_seconds()?.unwrap_or(0.0);
-            self.method.policy.observe_draft(seconds + draft_s, steps);
-            self.stats.draft(seconds + draft_s);
-        }
-        // The text grows in place, so no turn may hold a reference.
-        turns.iter_mut().for_each(|turn| turn.history = None);
-        let (mut round, mut row, mut logprobs_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
-        for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
-            let (tokens, seconds) = self.commit(turn, &verdict, row)?;
-            (row, logprobs_s) = (row + turn.gamma + 1, logprobs_s + seconds);
-            self.account(turn, &verdict, drafted);
-            round.push(Emitted { slot: turn.slot, tokens });
-        }
-        let seconds = started.elapsed().as_secs_f64() - draft_s - logprobs_s;
-        self.method.policy.observe_verify(row, seconds);
-        self.stats.verify(seconds);
-        Ok(round)
-    }
-
-    /// The verdicts of a round, and when their verification began. Turns of a round that is repeated have γ = 0.
-    fn verdicts(&mut self, turns: &mut [Turn]) -> Result<(Vec<Verdict>, Instant)> {
-        let started = Instant::now();
-        let target = self.method.target;
-        match forward::verify(&mut self.backend, target, turns) {
-            // Plain decoding may never feed these drafted tokens, so their non-finite values must not end the text.
-            Err(error) if error.kind.is_of_tokens() && turns.iter().any(|turn| turn.gamma > 0) => {
-                let failed_s = started.elapsed().as_secs_f64();
-                let drafted = self.drafted.take();
-                self.stats.draft(drafted.map_or(0.0, |(_, seconds)| seconds) + failed_s);
-                if let Some((steps, seconds)) = drafted {
-                    self.method.policy.observe_draft(seconds + failed_s, steps);
-                }
-                for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
-                    turn.gamma = 0;
-                    if !turn.copied {
-                        self.method.policy.observe_failure();
-                    }
-                }
-                let started = Instant::now();
-                Ok((forward::verify(&mut self.backend, target, turns)?, started))
-            }
-            verdicts => Ok((verdicts?, started)),
-        }
-    }
-
-    /// Commits a sequence's new tokens, and returns them and the seconds spent on log-probabilities. `row`: its first row in
-    /// the verification.
-    fn commit(&mut self, turn: &Turn, verdict: &Verdict, row: usize) -> Result<(Vec<u32>, f64)> {
-        let (backend, drafter, sequence) = self.working(turn.slot)?;
-        let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
-        tokens.push(verdict.token);
-        let mut logprobs_s = 0.0;
-        if let Some(top) = sequence.logprobs {
-            let began = Instant::now();
-            for (i, &token) in tokens.iter().enumerate() {
-                sequence.token_logprobs.push(logprob::of(&backend.logits(row + i)?, token, top));
-            }
-            logprobs_s = began.elapsed().as_secs_f64();
-        }
-        for page in sequence.extent.commit(verdict.accepted + 1) {
-            backend.flush(turn.slot, page)?;
-        }
-        backend.set_window(turn.slot, &[verdict.token])?;
-        if let Some(drafter) = drafter {
-            drafter.commit(turn.slot, &tokens)?;
-        }
-        sequence.emit(&tokens);
-        sequence.remaining -= tokens.len();
-        Ok((tokens, logprobs_s))
-    }
-
-    /// Reports a sequence's part of a round to statistics and policy. `drafted`: tokens before a repetition of the round, which
-    /// accepts none of them.
-    fn account(&mut self, turn: &Turn, verdict: &Verdict, drafted: usize) {
-        let Some(sequence) = self.sequences.get(turn.slot).and_then(Option::as_ref) else { return };
-        let of_prompt = visible_pages(sequence.prompt_tokens);
-        self.stats.round(drafted, verdict.accepted);
-        if turn.copied {
-            self.stats.copied(drafted);
-        }
-        let read = match self.pages.filter(|_| !turn.copied) {
-            None => 0,
-            Some(pages) => pages.read(of_prompt, visible_pages(turn.committed)),
-        };
-        self.stats.pages(drafted * read);
-        let Method { drafter, policy, .. } = &mut self.method;
-        if let Some(name) = drafter.as_ref().and_then(|drafter| drafter.method(policy.candidate())) {
-            let name = if turn.copied { "ngram" } else { [name, "ar"][usize::from(drafted == 0)] };
-            let (accepted_tokens, drafted_pages) = (verdict.accepted, drafted * read);
-            let counters = MethodCounters { rounds: 1, drafted_tokens: drafted, accepted_tokens, drafted_pages };
-            self.stats.method(name, counters);
-        }
-        if turn.gamma > 0 {
-            if !turn.margins.is_empty() {
-                policy.observe_margins(&turn.margins, verdict.accepted);
-            }
-            match turn.copied {
-                true => policy.observe_copied(turn.gamma, verdict.accepted),
-                false => policy.observe_round(turn.gamma, verdict.accepted),
-            }
-        }
     }
 
     /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.

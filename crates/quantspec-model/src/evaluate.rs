@@ -215,7 +215,7 @@ fn score_views<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
-    (views, drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
+    (views, mut drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -225,40 +225,30 @@ fn score_views<B: Backend>(
         ));
     }
     check_ids(tokens, backend.config().vocab)?;
-    let positions = tokens.len() - 1;
-    let mut targets = vec![TargetScore::default(); views.len()];
-    let mut drafts = drafts;
-    let mut extents: Vec<Extent> = views.iter().map(|_| Extent::default()).collect();
+    // The last token is not fed.
+    let end = tokens.len() - 1;
     let read = views.len() * context;
-    let total = read + positions - context;
-    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(views).enumerate() {
-        backend.open(slot, tokens.len())?;
-        if context > 0 {
-            // Rows are counted over all layers, tokens once.
-            let mut rows = |done: usize, all: usize| progress(index * context + context * done / all, total);
-            forward::prefill(backend, slot, &tokens[..context], block_rows, &mut rows)?;
-            extent.commit(context);
-        }
+    let total = read + end - context;
+    let mut extents = Vec::with_capacity(views.len());
+    for (index, &(_, _, slot)) in views.iter().enumerate() {
+        // Rows are counted over all layers, tokens once.
+        let mut rows = |done: usize, all: usize| progress(index * context + context * done / all, total);
+        extents.push(begin(backend, slot, tokens, context, block_rows, &mut rows)?);
     }
-    let (mut weights, mut checkpoint_extent) = (WeightsScore::default(), Extent::default());
-    if let Some(checkpoint) = checkpoint.as_deref_mut() {
-        checkpoint.open(0, tokens.len())?;
-        if context > 0 {
-            forward::prefill(checkpoint, 0, &tokens[..context], block_rows, &mut |_, _| ())?;
-            checkpoint_extent.commit(context);
-        }
-    }
-    for start in (context..positions).step_by(WINDOW_ROWS) {
-        let rows = WINDOW_ROWS.min(positions - start);
+    let mut checkpoint_extent = match checkpoint.as_deref_mut() {
+        Some(checkpoint) => begin(checkpoint, 0, tokens, context, block_rows, &mut |_, _| ())?,
+        None => Extent::default(),
+    };
+    let mut targets = vec![TargetScore::default(); views.len()];
+    let mut weights = WeightsScore::default();
+    for start in (context..end).step_by(WINDOW_ROWS) {
+        let rows = WINDOW_ROWS.min(end - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
         let (full, int8) = score_targets(backend, views, &mut targets, start, window, next)?;
         if let Some(checkpoint) = checkpoint.as_deref_mut() {
             feed(checkpoint, 0, start, window, View::Full)?;
             weights.add(checkpoint, &full)?;
-            for page in checkpoint_extent.commit(rows) {
-                checkpoint.flush(0, page)?;
-            }
-            checkpoint.poll()?;
+            commit(checkpoint, 0, &mut checkpoint_extent, rows)?;
         }
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
@@ -270,20 +260,43 @@ fn score_views<B: Backend>(
         // The target's keys and values replace the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
         for (extent, &(_, _, slot)) in extents.iter_mut().zip(views) {
-            for page in extent.commit(rows) {
-                backend.flush(slot, page)?;
-            }
+            commit(backend, slot, extent, rows)?;
         }
-        backend.poll()?;
     }
     for &(_, _, slot) in views {
         backend.close(slot);
     }
-    let compared = checkpoint.is_some();
-    if let Some(checkpoint) = checkpoint {
+    let compared = checkpoint.map(|checkpoint| {
         checkpoint.close(0);
+        weights
+    });
+    means(end - context, views, targets, (drafts, budgets), compared)
+}
+
+/// Opens a slot for `tokens` and prefills the context. Returns what is committed.
+fn begin<B: Backend>(
+    backend: &mut B,
+    slot: usize,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Extent> {
+    let mut extent = Extent::default();
+    backend.open(slot, tokens.len())?;
+    if context > 0 {
+        forward::prefill(backend, slot, &tokens[..context], block_rows, progress)?;
+        extent.commit(context);
     }
-    means(positions - context, views, targets, (drafts, budgets), compared.then_some(weights))
+    Ok(extent)
+}
+
+/// Commits `rows` tokens of a slot, and quantises the pages that they complete.
+fn commit<B: Backend>(backend: &mut B, slot: usize, extent: &mut Extent, rows: usize) -> Result<()> {
+    for page in extent.commit(rows) {
+        backend.flush(slot, page)?;
+    }
+    backend.poll()
 }
 
 /// Feeds a window to every target and adds the scores of its rows, whose tokens are followed by `next`. Returns the rows of
@@ -359,12 +372,9 @@ fn means(
         wanted.map(|draft| (draft.name, draft.score)).collect()
     };
     let weights = weights.map(|sum| WeightsScore { kld: mean(sum.kld), top1: mean(sum.top1) });
-    let sums = targets
-        .iter()
-        .flat_map(|score| [score.nll, score.kld])
-        .chain(drafts.iter().map(|draft| draft.score.acceptance));
-    let mut sums = sums.chain(weights.map(|score| score.kld));
-    if !sums.all(f64::is_finite) {
+    let scores = targets.iter().flat_map(|score| [score.nll, score.kld]);
+    let scores = scores.chain(drafts.iter().map(|draft| draft.score.acceptance));
+    if !scores.chain(weights.map(|score| score.kld)).all(f64::is_finite) {
         // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
         return Err(Error::not_finite("logits are NaN or infinite"));
     }
@@ -424,10 +434,7 @@ fn feed_all<B: Backend>(
             }
             scored.push(found);
         }
-        for page in extent.commit(window.len()) {
-            backend.flush(slot, page)?;
-        }
-        backend.poll()?;
+        commit(backend, slot, &mut extent, window.len())?;
     }
     Ok(scored)
 }
