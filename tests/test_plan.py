@@ -239,6 +239,13 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     assert available < sum(parts(plan(largest + 1)).values())
 
 
+def test_a_plan_of_more_bytes_than_there_are_addresses_does_not_fit(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 1024, "num_key_value_heads": 1024}
+    path = described(tmp_path / "m", num_hidden_layers=1024, **heads)
+    held = _native.plan(path, capacity=1 << 32, slots=4096, device="cpu", described=True)
+    assert (held["fits"], held["planned_bytes"]) == (False, 2**64 - 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

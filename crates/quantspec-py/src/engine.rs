@@ -1,72 +1,28 @@
 //! `_native.Engine`: one engine on one device, driven by Python one round at a time.
 
-use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
+use crate::device::{ChosenDevice, Device, MakeDrafter, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
-use crate::options::{DraftPages, Request, Resolved, weights_name};
+use crate::load::{Files, Loaded, Loading, OriginSlot};
+use crate::options::{DraftPages, Request};
 use crate::raised::{Raised, locked, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use quantspec_core::config::{ModelConfig, Planes, Sensitive, TargetWeights};
+use quantspec_core::config::Planes;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::report::MethodCounters;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory, Options};
-use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
-use quantspec_model::prompt_cache::{self, PromptCache, PromptFolder};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 /// Interval of checks for whether another thread has left the engine; a step of the smallest model takes longer.
 const RETRY_EVERY: Duration = Duration::from_micros(200);
-
-/// Most bytes of the folder of draft weights (docs/draft_weights.md); those of a 70-billion-parameter model take 38 GB.
-pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
-
-/// Most bytes of a folder of prompts (docs/documents.md): about 500,000 tokens of an 8-billion-parameter model.
-pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
-
-/// Opens a checkpoint. `draft_cache`: folder of its draft weights, and the fewest bytes worth keeping there.
-pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
-    let model = Path::new(model);
-    let mut checkpoint = Checkpoint::open(model)?;
-    if let Some((folder, smallest_bytes)) = draft_cache {
-        // Canonical, so that any path to a snapshot of the hub's cache finds its drafts.
-        let model = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
-        checkpoint.cache_drafts(DraftCache { folder, model, smallest_bytes, limit_bytes: DRAFTS_LIMIT_BYTES });
-    }
-    Ok(checkpoint)
-}
-
-/// Where a hook stores the origin of the draft weights.
-#[derive(Clone, Default)]
-pub(crate) struct OriginSlot(Arc<Mutex<Option<Origin>>>);
-
-impl OriginSlot {
-    /// The hook.
-    pub(crate) fn hook(&self) -> Box<dyn FnMut(Origin) + Send> {
-        let slot = self.clone();
-        Box::new(move |origin| {
-            // No code panics while holding the lock.
-            if let Ok(mut origin_slot) = slot.0.lock() {
-                *origin_slot = Some(origin);
-            }
-        })
-    }
-
-    /// Sets `cached_drafts` (share of the draft weights that was read; None without a cache) and `note`.
-    pub(crate) fn describe(&self, out: &Bound<'_, PyDict>) -> PyResult<()> {
-        let origin = self.0.lock().ok().and_then(|mut origin_slot| origin_slot.take());
-        out.set_item("cached_drafts", origin.as_ref().map(|o| o.cached as f64 / o.blocks.max(1) as f64))?;
-        out.set_item("note", origin.and_then(|origin| origin.note))
-    }
-}
 
 pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     let parts = PyDict::new(py);
@@ -79,94 +35,6 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     parts.set_item("workspace_bytes", memory.workspace_bytes)?;
     parts.set_item("host_bytes", memory.host_bytes)?;
     Ok(parts)
-}
-
-/// The files and memory that an engine is opened with.
-struct Files<'a> {
-    model: &'a str,
-    draft_model: Option<&'a str>,
-    /// The folder of draft weights, and the fewest bytes worth keeping there.
-    draft_cache: Option<(PathBuf, usize)>,
-    /// Keep processed prompts in memory, unless there is a folder for them.
-    prompt_memory: bool,
-    prompt_folder: Option<PathBuf>,
-}
-
-/// A loaded engine, and the choices made for it.
-struct Loaded {
-    device: Device,
-    second: Option<MakeDrafter>,
-    chosen: ChosenDevice,
-    config: ModelConfig,
-    weights: TargetWeights,
-    sensitive: Sensitive,
-    planned_bytes: usize,
-    /// Most bytes of prompts in memory, if they are kept there.
-    prompt_bytes: Option<usize>,
-}
-
-impl Files<'_> {
-    /// Chooses the device, plans its memory and loads the models. `hooks` are the target's.
-    fn load(self, device: &str, mut resolved: Resolved, hooks: Hooks, raised: &Raised) -> Result<Loaded> {
-        let checkpoint = open(self.model, self.draft_cache)?;
-        let draft = self.draft_model.map(|model| open(model, None)).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
-        let chosen = ChosenDevice::choose(device, &checkpoint)?;
-        chosen.resolve_auto(models, &mut resolved)?;
-        let Options { weights, sensitive, threads, .. } = resolved.options;
-        let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
-        let in_memory = self.prompt_memory && self.prompt_folder.is_none();
-        let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
-        let of_second = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-        let loaded = chosen.engine(models, resolved, [hooks, of_second]);
-        let (mut device, second) = loaded?;
-        // A callback's very last call, after which no poll follows.
-        if raised.is_set() {
-            return Err(Error::interrupted());
-        }
-        if let Some(limit_bytes) = prompt_bytes {
-            on_device!(&mut device, engine => {
-                let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
-                engine.cache_prompts(cache);
-            });
-        } else if let Some(folder) = self.prompt_folder {
-            let fingerprint = prompt_cache::fingerprint(&checkpoint, weights, threads, &mut poll(raised.clone()))?;
-            let model = PathBuf::from(self.model);
-            let model = model.canonicalize().unwrap_or(model);
-            let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
-            on_device!(&mut device, engine => {
-                let cache = PromptCache::on_disk(engine.backend(), at);
-                engine.cache_prompts(cache);
-            });
-        }
-        let config = checkpoint.config().clone();
-        Ok(Loaded { device, second, chosen, config, weights, sensitive, planned_bytes, prompt_bytes })
-    }
-}
-
-impl Loaded {
-    /// Fields of `Engine.info`.
-    fn describe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = PyDict::new(py);
-        info.set_item("device", self.chosen.name())?;
-        info.set_item("device_name", self.chosen.hardware())?;
-        let simd = match &self.device {
-            Device::Cpu(_) => Some(detached(py, quantspec_cpu::dispatch::choose)?.simd.name()),
-            Device::Cuda(_) => None,
-        };
-        info.set_item("simd", simd)?;
-        info.set_item("weights", weights_name(self.weights))?;
-        info.set_item("draft_precision", self.sensitive.names())?;
-        info.set_item("family", &self.config.family)?;
-        info.set_item("vocab", self.config.vocab)?;
-        info.set_item("layers", self.config.layers)?;
-        info.set_item("max_positions", self.config.max_positions)?;
-        info.set_item("eos", &self.config.eos)?;
-        info.set_item("block_rows", on_device!(&self.device, engine => engine.block_rows()))?;
-        info.set_item("planned_bytes", self.planned_bytes)?;
-        info.set_item("prompt_cache_limit_bytes", self.prompt_bytes)?;
-        Ok(info)
-    }
 }
 
 /// A token's log-probability, and the most likely tokens at its position with theirs.
@@ -325,22 +193,12 @@ impl PyEngine {
         let accept = resolved.accept;
         let Options { threads, prompt_capacity, step_rows, planes, .. } = resolved.options;
         let raised = Raised::default();
-        let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
-        let shown = loading.clone();
-        let show = move |done, total| {
-            if let Some(show) = locked(&shown).as_mut() {
-                show(done, total);
-            }
-        };
-        let origin = OriginSlot::default();
-        let hooks = Hooks { poll: Box::new(poll(raised.clone())), loading: Box::new(show), drafts: origin.hook() };
+        let (loading, origin) = (Loading::new(on_loading, &raised), OriginSlot::default());
+        let hooks = Hooks { poll: Box::new(poll(raised.clone())), loading: loading.hook(), drafts: origin.hook() };
         let files = Files { model, draft_model, draft_cache, prompt_memory, prompt_folder };
         let started = Instant::now();
         let loaded = interruptible(py, &raised, || files.load(device, resolved, hooks, &raised))?;
         let load_s = started.elapsed().as_secs_f64();
-        // A backend keeps its hooks for its lifetime, and Python's garbage collector does not traverse it. A callback that
-        // refers to the engine would leak both.
-        drop(locked(&loading).take());
         let info = loaded.describe(py)?;
         info.set_item("threads", threads)?;
         info.set_item("load_s", load_s)?;

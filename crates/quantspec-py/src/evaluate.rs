@@ -1,8 +1,8 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
 use crate::device::{ChosenDevice, Models};
-use crate::engine::{OriginSlot, open};
 use crate::errors::{interruptible, to_python};
+use crate::load::{OriginSlot, open};
 use crate::options::{ablation, default_threads, rounding, sensitive, target_weights, weights_name};
 use crate::raised::{Raised, poll, progress};
 use pyo3::prelude::*;
@@ -13,6 +13,7 @@ use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Options};
+use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::evaluate::{self, DraftScore, Evaluation};
 use std::path::PathBuf;
 
@@ -192,8 +193,6 @@ pub(crate) fn sensitivity<'py>(
     }
     let raised = Raised::default();
     let mut show = progress(on_progress, raised.clone());
-    let kinds = Sensitive::KINDS;
-    let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
     let (config, scores, matrices) = interruptible(py, &raised, || {
         let checkpoint = open(model, None)?;
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
@@ -201,35 +200,8 @@ pub(crate) fn sensitivity<'py>(
             let message = format!("{} scores kinds of matrices, not those of each layer", chosen.name());
             return Err(Error::usage(message, "add --device cpu"));
         }
-        // Steps of each load, in those of a draft: each matrix is another one.
-        let of_matrices = if layers { kinds.len() * checkpoint.config().layers } else { 0 };
-        let (mut scores, mut matrices) = (Vec::new(), Vec::new());
-        for (index, (name, sensitive)) in read.enumerate() {
-            let options = Options { sensitive, ..options.clone() };
-            let host_bytes = chosen.of_host(evaluate::bytes(checkpoint.config()));
-            chosen.plan(Models::alone(&checkpoint), &options, host_bytes)?;
-            let options = chosen.adapt(&options);
-            let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-            let whole = 1 + kinds.len() + of_matrices;
-            let rows = options.block_rows;
-            let score = match &chosen {
-                ChosenDevice::Cpu => {
-                    let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
-                    if layers && sensitive == Sensitive::NONE {
-                        let mut show = |done, all| show(of_matrices * done, whole * all);
-                        matrices = evaluate::acceptance_by_matrix(&mut backend, &tokens, context, rows, &mut show)?;
-                    }
-                    let mut show = |done, all| show((of_matrices + index) * all + done, whole * all);
-                    evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
-                }
-                ChosenDevice::Cuda { gpu, .. } => {
-                    let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
-                    let mut show = |done, all| show(index * all + done, whole * all);
-                    evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
-                }
-            };
-            scores.push((name, score));
-        }
+        let text = (&tokens[..], context);
+        let (scores, matrices) = score_kinds(&chosen, &checkpoint, &options, text, layers, &raised, &mut show)?;
         Ok((checkpoint.config().clone(), scores, matrices))
     })?;
     let (of_step, plain) =
@@ -244,10 +216,57 @@ pub(crate) fn sensitivity<'py>(
         let share = added as f64 / of_step;
         entry.set_item("added_share", share)?;
         entry.set_item("value", (added > 0).then(|| (score.acceptance - plain) / share))?;
-        if let Some(kind) = kinds.iter().position(|kind| kind == name).filter(|_| layers) {
+        if let Some(kind) = Sensitive::KINDS.iter().position(|kind| kind == name).filter(|_| layers) {
             entry.set_item("layers", matrices.iter().map(|layer| layer[kind]).collect::<Vec<f64>>())?;
         }
         out.set_item(name, entry)?;
     }
     Ok(out)
+}
+
+/// Scores of the default draft, by the name of the sensitive kind of matrices.
+type KindScores = Vec<(&'static str, DraftScore)>;
+
+/// Scores with no sensitive matrix and with each kind, of (tokens, context). With `layers` also the acceptance with each matrix
+/// alone in the target's precision, by layer and kind.
+fn score_kinds(
+    chosen: &ChosenDevice,
+    checkpoint: &Checkpoint,
+    options: &Options,
+    (tokens, context): (&[u32], usize),
+    layers: bool,
+    raised: &Raised,
+    show: &mut dyn FnMut(usize, usize),
+) -> Result<(KindScores, Vec<[f64; Sensitive::KINDS.len()]>)> {
+    let kinds = Sensitive::KINDS;
+    let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
+    // Progress counts drafts: one of each matrix, then one of each load.
+    let of_matrices = if layers { kinds.len() * checkpoint.config().layers } else { 0 };
+    let whole = of_matrices + 1 + kinds.len();
+    let (mut scores, mut matrices) = (Vec::new(), Vec::new());
+    for (index, (name, sensitive)) in read.enumerate() {
+        let options = Options { sensitive, ..options.clone() };
+        chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
+        let options = chosen.adapt(&options);
+        let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
+        let (rows, before) = (options.block_rows, of_matrices + index);
+        let score = match chosen {
+            ChosenDevice::Cpu => {
+                let mut backend = CpuBackend::load(checkpoint, &options, hooks)?;
+                if layers && sensitive == Sensitive::NONE {
+                    let mut show = |done, all| show(of_matrices * done, whole * all);
+                    matrices = evaluate::acceptance_by_matrix(&mut backend, tokens, context, rows, &mut show)?;
+                }
+                let mut show = |done, all| show(before * all + done, whole * all);
+                evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
+            }
+            ChosenDevice::Cuda { gpu, .. } => {
+                let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, hooks)?;
+                let mut show = |done, all| show(before * all + done, whole * all);
+                evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
+            }
+        };
+        scores.push((name, score));
+    }
+    Ok((scores, matrices))
 }

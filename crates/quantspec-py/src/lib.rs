@@ -8,6 +8,7 @@ mod engine;
 mod errors;
 mod evaluate;
 mod grammar;
+mod load;
 mod options;
 mod plan;
 mod raised;
@@ -140,11 +141,11 @@ mod _native {
 
     /// Most bytes of the folder of draft weights.
     #[pymodule_export]
-    const DRAFTS_LIMIT_BYTES: u64 = engine::DRAFTS_LIMIT_BYTES;
+    const DRAFTS_LIMIT_BYTES: u64 = load::DRAFTS_LIMIT_BYTES;
 
     /// Most bytes of a folder of prompts.
     #[pymodule_export]
-    const PROMPTS_LIMIT_BYTES: u64 = engine::PROMPTS_LIMIT_BYTES;
+    const PROMPTS_LIMIT_BYTES: u64 = load::PROMPTS_LIMIT_BYTES;
 
     /// Path, model, bytes, and seconds since the epoch of the last use.
     type KeptFile = (PathBuf, Option<PathBuf>, u64, f64);

@@ -31,7 +31,7 @@ pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult
 /// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"), `fits`,
 /// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
 /// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]). `opened`: the
-/// device, which is not opened then.
+/// device, already open.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
     kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None, slots=1,
@@ -102,8 +102,8 @@ pub(crate) fn plan<'py>(
     out.set_item("weights", weights_name(kept))?;
     out.set_item("draft_precision", sensitive.names())?;
     out.set_item("fits", capacity <= limit && memory.fits())?;
-    out.set_item("planned_bytes", memory.used_bytes + memory.needed_bytes)?;
-    out.set_item("available_bytes", memory.used_bytes + memory.available_bytes)?;
+    out.set_item("planned_bytes", memory.used_bytes.saturating_add(memory.needed_bytes))?;
+    out.set_item("available_bytes", memory.used_bytes.saturating_add(memory.available_bytes))?;
     out.set_item("longest_context", memory.longest_context)?;
     out.set_item("largest_batch", memory.largest_batch)?;
     out.update(memory_dict(py, &memory.parts)?.as_mapping())?;
