@@ -519,6 +519,19 @@ mod tests {
     }
 
     #[test]
+    fn scores_of_kept_pages_are_refreshed_and_dropped_at_a_restart() {
+        let pages = Pages::Snap { pages: 4, refresh: 3 };
+        let mut scores = SnapScores { prompt: vec![0.5; 5], refreshed: Vec::new() };
+        assert!(!scores.is_due(pages, 7) && scores.is_due(pages, 8));
+        scores.refreshed = vec![1.0; 8];
+        assert_eq!(scores.current(), [1.0; 8]);
+        assert!(!scores.is_due(pages, 10) && scores.is_due(pages, 11));
+        // Fewer visible pages: the sequence was restarted at its prompt.
+        assert!(!scores.is_due(pages, 5));
+        assert_eq!(scores.current(), [0.5; 5]);
+    }
+
+    #[test]
     fn snapped_pages_are_the_chosen_ones_of_the_prompt_and_all_later_ones() {
         let masses = [0.1, 0.2, 0.9, 0.0, 0.5, 0.3];
         assert_eq!(snap_pages(&masses, 6, 4), [0, 2, 4, 5]);

@@ -336,7 +336,7 @@ impl Pages {
 
     /// True if a choice among `chosen_of` pages must be repeated at `visible` pages.
     pub const fn is_stale(self, chosen_of: usize, visible: usize) -> bool {
-        matches!(self, Pages::Snap { refresh, .. } if refresh > 0 && visible >= chosen_of + refresh)
+        matches!(self, Pages::Snap { refresh, .. } if refresh > 0 && visible.saturating_sub(chosen_of) >= refresh)
     }
 }
 
@@ -452,6 +452,20 @@ impl Planes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kept_choice_of_pages_grows_and_is_refreshed() {
+        let snap = |refresh| Pages::Snap { pages: 4, refresh };
+        let stale = |refresh, visible| snap(refresh).is_stale(10, visible);
+        assert_eq!([stale(3, 12), stale(3, 13), stale(0, 99), stale(3, 9)], [false, true, false, false]);
+        assert_eq!([stale(usize::MAX, 99), stale(usize::MAX, usize::MAX)], [false; 2]);
+        // Four pages of the ten that the prompt's end sees, and those after the last refresh.
+        let read =
+            [(0, 10), (0, 13), (2, 13), (3, 13), (0, 3)].map(|(refresh, visible)| snap(refresh).read(10, visible));
+        assert_eq!(read, [4, 7, 5, 4, 3]);
+        let others = [Pages::All, Pages::Tokens(1), Pages::Best(4), Pages::Window(4), Pages::Best(40)];
+        assert_eq!(others.map(|pages| pages.read(10, 13)), [13, 13, 4, 4, 13]);
+    }
 
     #[test]
     fn sensitive_matrices_have_names() {

@@ -184,7 +184,7 @@ impl Judge {
         }
     }
 
-    /// The kept distributions of a slot's last `drafted` tokens.
+    /// The slot's kept distributions, at least one for each of the `drafted` tokens.
     fn kept(&self, slot: usize, drafted: usize, vocab: usize) -> Result<&[Vec<f32>]> {
         let q = self.q.get(slot).map_or(&[][..], Vec::as_slice);
         if !(0..drafted).all(|i| q.get(i).is_some_and(|row| row.len() == vocab)) {

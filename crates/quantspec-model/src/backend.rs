@@ -103,8 +103,11 @@ impl Default for Hooks {
 /// A device that runs the network. All calls come from one thread.
 ///
 /// After a failed call the sequences in the backend's slots are undefined and must be closed. Memory stays sound, and a
-/// sequence opened later in the same slot is not affected. A draft step with a result that is not finite only leaves rows of
-/// its window undefined. Verification computes these rows anew, so [`crate::forward::draft`] continues.
+/// sequence opened later in the same slot is not affected.
+///
+/// The exception is a step that fails by its tokens ([`quantspec_core::ErrorKind::is_of_tokens`]): only the rows of its windows
+/// are undefined, and the next verification computes them anew. So [`crate::forward::draft`] continues, and a verification can be
+/// repeated without drafted tokens, or for each sequence alone.
 pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;

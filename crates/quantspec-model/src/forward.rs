@@ -67,7 +67,7 @@ pub fn step_but_one<B: Network>(backend: &mut B, step: &Step, exact: Option<(usi
     backend.head(&pass)
 }
 
-/// So many rows restored from the prompt cache count as one computed row in the limit of a chunk. They take at most its time.
+/// Rows restored from the prompt cache that count as one computed row in the limit of a chunk. They take at most its time.
 const RESTORED_PER_ROW: usize = 32;
 
 /// Progress of a prompt: finished layers, and rows of the current one.

@@ -82,7 +82,7 @@ impl DraftConfig {
     /// too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
-            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || 2 * n <= visible,
+            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || n <= visible / 2,
             Pages::All | Pages::Tokens(_) => true,
         }
     }

@@ -6,20 +6,22 @@
 mod tiny;
 
 use proptest::prelude::*;
-use quantspec_core::ErrorKind;
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
-use quantspec_core::config::{Pages, Planes, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, View, Weights};
+use quantspec_core::grammar::{Grammar, Mask};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
+use quantspec_core::{Error, ErrorKind};
 use quantspec_model::backend::{DraftConfig, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{Ngram, SelfQuantised};
+use quantspec_model::draft::{CATCH_UP_ROWS, Copying, DraftModel, Drafter, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use quantspec_model::prompt_cache::PromptCache;
 use quantspec_model::reference::ReferenceBackend;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     engine_of(&tiny::Folder::valid(), gamma, slots, capacity)
@@ -267,6 +269,11 @@ fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
 }
 
 fn varied_folder() -> tiny::Folder {
+    folder_of(&[])
+}
+
+/// The varied checkpoint with other values of some weights, by tensor and index.
+fn folder_of(weights: &[(&str, usize, f32)]) -> tiny::Folder {
     let (header, bytes) = tiny::header(&tiny::tensors());
     let mut file = tiny::file(&header.to_string(), bytes);
     let data = file.len() - bytes;
@@ -280,6 +287,10 @@ fn varied_folder() -> tiny::Folder {
         let unit = (noise >> 40) as f32 / (1 << 23) as f32 - 1.0;
         let scale = if (16 * 8..head / 4).contains(&at) { 2.0 } else { 1.0 };
         value.copy_from_slice(&(scale * unit).to_le_bytes());
+    }
+    for &(name, index, value) in weights {
+        let start = header[name]["data_offsets"][0].as_u64().expect("an offset") as usize;
+        file[data + start + 4 * index..][..4].copy_from_slice(&value.to_le_bytes());
     }
     let folder = tiny::Folder::valid();
     folder.write("model.safetensors", &file);
@@ -395,6 +406,146 @@ fn compared_texts_vary_and_their_drafts_err() {
         accepted += engine.stats().accepted_tokens();
     }
     assert!(5 * accepted > drafted && 5 * accepted < 4 * drafted, "{accepted} of {drafted} were accepted");
+}
+
+/// A slot for each request, and its prompt's first token.
+fn begin<const N: usize>(engine: &mut Engine<ReferenceBackend>, requests: [usize; N]) -> [(usize, Vec<u32>); N] {
+    requests.map(|index| {
+        let (prompt, sampler) = request(index);
+        let slot = engine.add(&prompt, sampler, ANSWER).expect("add");
+        (slot, vec![prefill(engine, slot).expect("prefill")])
+    })
+}
+
+#[test]
+fn a_sequence_may_end_between_draft_and_verification() {
+    let mut engine = varied(4, 2, PROMPTS[3] + ANSWER);
+    let [(first, _), (second, text)] = begin(&mut engine, [3, 6]);
+    engine.draft(&[(first, 3), (second, 4)]).expect("draft");
+    engine.finish(first);
+    let round = engine.verify().expect("verify");
+    assert_eq!((round.len(), round[0].slot), (1, second));
+    let text = [text, round[0].tokens.clone()].concat();
+    assert_eq!(text, plain()[6][..text.len()]);
+    // The last one ends: nothing is left to verify.
+    engine.draft(&[(second, 2)]).expect("draft");
+    engine.finish(second);
+    assert_eq!(engine.verify().expect_err("nothing drafted").kind, ErrorKind::Usage);
+}
+
+/// Allows every token until the answer has [`Limited::TOKENS`] of them, and then fails, whatever is drafted.
+#[derive(Debug, Default)]
+struct Limited(AtomicUsize);
+
+impl Limited {
+    const TOKENS: usize = 9;
+}
+
+impl Grammar for Limited {
+    fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+        match self.0.load(Relaxed) + drafted.len() < Limited::TOKENS {
+            true => Ok(None),
+            false => Err(Error::new(ErrorKind::Input, "too much work", "allow more")),
+        }
+    }
+
+    fn advance(&self, tokens: &[u32]) {
+        self.0.fetch_add(tokens.len(), Relaxed);
+    }
+}
+
+/// Drafts with a checkpoint.
+fn draft_model(folder: &tiny::Folder, slots: usize, capacity: usize) -> Box<dyn Drafter> {
+    let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
+    let options = Options {
+        planes: Planes::of(&[View::Upper]),
+        draft_weights: DraftWeights::None,
+        step_rows: CATCH_UP_ROWS,
+        block_rows: 16,
+        ..Options::new(slots, capacity)
+    };
+    let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+    Box::new(DraftModel::new(backend, View::Upper, &[Pages::All], capacity, 16))
+}
+
+/// Drafters of every kind, for two slots.
+fn drafters(capacity: usize) -> [Box<dyn Drafter>; 4] {
+    let network =
+        || SelfQuantised::boxed(DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All });
+    [network(), Copying::boxed(network()), Box::<Ngram>::default(), draft_model(&varied_folder(), 2, capacity)]
+}
+
+/// The scheduler finds the sequence that fails by repeating the round of each alone.
+#[test]
+fn a_failing_sequence_changes_no_token_of_its_neighbour() {
+    let capacity = PROMPTS[3] + ANSWER;
+    for drafter in drafters(capacity) {
+        let name = format!("{drafter:?}");
+        let mut engine = varied(2, 2, capacity);
+        engine
+            .set_method(Method { target: View::Both, drafter: Some(drafter), policy: Policy::fixed(2) })
+            .expect("method");
+        let (prompt, sampler) = request(5);
+        let failing = engine.add(&prompt, sampler, ANSWER).expect("add");
+        engine.constrain(failing, Box::<Limited>::default()).expect("constrain");
+        let first = prefill(&mut engine, failing).expect("prefill");
+        let [(other, text)] = begin(&mut engine, [6]);
+        let mut texts = [vec![first], text];
+        let error = loop {
+            let gammas = [failing, other].map(|slot| (slot, engine.choose_gamma(slot)));
+            engine.draft(&gammas).expect("draft");
+            match engine.verify() {
+                Ok(round) => round.into_iter().for_each(|emitted| texts[emitted.slot].extend(emitted.tokens)),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((error.kind, texts[failing].len()), (ErrorKind::Input, Limited::TOKENS), "{name}");
+        engine.draft(&[(failing, 0)]).expect("draft");
+        assert_eq!(engine.verify().expect_err("too much work").kind, ErrorKind::Input, "{name}");
+        texts[other].extend(round(&mut engine, other, 0));
+        engine.finish(failing);
+        while texts[other].len() < ANSWER {
+            let gamma = engine.choose_gamma(other);
+            texts[other].extend(round(&mut engine, other, gamma));
+        }
+        assert_eq!(texts[failing], plain()[5][..Limited::TOKENS], "{name}");
+        assert_eq!(texts[other], plain()[6], "{name}");
+    }
+}
+
+/// The varied checkpoint, whose keys of one token overflow f16: channel 0 of the embedding belongs to that token alone.
+fn overflowing(token: u32) -> tiny::Folder {
+    let (embedding, token) = ("model.embed_tokens.weight", token as usize);
+    let mut weights: Vec<_> = (0..16).map(|row| (embedding, 8 * row, 0.0)).collect();
+    weights.extend((0..8).map(|channel| (embedding, 8 * token + channel, f32::from(u8::from(channel == 0)))));
+    weights.push(("model.layers.0.input_layernorm.weight", 0, 1.0));
+    weights.push(("model.layers.0.self_attn.k_proj.weight", 0, 1e6));
+    folder_of(&weights)
+}
+
+#[test]
+fn a_draft_model_that_fails_ends_its_drafts_and_no_text() {
+    let (prompt, sampler) = request(5);
+    let answer = &plain()[5];
+    // A token of the prompt, and the last one to appear in the first half of the answer.
+    let appears = |at: &usize| !prompt.contains(&answer[*at]) && !answer[..*at].contains(&answer[*at]);
+    let late = (2..ANSWER / 2).rfind(appears).expect("the answer has tokens of its own");
+    for (token, drafts) in [(prompt[7], false), (answer[late], true)] {
+        let capacity = prompt.len() + ANSWER;
+        let mut engine = varied(4, 1, capacity);
+        let drafter = Some(draft_model(&overflowing(token), 1, capacity));
+        engine.set_method(Method { target: View::Both, drafter, policy: Policy::fixed(4) }).expect("method");
+        let slot = engine.add(&prompt, sampler.clone(), ANSWER).expect("add");
+        let mut text = vec![prefill(&mut engine, slot).expect("prefill")];
+        while text.len() < ANSWER {
+            let before = (text.len(), engine.stats().drafted_tokens());
+            let gamma = engine.choose_gamma(slot);
+            text.extend(round(&mut engine, slot, gamma));
+            assert!(before.0 <= late + 1 || engine.stats().drafted_tokens() == before.1, "a draft after the failure");
+        }
+        assert_eq!(&text, answer, "token {token}");
+        assert_eq!(engine.stats().drafted_tokens() > 0, drafts, "token {token}");
+    }
 }
 
 proptest! {

@@ -81,6 +81,7 @@ mod tests {
         assert_eq!(usable(31), [true, false, false]);
         assert_eq!(usable(32), [true, true, false]);
         assert_eq!(usable(128), [true; 3]);
+        assert!(!config(Pages::Best(usize::MAX)).is_usable(1, 128));
         // The fewer bytes, the earlier a configuration is tried. One that is accepted often leaves little to gain by more pages.
         let before = forecasts(600, [None; 3]);
         assert!(before[1] > before[2] && before[2] > before[0], "{before:?}");
