@@ -193,6 +193,19 @@ def test_another_kind_of_decoder_is_refused_by_name(tmp_path: Path) -> None:
             saved(inner, tmp_path)
 
 
+def test_a_prefix_of_subwords_is_refused(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    written = json.loads((DEMO / "tokenizer.json").read_text())
+    written["model"]["continuing_subword_prefix"] = "x"
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").write_text(json.dumps(written, indent=1))
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
+    outcome.assert_error(1, 'tokenizer.json has the continuing_subword_prefix "x"', "supported are")
+    written["model"]["continuing_subword_prefix"] = ""
+    (model / "tokenizer.json").write_text(json.dumps(written, indent=1))
+    assert quantspec("run", "--model", str(model), "--text", "x", "-n", "2").code == 0
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"8192 tokens.*20000"):
         Tokenizer(DEMO, 20_000)
