@@ -1,4 +1,4 @@
-//! Measured costs of the γ policy: seconds of verification by number of rows (docs/design/policy.md).
+//! Measurements of the γ policy: seconds of verification by number of rows, and ratios of sums (docs/design/policy.md).
 
 use std::collections::BTreeMap;
 
@@ -60,5 +60,15 @@ impl Costs {
         let guess = if rows as f64 > left.0 { SLOPE * left.1 } else { 0.0 };
         let slope = right.map_or(guess, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
         Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
+    }
+}
+
+/// A ratio of two sums that forget exponentially.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ratio(pub(crate) f64, pub(crate) f64);
+
+impl Ratio {
+    pub(crate) fn add(&mut self, above: f64, below: f64, keep: f64) {
+        *self = Ratio(self.0 * keep + above, self.1 * keep + below);
     }
 }

@@ -9,7 +9,7 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
-use crate::costs::{Costs, RELIABLE, Timings};
+use crate::costs::{Costs, RELIABLE, Ratio, Timings};
 use crate::forecast::expected_tokens;
 use crate::stop::Stop;
 
@@ -41,6 +41,8 @@ const MARGIN_WINDOW: f64 = 256.0;
 /// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
+/// Cost of a drafted token, relative to the mean one, above which no draft becomes longer than chosen.
+const STEEP: f64 = 1.5;
 /// Drafts with a higher probability always continue, however expensive a step is.
 const MIN_ACCEPTANCE_MAX: f64 = 0.9;
 
@@ -114,16 +116,6 @@ impl Candidate {
     }
 }
 
-/// A ratio of two sums that forget exponentially.
-#[derive(Clone, Copy, Debug)]
-struct Ratio(f64, f64);
-
-impl Ratio {
-    fn add(&mut self, above: f64, below: f64, keep: f64) {
-        *self = Ratio(self.0 * keep + above, self.1 * keep + below);
-    }
-}
-
 impl Policy {
     /// Always γ = `gamma`.
     pub fn fixed(gamma: usize) -> Policy {
@@ -145,9 +137,14 @@ impl Policy {
         self.next.gamma
     }
 
-    /// γ of the next round if drafting ends by [`Policy::stop`]: up to twice as many, rarely reached.
+    /// γ of the next round if drafting ends by [`Policy::stop`]: up to twice as many, but no token that costs much more than the
+    /// mean one, for example because verification takes rows in tiles.
     pub fn gamma_limit(&self) -> usize {
-        if self.min_acceptance() > 0.0 { (2 * self.next.gamma).min(self.max) } else { self.next.gamma }
+        let Choice { gamma, candidate, .. } = self.next;
+        let longest = if self.min_acceptance() > 0.0 { (2 * gamma).min(self.max) } else { gamma };
+        let more = |own: usize| Some(self.round_s(candidate, own + 1)? - self.round_s(candidate, own)?);
+        let steep = |own: &usize| more(*own) > self.token_s(candidate, gamma).map(|mean| STEEP * mean);
+        (gamma..longest).find(steep).unwrap_or(longest)
     }
 
     /// Largest γ of any round.
@@ -377,20 +374,24 @@ impl Policy {
         Some(gamma as f64 * step.seconds + verify)
     }
 
-    /// Probability below which one more draft step and row yield fewer tokens than rounds do in the same time; 0 if all γ
-    /// tokens are drafted in any case.
+    /// Mean seconds by which a drafted token prolongs a round.
+    fn token_s(&self, candidate: usize, gamma: usize) -> Option<f64> {
+        Some((self.round_s(candidate, gamma)? - self.round_s(candidate, 0)?) / gamma as f64)
+    }
+
+    /// Probability below which one more drafted token yields fewer tokens than rounds do in the same time; 0 if all γ tokens
+    /// are drafted in any case. Its time is the mean: row counts beyond γ + 1 are seldom timed.
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
-        // In a batch the steps are shared, so no draft ends early. Neither does one whose row count was timed only once, so that
-        // it is timed again.
+        // In a batch the steps are shared. A row count that was timed once is timed again.
         let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < RELIABLE);
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;
         }
-        let seconds = |gamma| self.round_s(candidate, gamma).unwrap_or(f64::INFINITY);
-        // Longer drafts are seldom timed, and first while a GPU records their graph. So a further token counts as the mean one.
-        let (alpha, more) = (self.candidates[candidate].alpha(), (seconds(gamma) - seconds(0)) / gamma as f64);
-        let worth = expected_tokens(alpha, gamma) / seconds(gamma) * more / alpha;
-        if worth.is_finite() { worth.clamp(0.0, MIN_ACCEPTANCE_MAX) } else { 0.0 }
+        let Some((round, token)) = self.round_s(candidate, gamma).zip(self.token_s(candidate, gamma)) else {
+            return 0.0;
+        };
+        let alpha = self.candidates[candidate].alpha();
+        (expected_tokens(alpha, gamma) / round * token / alpha).clamp(0.0, MIN_ACCEPTANCE_MAX)
     }
 }
