@@ -295,7 +295,7 @@ def test_sizes_are_those_of_their_models() -> None:
 # Predictions ---------------------------------------------------------------------------------------------------------
 
 
-# The 7B shape of benchmarks/results/h200-wide7.json, and that of Llama 3.1 8B.
+# The shapes of benchmarks/results/h200-wide7.json and h200-wide8.json, and that of Llama 3.1 8B.
 WIDE7 = {
     "layers": 32,
     "hidden": 4096,
@@ -305,7 +305,8 @@ WIDE7 = {
     "intermediate": 11_264,
     "vocab": 8192,
 }
-EIGHT = WIDE7 | {"kv_heads": 8, "intermediate": 14_336, "vocab": 128_256}
+WIDE8 = WIDE7 | {"kv_heads": 8, "intermediate": 14_336}
+EIGHT = WIDE8 | {"vocab": 128_256}
 
 
 def on_gpu(info: Mapping[str, int], context: int, kept: str) -> Load:
@@ -338,15 +339,18 @@ def at(times: Sequence[float], gamma: float) -> float:
     return float(np.interp(gamma, range(len(times)), times))
 
 
-@pytest.mark.parametrize(("name", "kept", "count"), [("h200-wide7", "checkpoint", 11), ("h200-wide7-int8", "int8", 4)])
-def test_predictions_of_a_gpu_are_near_what_was_measured(name: str, kept: str, count: int) -> None:
-    rows = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+@pytest.mark.parametrize(("kind", "kept", "count"), [("", "checkpoint", 11), ("-int8", "int8", 4)])
+@pytest.mark.parametrize(("name", "info"), [("h200-wide7", WIDE7), ("h200-wide8", WIDE8)])
+def test_predictions_of_a_gpu_are_near_what_was_measured(
+    name: str, info: Mapping[str, int], kind: str, kept: str, count: int
+) -> None:
+    rows = json.loads((ROOT / f"benchmarks/results/{name}{kind}.json").read_text())
     compared = 0
     for row in rows:
         if row["accept"] != "replay":
             continue
         assert row["weights"] == kept
-        load = on_gpu(WIDE7, row["n_depth"] + row["n_gen"] // 2, kept)
+        load = on_gpu(info, row["n_depth"] + row["n_gen"] // 2, kept)
         rates = {"read_gb_per_s": row["bandwidth_gb_per_s"], "compute_capability": "9.0"}
         machine = Machine.of(rates, load, row["kv_target"])
         drafts = row["method"] != "ar"
