@@ -52,7 +52,7 @@ sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \
         env "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER=compute-sanitizer --report-api-errors no --error-exitcode 9 --tool $tool $([ $tool != racecheck ] || echo --racecheck-fence-proxy-async no)" \
-        cargo test --release -p quantspec-cuda --test attend --test draft --test elementwise --test linear --test prefill --test quantize --test sample \
+        cargo test --release -p quantspec-cuda --test attend --test draft --test elementwise --test hierarchy --test linear --test penalty --test prefill --test quantize --test sample \
             {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts $([ $tool != racecheck ] || echo --skip of_many_tiles) || exit; \
     done
 
