@@ -10,12 +10,16 @@
 //!   output of the QKV GEMM.
 //! * [`Path::Plain`] (f32 weights; bfloat16 on 7.5): scalar GEMMs to f32, all other operations in kernels of their own.
 
+mod tensor_map;
+mod tiles;
+
+use self::tensor_map::TensorMap;
+use self::tiles::{Gemm, MIDDLE, NARROW, SLIM, SMALL, TALL, TILE_ROW_GROUP, Tile, WIDE};
 use crate::args;
 use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::name;
 use crate::shapes;
-use cudarc::driver::sys;
 use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Branch;
@@ -116,73 +120,6 @@ pub const fn padded(width: usize) -> usize {
 /// rows takes two to three times as long as reading them.
 pub const fn readable(rows: usize) -> usize {
     rows.next_multiple_of(WIDE.rows())
-}
-
-/// The tile with this name in kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tile {
-    name: &'static str,
-    shape: shapes::Tile,
-    /// Clocks per k block of 64. The wide tile is bound by tensor cores; tiles with 64 rows or columns by loads from L2, 64
-    /// bytes per clock and SM. 128 × 128 tiles are bound by both (512). The excess is measured.
-    clocks: usize,
-}
-
-const WIDE: Tile = Tile { name: "wide", shape: shapes::TILE_WIDE, clocks: 1024 };
-const MIDDLE: Tile = Tile { name: "middle", shape: shapes::TILE_MIDDLE, clocks: 540 };
-const TALL: Tile = Tile { name: "tall", shape: shapes::TILE_TALL, clocks: 600 };
-const SLIM: Tile = Tile { name: "slim", shape: shapes::TILE_SLIM, clocks: 384 };
-const SMALL: Tile = Tile { name: "small", shape: shapes::TILE_SMALL, clocks: 384 };
-const NARROW: Tile = Tile { name: "narrow", shape: shapes::TILE_NARROW, clocks: 256 };
-
-/// Tile rows that are walked column by column together, so that L2 serves most loads. 4 to 16 perform alike.
-const TILE_ROW_GROUP: usize = 8;
-
-impl Tile {
-    /// Rows of a CTA, or of the CTAs of a cluster together.
-    const fn rows(&self) -> usize {
-        64 * self.shape.consumers * self.shape.cluster
-    }
-
-    fn tiles(&self, rows: usize, columns: usize) -> usize {
-        rows.div_ceil(self.rows()) * columns.div_ceil(self.shape.columns)
-    }
-
-    /// Time of a GEMM, in clocks per k block of 64.
-    fn cost(&self, rows: usize, columns: usize, sms: usize) -> usize {
-        self.tiles(rows, columns).div_ceil((sms / self.shape.cluster).max(1)) * self.clocks
-    }
-
-    fn blocks(&self, rows: usize, columns: usize, sms: usize) -> usize {
-        let resident = sms / self.shape.cluster;
-        self.tiles(rows, columns).min(resident.max(1)) * self.shape.cluster
-    }
-
-    fn threads(&self) -> u32 {
-        128 * (self.shape.consumers as u32 + 1)
-    }
-}
-
-/// A GEMM with its epilogue, in every tile shape it has.
-#[derive(Clone, Debug)]
-struct Gemm {
-    tiles: Vec<(Tile, Kernel)>,
-}
-
-impl Gemm {
-    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Gemm> {
-        let tiles = tiles
-            .iter()
-            .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shape.shared)?)))
-            .collect::<Result<_>>()?;
-        Ok(Gemm { tiles })
-    }
-
-    /// The tile with the least predicted time; the widest wins ties.
-    fn choose(&self, rows: usize, columns: usize, sms: usize) -> Result<(Tile, Kernel)> {
-        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, sms));
-        best.copied().ok_or_else(|| Error::internal("a GEMM without tiles"))
-    }
 }
 
 #[derive(Clone, Debug)]
@@ -723,138 +660,9 @@ fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
     }
 }
 
-/// A CUtensorMap: the TMA descriptor of a tensor.
-#[repr(C, align(64))]
-struct TensorMap([u8; 128]);
-
-const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
-
-impl TensorMap {
-    fn arg(&self) -> Arg<'_> {
-        Arg::Bytes(&self.0)
-    }
-
-    /// Row-major `[rows][width]` with a pitch in elements, in boxes of `[columns, rows]`, swizzled by 128 bytes.
-    fn matrix(
-        element: Dtype,
-        address: u64,
-        width: usize,
-        rows: usize,
-        pitch: usize,
-        part: [u32; 2],
-    ) -> Result<TensorMap> {
-        TensorMap::new(element, address, [width, rows], [pitch * element.bytes()], part, true)
-    }
-
-    /// `heads` of `d` channels of `[rows]` rows, in boxes of 64 channels and `part` rows, swizzled by 128 bytes.
-    fn heads(
-        element: Dtype,
-        address: u64,
-        d: usize,
-        rows: usize,
-        heads: usize,
-        pitch: usize,
-        part: u32,
-    ) -> Result<TensorMap> {
-        TensorMap::new(
-            element,
-            address,
-            [d, rows, heads],
-            [pitch * element.bytes(), d * element.bytes()],
-            [64, part, 1],
-            true,
-        )
-    }
-
-    /// A weight matrix `[n][k]` in atoms, in boxes of one k block and `part` times 16 rows. The atoms are stored swizzled.
-    fn atoms(element: Dtype, address: u64, n: usize, k: usize, part: u32) -> Result<TensorMap> {
-        let blocks = k.div_ceil(64);
-        let sizes = [64, 16, blocks, n.div_ceil(16)];
-        TensorMap::new(element, address, sizes, [128, 2048, blocks * 2048], [64, 16, 1, part], false)
-    }
-
-    fn new<const RANK: usize, const STRIDES: usize>(
-        element: Dtype,
-        address: u64,
-        sizes: [usize; RANK],
-        strides: [usize; STRIDES],
-        part: [u32; RANK],
-        swizzle: bool,
-    ) -> Result<TensorMap> {
-        let mut map = TensorMap([0; 128]);
-        let element = match element {
-            Dtype::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            Dtype::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            Dtype::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        };
-        let (sizes, strides) = (sizes.map(|size| size as u64), strides.map(|stride| stride as u64));
-        let steps = [1u32; RANK];
-        // SAFETY: every array has the rank's length (strides one less), and the map has the driver's size and alignment.
-        let status = unsafe {
-            sys::cuTensorMapEncodeTiled(
-                std::ptr::from_mut(&mut map).cast(),
-                element,
-                RANK as u32,
-                address as *mut std::ffi::c_void,
-                sizes.as_ptr(),
-                strides.as_ptr(),
-                part.as_ptr(),
-                steps.as_ptr(),
-                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                if swizzle {
-                    sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B
-                } else {
-                    sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE
-                },
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        };
-        if status == sys::CUresult::CUDA_SUCCESS {
-            Ok(map)
-        } else {
-            Err(Error::internal(format!("tensor map of {sizes:?} in parts of {part:?}: {status:?}")))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn small_blocks_take_small_tiles_and_large_ones_wide_ones() {
-        let best = |tiles: [Tile; 4], rows: usize, n: usize| {
-            tiles.iter().min_by_key(|tile| tile.cost(rows, n, 132)).map(|tile| tile.name)
-        };
-        // The fastest measured tile on 132 SMs, or one within a few per cent of it.
-        for (rows, name) in
-            [(1, "narrow"), (128, "narrow"), (129, "slim"), (256, "slim"), (512, "middle"), (2048, "wide")]
-        {
-            assert_eq!(best([WIDE, MIDDLE, SLIM, NARROW], rows, 4096), Some(name), "{rows}");
-        }
-        for (rows, n, name) in [
-            (1, 12_288, "small"),
-            (128, 12_288, "tall"),
-            (256, 12_288, "wide"),
-            (320, 12_288, "small"),
-            (640, 12_288, "tall"),
-            (128, 22_016, "small"),
-            (192, 22_016, "small"),
-            (384, 22_016, "tall"),
-            (512, 22_016, "wide"),
-            (2048, 22_016, "wide"),
-        ] {
-            assert_eq!(best([WIDE, MIDDLE, TALL, SMALL], rows, n), Some(name), "{rows} {n}");
-        }
-    }
-
-    #[test]
-    fn tiles_fit_on_an_sm() {
-        for tile in [WIDE, MIDDLE, SMALL, NARROW] {
-            assert!(tile.shape.shared <= 227 * 1024, "{} takes {}", tile.name, tile.shape.shared);
-        }
-    }
 
     #[test]
     fn ways() {
