@@ -117,8 +117,8 @@ pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> 
 }
 
 /// `fitting(models, …)`: for each model that a config.json describes, the bytes of its weights and draft weights, and the
-/// longest context of one sequence that fits the device, with an engine's defaults and weights kept so. The device is opened once, chosen for the
-/// first model.
+/// longest context of one sequence that fits the device. The target's weights are stored as `weights` says; all else is an
+/// engine's default. The device is opened once, chosen for the first model.
 #[pyfunction]
 #[pyo3(signature = (models, *, device, weights))]
 pub(crate) fn fitting(
@@ -155,8 +155,8 @@ fn steady<T>(threads: usize, measure: &mut dyn FnMut() -> Result<T>) -> Result<(
     }
 }
 
-/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, seconds of passes of a model that config.json describes, after
-/// `context` tokens. `drafts`: a method that drafts for itself, and a number of pages in place of its own choice.
+/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, seconds of passes of a model that config.json describes,
+/// after `context` tokens. `drafts`: methods that draft for themselves, each with a number of pages; None is its own choice.
 #[pyfunction]
 #[pyo3(signature = (model, *, device, threads, context, weights, kv_target, draft_precision, drafts))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
