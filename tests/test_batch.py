@@ -479,6 +479,42 @@ def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: 
     assert quantspec(*command).json["skipped"] == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_other_options_by_mistake_lose_nothing(
+    start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "--parallel", "1", "--json"]
+    first = quantspec(*command, "-n", "12").json
+    before = answers(out), lines(out)
+    for flags in (["-n", "40"], ["-n", "40", "--suffix", ".txt"]):
+        child = start(*command, *flags, script={"round_s": 1.0})
+        child.until("verify")
+        assert lines(out) == []
+        child.send_signal(number)
+        child.communicate(timeout=20)
+        again = quantspec(*command, "-n", "12").json
+        assert (again["done"], again["skipped"], again["results"]) == (0, 3, first["results"])
+        assert (answers(out), lines(out)) == before
+    # Only the documents that got another answer are repeated.
+    child = start(*command, "-n", "40", script={"round_s": 0.1})
+    child.until("verify")
+    while not written(out):
+        time.sleep(0.01)
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    again = quantspec(*command, "-n", "12").json
+    assert 0 < again["done"] < 3
+    assert again["done"] + again["skipped"] == 3
+    assert answers(out) == before[0]
+    # Without a chance to go back, nothing is kept.
+    child = start(*command, "-n", "12", "--no-resume", script={"round_s": 1.0})
+    child.until("verify")
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    assert quantspec(*command, "-n", "12").json["done"] == 3
+
+
 def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1293,7 +1329,7 @@ def test_results_are_a_file_of_the_folder(fake: Any, quantspec: Run, docs: Path,
 def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"document": "a", "status": "done", "sha256": "0"}
     with journal.Journal(tmp_path / "out") as kept:
-        kept.begin({"a": "a.md", "b": "b.md"})
+        kept.begin({"a": "a.md", "b": "b.md"}, {})
         kept.finish("a", "a.md", result, "f")
         write = os.write
         monkeypatch.setattr(os, "write", lambda descriptor, raw: write(descriptor, raw[:5]))
@@ -1302,7 +1338,7 @@ def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(os, "write", write)
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a"]
         # The journal has it: the next start writes the line.
-        kept.begin({})
+        kept.begin({}, {})
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a", "b"]
 
 

@@ -318,7 +318,9 @@ class _Run:
                 render.note(f"done again, as the document or the options changed: {workload.again}")
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
-        workload.foreign = set(self.journal.begin(todo, replace=not request.resume))
+        finished = {source.name: "done" for source in workload.skipped}
+        finished |= {source.name: "failed" for source in workload.failed}
+        workload.foreign = set(self.journal.begin(todo, finished, replace=not request.resume))
         view = batch_view.View(len(found), len(workload.skipped), len(workload.failed), shown=not quiet)
         opener = self._opener(engine_options) if workload.todo else None
         ready = self._examined(view)

@@ -149,18 +149,24 @@ def find_work(
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 size = _size(Path(request.out) / job.output)
                 made_so = row.fingerprint == fingerprints.of(row.result)
-                # After a change of --suffix, an unknown file may be there.
-                in_place = size is not None and (row.output == place or row.size == size)
-                if row.status == "done" and same and made_so and in_place:
+                status = row.result["status"]
+                if status == "done" and same and made_so and _in_place(row, place, size):
                     workload.skipped.append(source)
                     workload.edited += [source.shown] if size != row.size else []
                     continue
-                if row.status == "failed" and same and made_so and not request.retry_failed:
+                if status == "failed" and same and made_so and not request.retry_failed:
                     workload.failed.append(source)
                     continue
                 workload.again += row.status == "done"
             workload.todo.append(job)
     return workload
+
+
+def _in_place(row: Row, place: str, size: int | None) -> bool:
+    """True if the file of this size at a place is the row's answer, perhaps edited. It is not edited if a run with another
+    --suffix or other options has been there.
+    """
+    return size is not None and (row.size == size or (row.output == place and row.status == "done"))
 
 
 def _size(path: Path) -> int | None:

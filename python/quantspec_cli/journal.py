@@ -34,33 +34,30 @@ _VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS documents (
     name BLOB PRIMARY KEY,
-    output BLOB NOT NULL, -- empty where the file at its place is not the journal's
+    output BLOB NOT NULL, -- empty if no answer of the journal was there
     status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
     finished INTEGER, -- order in which documents finished
     size INTEGER,     -- bytes of the journal's file at `output`, -1 without one; NULL while an answer is moved there
-    result TEXT       -- the line of results.jsonl
+    result TEXT       -- the line of results.jsonl, kept while pending
 );
 CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
 """
-
-# A row without a result.
-_PENDING = "status = 'pending', sha256 = NULL, fingerprint = NULL, finished = NULL, result = NULL"
 
 
 class Row(NamedTuple):
     """A document's row in the journal.
 
     Attributes:
-        output: its answer's path below the folder; empty if the file there is not the journal's.
-        status: "pending" (new or interrupted), "done" or "failed".
+        output: its answer's path below the folder; empty if only another file was ever there.
+        status: "pending" (new, changed or interrupted), "done" or "failed".
         sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
         size: of the file at its place, in bytes; -1 if none is the journal's; None if a process died while it moved an
             answer there.
-        result: the object of results.jsonl; None while pending.
+        result: the last object of results.jsonl; None if there was none, or another answer has been moved to the place.
     """
 
     output: str
@@ -82,7 +79,6 @@ class Journal:
         """
         self.out = out
         self.state = out / STATE
-        self._foreign: set[str] = set()
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -154,8 +150,12 @@ class Journal:
         with self._reported():
             return _rows(self._connection)
 
-    def begin(self, outputs: Mapping[str, str], *, replace: bool = False) -> list[str]:
-        """Marks documents (name to output) as pending; their lines are removed from results.jsonl.
+    def begin(self, outputs: Mapping[str, str], finished: Mapping[str, str], *, replace: bool = False) -> list[str]:
+        """Marks documents (name to output) as pending, and `finished` ones (name to status) as such. Then results.jsonl has
+        the lines of all that are not pending.
+
+        A pending document keeps its earlier result until another answer is written: a run with other options that soon ends
+        loses nothing. `replace` drops the results.
 
         Returns the names whose output exists and was not written by this journal; the caller must refuse them. `replace`
         takes them over.
@@ -164,19 +164,24 @@ class Journal:
             found = self._connection.execute("SELECT output, size FROM documents")
             sizes = {os.fsdecode(output): size for output, size in found}
             refused = [] if replace else foreign(self.out, outputs, sizes)
-            known = outputs.keys() - set(refused)
-            self._foreign = {outputs[name] for name in refused}
+            with_result = self._connection.execute("SELECT name FROM documents WHERE result IS NOT NULL")
+            kept = set(refused) if replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
             with self._transaction():
                 self._connection.executemany(
-                    f"UPDATE documents SET {_PENDING} WHERE name = ?", [(os.fsencode(name),) for name in refused]
+                    "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
+                )
+                self._connection.executemany(
+                    "UPDATE documents SET status = ? WHERE name = ? AND status = 'pending'",
+                    [(status, os.fsencode(name)) for name, status in finished.items()],
                 )
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
-                    f"ON CONFLICT (name) DO UPDATE SET output = excluded.output, size = excluded.size, {_PENDING}",
+                    "ON CONFLICT (name) DO UPDATE SET output = excluded.output, size = excluded.size, "
+                    "sha256 = NULL, fingerprint = NULL, finished = NULL, result = NULL",
                     [
                         (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
                         for name, output in outputs.items()
-                        if name in known
+                        if name not in kept
                     ],
                 )
         self._rewrite()
@@ -191,17 +196,19 @@ class Journal:
         line = json.dumps(result, ensure_ascii=False)
         with self._reported(), self._transaction():
             self._connection.execute(
-                "INSERT OR REPLACE INTO documents (name, output, status, sha256, fingerprint, finished, size, result) VALUES "
-                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), "
-                "coalesce(?, (SELECT size FROM documents WHERE name = ?)), ?)",
+                "INSERT INTO documents (name, output, status, sha256, fingerprint, finished, size, result) VALUES "
+                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET status = excluded.status, sha256 = excluded.sha256, "
+                "fingerprint = excluded.fingerprint, finished = excluded.finished, result = excluded.result, "
+                "output = CASE WHEN excluded.size IS NULL THEN output ELSE excluded.output END, "
+                "size = coalesce(excluded.size, size)",
                 (
                     os.fsencode(name),
-                    b"" if output in self._foreign else os.fsencode(output),
+                    b"" if size is None else os.fsencode(output),
                     result["status"],
                     result["sha256"],
                     fingerprint,
                     size,
-                    os.fsencode(name),
                     line,
                 ),
             )
@@ -225,7 +232,10 @@ class Journal:
             target.parent.mkdir(parents=True, exist_ok=True)
             # If the process dies before `finish`, the file may be the earlier one or this answer.
             with self._reported():
-                self._connection.execute("UPDATE documents SET size = NULL WHERE name = ?", (os.fsencode(name),))
+                self._connection.execute(
+                    "UPDATE documents SET output = ?, size = NULL, result = NULL WHERE name = ?",
+                    (os.fsencode(output), os.fsencode(name)),
+                )
             # A link at the path itself is replaced, not followed.
             temporary.replace(target)
             _sync_folder(target.parent)
@@ -263,7 +273,7 @@ class Journal:
     def _finished(self) -> Sequence[tuple[bytes, str]]:
         with self._reported():
             return self._connection.execute(
-                "SELECT name, result FROM documents WHERE result IS NOT NULL ORDER BY finished"
+                "SELECT name, result FROM documents WHERE status != 'pending' ORDER BY finished"
             ).fetchall()
 
     def _rewrite(self) -> None:
