@@ -1,76 +1,29 @@
-//! Decode attention: division of a step's rows into spans, chunks and work items, and the launches (kernels/attend.cu).
+//! Launches of decode attention (kernels/attend.cu).
 
+mod slices;
+
+use self::slices::Division;
+pub(crate) use self::slices::SLICE_ROWS;
+pub use self::slices::{Chosen, Merged, QueryTile, Span, StepSlice};
 use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::images;
 use crate::linear::{DRAFT_GROUP, name};
 use crate::shapes::{self, CHOICE_THREADS};
-use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
 
-/// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
-const CHUNK_MIN: usize = 2;
-/// Most pages of a draft's work item if there are more items than blocks: short enough to spread over the blocks, and so long
-/// that the start of an item takes little of its time.
-const DRAFT_CHUNK: usize = 16;
-/// Work items that share the recent tokens of a row that sees few pages.
-const RECENT_ITEMS: usize = 4;
 /// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
 /// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
 /// Most shared memory of a block on any GPU.
 const SHARED_MAX: usize = 227 << 10;
-/// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
-/// item, and slower with 64.
-const HALF_SM_PAGES: usize = 16;
 /// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends: 8 MB on 132 SMs. A step
 /// is faster with 4 and with 8 MB, and slower with 16 MB.
 const PREFETCH_BYTES: usize = 64 << 10;
-/// Most rows of one launch. More rows take several launches, which keeps partial results small.
-pub(crate) const SLICE_ROWS: usize = 64;
-
-/// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Span {
-    slot: i32,
-    row: i32,
-    queries: i32,
-    position: i32,
-    chunk_pages: i32,
-    chunks: i32,
-    first_block: i32,
-    list: i32,
-    listed: i32,
-    cap: i32,
-    partial: i32,
-    fresh: i32,
-}
-
-/// Query rows of a span that one block processes; `QueryTile` in kernels/attend.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct QueryTile {
-    span: i32,
-    row: i32,
-    rows: i32,
-    first: i32,
-}
-
-/// Position of a row's items in the partial results; `Merged` in kernels/attend.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Merged {
-    first: i32,
-    items: i32,
-    total: i32,
-    unused: i32,
-}
-
 /// Input of a page choice; `PageChoice` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -87,102 +40,10 @@ pub struct PageChoice {
     pub scores: i32,
 }
 
-const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
 const _: () = assert!(size_of::<PageChoice>() == 20);
 
 // SAFETY: thirty-two-bit numbers only.
-unsafe impl Plain for Span {}
-// SAFETY: see above.
-unsafe impl Plain for QueryTile {}
-// SAFETY: see above.
-unsafe impl Plain for Merged {}
-// SAFETY: see above.
 unsafe impl Plain for PageChoice {}
-
-/// The pages that a slot's draft reads, as numbers of pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chosen {
-    /// Pages on the list.
-    pub listed: usize,
-    /// Pages that were visible at the choice.
-    pub visible: usize,
-}
-
-/// Up to `SLICE_ROWS` rows of a step, which one launch attends: spans over rows `first_row ..`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StepSlice {
-    /// Spans.
-    pub spans: Vec<Span>,
-    /// Tiles of query rows.
-    pub tiles: Vec<QueryTile>,
-    /// Items to merge for each row of the slice.
-    pub merged: Vec<Merged>,
-    /// Row of the step at which the slice begins.
-    pub first_row: usize,
-    /// Tokens that a row sees, for a local layer.
-    reach: Option<usize>,
-    /// Pages of the longest work item.
-    longest: usize,
-    items: usize,
-    tile_rows: usize,
-    partial_rows: usize,
-}
-
-impl StepSlice {
-    /// Everything except addresses that determines the launches of this slice.
-    pub(crate) fn key(&self) -> [u64; 7] {
-        let (rows, short) = (self.merged.len(), usize::from(self.short()));
-        [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
-    }
-
-    /// Adds a span, with tiles of at most `most_rows` query rows. `group`: query heads of each of `kv_heads` KV heads.
-    fn push(&mut self, span: Span, group: usize, kv_heads: usize, most_rows: usize) {
-        let (queries, chunks) = (span.queries as usize, span.chunks as usize);
-        let total = queries * group;
-        let tile_rows = total.div_ceil(total.div_ceil(most_rows));
-        let number = self.spans.len() as i32;
-        for row in (0..total).step_by(tile_rows) {
-            let rows = tile_rows.min(total - row) as i32;
-            self.tiles.push(QueryTile { span: number, row: row as i32, rows, first: self.items as i32 });
-            self.items += chunks * kv_heads;
-        }
-        self.tile_rows = self.tile_rows.max(tile_rows);
-        self.merged.extend((0..queries).map(|query| Merged {
-            first: (self.partial_rows + query * group) as i32,
-            items: span.chunks,
-            total: total as i32,
-            unused: 0,
-        }));
-        self.longest = self.longest.max(span.chunk_pages as usize);
-        self.partial_rows += chunks * total * kv_heads;
-        self.spans.push(span);
-    }
-
-    /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
-    fn short(&self) -> bool {
-        self.longest <= HALF_SM_PAGES
-    }
-}
-
-/// (pages per item, items per KV head) for a row that sees `visible` pages: at most `items` items. It depends on the row's
-/// position alone, in steps of an eighth, so that neighbouring positions seldom differ.
-fn cut(visible: usize, items: usize) -> (usize, usize) {
-    let step = (visible.max(1).next_power_of_two() / 16).max(1);
-    let rounded = visible.next_multiple_of(step);
-    let pages = rounded.div_ceil(items).max(CHUNK_MIN);
-    (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
-}
-
-/// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
-fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
-    (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
-}
-
-/// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
-/// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
-fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
-    (items / sequences).max(pages.div_ceil(DRAFT_CHUNK)).clamp(1, items)
-}
 
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
@@ -500,7 +361,7 @@ impl Attend {
         fresh: impl Fn(usize) -> bool,
         drafts: bool,
     ) -> Result<Vec<StepSlice>> {
-        self.divide(view, rows, None, chosen, fresh, drafts)
+        Ok(self.division(view, None, drafts)?.slices(rows, chosen, fresh))
     }
 
     /// As [`Attend::slices`], for local layers whose queries see `reach` tokens: of every page of these.
@@ -508,72 +369,21 @@ impl Attend {
     /// # Errors
     /// As [`Attend::slices`].
     pub fn local_slices(&self, view: View, rows: &[Row], reach: usize, drafts: bool) -> Result<Vec<StepSlice>> {
-        self.divide(view, rows, Some(reach), |_| None, |_| false, drafts)
+        Ok(self.division(view, Some(reach), drafts)?.slices(rows, |_| None, |_| false))
     }
 
-    fn divide(
-        &self,
-        view: View,
-        rows: &[Row],
-        reach: Option<usize>,
-        chosen: impl Fn(usize) -> Option<Chosen>,
-        fresh: impl Fn(usize) -> bool,
-        drafts: bool,
-    ) -> Result<Vec<StepSlice>> {
+    fn division(&self, view: View, reach: Option<usize>, drafts: bool) -> Result<Division> {
         let split = self.split(view);
         let variants = if reach.is_some() { &split.local } else { &split.variants };
         let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
-        let mut slices = Vec::new();
-        for (index, chunk) in rows.chunks(SLICE_ROWS).enumerate() {
-            let mut slice = StepSlice { first_row: index * SLICE_ROWS, reach, ..StepSlice::default() };
-            // Rows of a sequence are adjacent.
-            let sequences = chunk.chunk_by(|row, next| row.slot == next.slot).count();
-            let items = |pages: usize| if drafts { draft_items(split.items, sequences, pages) } else { split.items };
-            let mut start = 0;
-            while start < chunk.len() {
-                let first = chunk[start];
-                let list = chosen(first.slot);
-                // The first page, and how the pages from there on are cut.
-                let length = |row: &Row| match reach {
-                    Some(reach) => cut_local(row.position, reach, items(reach.div_ceil(G))),
-                    None => {
-                        let pages = list.map_or(visible_pages(row.position), |list| list.listed);
-                        (0, cut(pages, items(pages)))
-                    }
-                };
-                let same = |(offset, row): (usize, &Row)| {
-                    row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
-                };
-                let queries =
-                    chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
-                let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
-                let (_, (chunk_pages, chunks)) = length(&first);
-                let span = Span {
-                    slot: first.slot as i32,
-                    row: (slice.first_row + start) as i32,
-                    queries: queries as i32,
-                    position: first.position as i32,
-                    chunk_pages: chunk_pages as i32,
-                    chunks: chunks as i32,
-                    first_block: (visible_quantised(first.position).min(cap) / G) as i32,
-                    list: first.slot as i32,
-                    listed: list.map_or(-1, |list| list.listed as i32),
-                    cap: cap as i32,
-                    partial: slice.partial_rows as i32,
-                    fresh: (list.is_some() && fresh(first.slot)).into(),
-                };
-                slice.push(span, self.group, self.kv_heads, most_rows);
-                start += queries;
-            }
-            slices.push(slice);
-        }
-        Ok(slices)
+        let (items, kv_heads, group) = (split.items, self.kv_heads, self.group);
+        Ok(Division { items, most_rows, kv_heads, group, reach, drafts })
     }
 
     /// Returns true if [`Attend::run`] can write the output projection's int8 input itself: with one work item per row and KV
     /// head there is nothing to merge. Its bits are those of [`Attend::merge`].
     pub fn writes_codes(&self, view: View, slice: &StepSlice) -> bool {
-        view == View::Upper && self.head_dim == DRAFT_GROUP && slice.merged.iter().all(|row| row.items == 1)
+        view == View::Upper && self.head_dim == DRAFT_GROUP && !slice.merges()
     }
 
     /// Attention of a slice's rows in one layer, into the partial results, or into `neighbours.codes`.
@@ -753,49 +563,6 @@ impl Attend {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn items_grow_slowly_and_fill_the_device() {
-        for items in [1, 3, 4, 8, 16, 33, 264] {
-            let mut last = 0;
-            for visible in 0..10_000 {
-                let (pages, chunks) = cut(visible, items);
-                assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
-                // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
-                let exact = visible as f64 / items as f64;
-                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
-                last = pages;
-            }
-        }
-    }
-
-    #[test]
-    fn items_of_local_layers_have_every_page() {
-        for (reach, items) in
-            [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
-        {
-            for position in 0..3 * reach {
-                let (first, (pages, chunks)) = cut_local(position, reach, items);
-                let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
-                assert!(chunks <= items && first + pages * chunks >= last, "{position} {reach} {items}");
-                assert!(
-                    first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn items_of_drafts_fill_the_device_with_their_batch() {
-        // 16 KV heads on 132 SMs.
-        assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
-        assert_eq!([1, 8, 32].map(|sequences| draft_items(8, sequences, 64)), [8, 4, 4]);
-        // One sequence is divided as a target is, and no row has more items than partial results have room for.
-        for (items, pages) in (1..40).flat_map(|items| (0..300).map(move |pages| (items, pages))) {
-            assert_eq!(draft_items(items, 1, pages), items);
-            assert!((1..80).all(|sequences| (1..=items).contains(&draft_items(items, sequences, pages))));
-        }
-    }
 
     #[test]
     fn shared_memory_fits_a_block() {

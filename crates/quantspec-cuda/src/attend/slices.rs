@@ -1,0 +1,281 @@
+//! Division of a step's rows into slices, spans, tiles of query rows and work items.
+
+use crate::device::Plain;
+use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
+use quantspec_model::backend::Row;
+
+/// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
+const CHUNK_MIN: usize = 2;
+/// Most pages of a draft's work item if there are more items than blocks: short enough to spread over the blocks, and so long
+/// that the start of an item takes little of its time.
+const DRAFT_CHUNK: usize = 16;
+/// Work items that share the recent tokens of a row that sees few pages.
+const RECENT_ITEMS: usize = 4;
+/// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
+/// item, and slower with 64.
+const HALF_SM_PAGES: usize = 16;
+/// Most rows of one launch. More rows take several launches, which keeps partial results small.
+pub(crate) const SLICE_ROWS: usize = 64;
+
+/// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Span {
+    slot: i32,
+    row: i32,
+    queries: i32,
+    position: i32,
+    chunk_pages: i32,
+    chunks: i32,
+    first_block: i32,
+    list: i32,
+    listed: i32,
+    cap: i32,
+    partial: i32,
+    fresh: i32,
+}
+
+/// Query rows of a span that one block processes; `QueryTile` in kernels/attend.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueryTile {
+    span: i32,
+    row: i32,
+    rows: i32,
+    first: i32,
+}
+
+/// Position of a row's items in the partial results; `Merged` in kernels/attend.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Merged {
+    first: i32,
+    items: i32,
+    total: i32,
+    unused: i32,
+}
+
+const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
+
+// SAFETY: thirty-two-bit numbers only.
+unsafe impl Plain for Span {}
+// SAFETY: see above.
+unsafe impl Plain for QueryTile {}
+// SAFETY: see above.
+unsafe impl Plain for Merged {}
+
+/// The pages that a slot's draft reads, as numbers of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chosen {
+    /// Pages on the list.
+    pub listed: usize,
+    /// Pages that were visible at the choice.
+    pub visible: usize,
+}
+
+/// Up to `SLICE_ROWS` rows of a step, which one launch attends: spans over rows `first_row ..`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepSlice {
+    /// Spans.
+    pub spans: Vec<Span>,
+    /// Tiles of query rows.
+    pub tiles: Vec<QueryTile>,
+    /// Items to merge for each row of the slice.
+    pub merged: Vec<Merged>,
+    /// Row of the step at which the slice begins.
+    pub first_row: usize,
+    /// Tokens that a row sees, for a local layer.
+    pub(super) reach: Option<usize>,
+    /// Pages of the longest work item.
+    longest: usize,
+    pub(super) items: usize,
+    pub(super) tile_rows: usize,
+    partial_rows: usize,
+}
+
+impl StepSlice {
+    /// Everything except addresses that determines the launches of this slice.
+    pub(crate) fn key(&self) -> [u64; 7] {
+        let (rows, short) = (self.merged.len(), usize::from(self.short()));
+        [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
+    }
+
+    /// Adds a span, with tiles of at most `most_rows` query rows. `group`: query heads of each of `kv_heads` KV heads.
+    fn push(&mut self, span: Span, group: usize, kv_heads: usize, most_rows: usize) {
+        let (queries, chunks) = (span.queries as usize, span.chunks as usize);
+        let total = queries * group;
+        let tile_rows = total.div_ceil(total.div_ceil(most_rows));
+        let number = self.spans.len() as i32;
+        for row in (0..total).step_by(tile_rows) {
+            let rows = tile_rows.min(total - row) as i32;
+            self.tiles.push(QueryTile { span: number, row: row as i32, rows, first: self.items as i32 });
+            self.items += chunks * kv_heads;
+        }
+        self.tile_rows = self.tile_rows.max(tile_rows);
+        self.merged.extend((0..queries).map(|query| Merged {
+            first: (self.partial_rows + query * group) as i32,
+            items: span.chunks,
+            total: total as i32,
+            unused: 0,
+        }));
+        self.longest = self.longest.max(span.chunk_pages as usize);
+        self.partial_rows += chunks * total * kv_heads;
+        self.spans.push(span);
+    }
+
+    /// Returns true if a row has several work items per KV head, whose results must be merged.
+    pub(super) fn merges(&self) -> bool {
+        self.merged.iter().any(|row| row.items != 1)
+    }
+
+    /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
+    pub(super) fn short(&self) -> bool {
+        self.longest <= HALF_SM_PAGES
+    }
+}
+
+/// (pages per item, items per KV head) for a row that sees `visible` pages: at most `items` items. It depends on the row's
+/// position alone, in steps of an eighth, so that neighbouring positions seldom differ.
+fn cut(visible: usize, items: usize) -> (usize, usize) {
+    let step = (visible.max(1).next_power_of_two() / 16).max(1);
+    let rounded = visible.next_multiple_of(step);
+    let pages = rounded.div_ceil(items).max(CHUNK_MIN);
+    (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
+}
+
+/// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
+fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
+    (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
+}
+
+/// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
+/// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
+fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
+    (items / sequences).max(pages.div_ceil(DRAFT_CHUNK)).clamp(1, items)
+}
+
+/// How the rows of a step are divided.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Division {
+    /// Work items per KV head that fill the GPU.
+    pub(super) items: usize,
+    /// Most query rows of a tile.
+    pub(super) most_rows: usize,
+    pub(super) kv_heads: usize,
+    /// Query heads per KV head.
+    pub(super) group: usize,
+    /// Tokens that a row sees, for a local layer.
+    pub(super) reach: Option<usize>,
+    /// Rows of drafts, whose division may depend on the number of sequences; a target's may not.
+    pub(super) drafts: bool,
+}
+
+impl Division {
+    /// Slices of the rows; `chosen` and `fresh` as of [`super::Attend::slices`].
+    pub(super) fn slices(
+        &self,
+        rows: &[Row],
+        chosen: impl Fn(usize) -> Option<Chosen>,
+        fresh: impl Fn(usize) -> bool,
+    ) -> Vec<StepSlice> {
+        let slices = rows.chunks(SLICE_ROWS).enumerate();
+        slices.map(|(index, rows)| self.slice(index * SLICE_ROWS, rows, &chosen, &fresh)).collect()
+    }
+
+    fn slice(
+        &self,
+        first_row: usize,
+        rows: &[Row],
+        chosen: &impl Fn(usize) -> Option<Chosen>,
+        fresh: &impl Fn(usize) -> bool,
+    ) -> StepSlice {
+        let mut slice = StepSlice { first_row, reach: self.reach, ..StepSlice::default() };
+        // Rows of a sequence are adjacent.
+        let sequences = rows.chunk_by(|row, next| row.slot == next.slot).count();
+        let items = |pages| if self.drafts { draft_items(self.items, sequences, pages) } else { self.items };
+        let mut start = 0;
+        while start < rows.len() {
+            let first = rows[start];
+            let list = chosen(first.slot);
+            // The first page, and how the pages from there on are cut.
+            let length = |row: &Row| match self.reach {
+                Some(reach) => cut_local(row.position, reach, items(reach.div_ceil(G))),
+                None => {
+                    let pages = list.map_or(visible_pages(row.position), |list| list.listed);
+                    (0, cut(pages, items(pages)))
+                }
+            };
+            let same = |(offset, row): (usize, &Row)| {
+                row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
+            };
+            let queries = rows[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
+            let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
+            let (_, (chunk_pages, chunks)) = length(&first);
+            let span = Span {
+                slot: first.slot as i32,
+                row: (first_row + start) as i32,
+                queries: queries as i32,
+                position: first.position as i32,
+                chunk_pages: chunk_pages as i32,
+                chunks: chunks as i32,
+                first_block: (visible_quantised(first.position).min(cap) / G) as i32,
+                list: first.slot as i32,
+                listed: list.map_or(-1, |list| list.listed as i32),
+                cap: cap as i32,
+                partial: slice.partial_rows as i32,
+                fresh: (list.is_some() && fresh(first.slot)).into(),
+            };
+            slice.push(span, self.group, self.kv_heads, self.most_rows);
+            start += queries;
+        }
+        slice
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_grow_slowly_and_fill_the_device() {
+        for items in [1, 3, 4, 8, 16, 33, 264] {
+            let mut last = 0;
+            for visible in 0..10_000 {
+                let (pages, chunks) = cut(visible, items);
+                assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
+                // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
+                let exact = visible as f64 / items as f64;
+                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
+                last = pages;
+            }
+        }
+    }
+
+    #[test]
+    fn items_of_local_layers_have_every_page() {
+        for (reach, items) in
+            [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
+        {
+            for position in 0..3 * reach {
+                let (first, (pages, chunks)) = cut_local(position, reach, items);
+                let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
+                assert!(chunks <= items && first + pages * chunks >= last, "{position} {reach} {items}");
+                assert!(
+                    first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn items_of_drafts_fill_the_device_with_their_batch() {
+        // 16 KV heads on 132 SMs.
+        assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
+        assert_eq!([1, 8, 32].map(|sequences| draft_items(8, sequences, 64)), [8, 4, 4]);
+        // One sequence is divided as a target is, and no row has more items than partial results have room for.
+        for (items, pages) in (1..40).flat_map(|items| (0..300).map(move |pages| (items, pages))) {
+            assert_eq!(draft_items(items, 1, pages), items);
+            assert!((1..80).all(|sequences| (1..=items).contains(&draft_items(items, sequences, pages))));
+        }
+    }
+}
