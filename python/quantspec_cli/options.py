@@ -126,7 +126,7 @@ class EngineOptions:
         if self.draft_pages not in (None, "all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
-        self._refuse_unknown()
+        self._refuse_ignored()
         if self.page_choice == "window" and self.pages_of_draft == "all":
             raise UsageError(
                 "page_choice is 'window', and the draft reads all pages",
@@ -153,7 +153,7 @@ class EngineOptions:
             return
         raise UsageError(f"draft_precision is {shown(self.draft_precision)}{reason}", hint, option="draft_precision")
 
-    def _refuse_unknown(self) -> None:
+    def _refuse_ignored(self) -> None:
         """Refuses settings that the method would ignore."""
         if METHODS[self.method].draft_model and self.draft_model is None:
             raise UsageError(
