@@ -1,0 +1,325 @@
+//! Reads weights from a checkpoint to the device, and makes the draft's.
+
+use super::sizes::{ALIGNED, both_from, draft_bits, draft_bytes, head_bits};
+use super::{DraftLayer, Embedding, Full, Layer, Weights};
+use crate::args;
+use crate::device::{Buffer, Device, Kernel, Launch, Pinned};
+use crate::flags::FLAG_WEIGHTS;
+use crate::hierarchy::Hierarchies;
+use crate::linear::{Linear, Matrix, Quantised};
+use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Hooks, Options};
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Bytes of a chunk copied to the device: long enough for full PCIe speed, short enough to overlap with reading.
+const CHUNK_BYTES: usize = 16 << 20;
+
+/// Threads that read a chunk. One thread copies from the page cache at a quarter of PCIe speed.
+const READERS: usize = 4;
+/// Fewest bytes for which another thread pays.
+const READ_MIN: usize = 1 << 20;
+
+/// Reads rows of a matrix in their stored format with several threads.
+fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+    let row_bytes = out.len() / rows.len().max(1);
+    let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
+    let read = |index: usize, out: &mut [u8]| {
+        let start = rows.start + index * each;
+        checkpoint.read(part, start..(start + each).min(rows.end), out)
+    };
+    let mut pieces = out.chunks_mut((each * row_bytes).max(1)).enumerate();
+    let Some((first, own)) = pieces.next() else { return Ok(()) };
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = pieces
+            .map(|(index, out)| std::thread::Builder::new().spawn_scoped(scope, move || read(index, out)))
+            .collect();
+        read(first, own)?;
+        readers.into_iter().try_for_each(|reader| {
+            let no_thread = |error| {
+                let hint = "allow this user more threads (ulimit -u)";
+                Error::device(format!("a thread that reads weights did not start: {error}"), hint)
+            };
+            reader.map_err(no_thread)?.join().unwrap_or_else(|_| Err(Error::internal("a reader panicked")))
+        })
+    })
+}
+
+/// Allocates consecutive parts of the draft weights' memory.
+struct DraftArena {
+    buffer: Option<Arc<Buffer>>,
+    taken: usize,
+}
+
+impl DraftArena {
+    /// Allocates draft weights of a matrix in `bits` bits, and queues making them; None without bits.
+    fn quantise(
+        &mut self,
+        linear: &Linear,
+        full: &Matrix,
+        bits: Option<usize>,
+        paired: usize,
+        flag: &Buffer,
+    ) -> Result<Option<Quantised>> {
+        let (Some(bits), Some(buffer)) = (bits, self.buffer.clone()) else { return Ok(None) };
+        let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired };
+        self.taken += Quantised::bytes(bits, full.n, full.k).next_multiple_of(ALIGNED);
+        linear.quantise_into(full, &draft, flag)?;
+        Ok(Some(draft))
+    }
+}
+
+/// Loads weights through two page-locked chunks: one is read while the other is copied.
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    device: &'a Arc<Device>,
+    hooks: &'a mut Hooks,
+    pinned: [Pinned; 2],
+    chunks: [Buffer; 2],
+    turn: usize,
+    atoms: Kernel,
+    rows: Kernel,
+    done: usize,
+    total: usize,
+}
+
+/// A part of a matrix: the rows it fills, and their order (`matrix_row` in kernels/quantize.cu).
+struct Piece {
+    part: Part,
+    first: usize,
+    interleave: usize,
+}
+
+impl<'a> Loader<'a> {
+    fn new(checkpoint: &'a Checkpoint, device: &'a Arc<Device>, hooks: &'a mut Hooks) -> Result<Loader<'a>> {
+        let parts = Part::all(checkpoint.config());
+        let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
+        let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
+        let chunk = CHUNK_BYTES.max(longest);
+        Ok(Loader {
+            total: parts.iter().map(part_bytes).sum(),
+            checkpoint,
+            device,
+            hooks,
+            pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
+            chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
+            turn: 0,
+            atoms: device.kernel("weights_atoms", 0)?,
+            rows: device.kernel("weights_rows", 0)?,
+            done: 0,
+        })
+    }
+
+    fn vector(&mut self, parts: &[Part]) -> Result<Buffer> {
+        let mut values = Vec::new();
+        for &part in parts {
+            let start = values.len();
+            values.resize(start + self.checkpoint.shape(part).1, 0.0f32);
+            self.checkpoint.read_f32(part, 0..1, &mut values[start..])?;
+        }
+        self.device.copied(&values)
+    }
+
+    /// Gate and up biases in the order of the interleaved rows.
+    fn interleaved(&mut self, gate: Part, up: Part) -> Result<Buffer> {
+        let width = self.checkpoint.shape(gate).1;
+        let (mut first, mut second) = (vec![0.0f32; width], vec![0.0f32; width]);
+        self.checkpoint.read_f32(gate, 0..1, &mut first)?;
+        self.checkpoint.read_f32(up, 0..1, &mut second)?;
+        let values: Vec<f32> = first.chunks(8).zip(second.chunks(8)).flat_map(|(a, b)| [a, b].concat()).collect();
+        self.device.copied(&values)
+    }
+
+    fn matrix(&mut self, pieces: &[Piece]) -> Result<Matrix> {
+        let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without tensors")) };
+        let (dtype, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
+        let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
+        let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;
+        let row_bytes = k * dtype.bytes();
+        let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
+        for piece in pieces {
+            let rows = self.checkpoint.shape(piece.part).0;
+            for start in (0..rows).step_by(rows_at_once) {
+                let count = rows_at_once.min(rows - start);
+                let bytes = count * row_bytes;
+                let turn = self.turn;
+                self.turn = 1 - turn;
+                // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
+                read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
+                self.device.synchronize()?;
+                // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
+                unsafe { self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)? };
+                let arguments = args![&self.chunks[turn], &buffer, piece.first + start, count, k, piece.interleave];
+                let (kernel, elements) = match dtype {
+                    Dtype::F32 => (self.rows, count * k),
+                    Dtype::Bf16 | Dtype::F16 => (self.atoms, count * k.div_ceil(8)),
+                };
+                let launch =
+                    Launch { grid: [elements.div_ceil(256) as u32, 1, 1], block: 256, shared: 0, overlap: false };
+                // SAFETY: the argument list is the kernel's; the chunk holds `count` rows and the matrix has room for all rows.
+                unsafe { self.device.launch(kernel, launch, &arguments)? };
+                self.done += bytes;
+                (self.hooks.loading)(self.done, self.total);
+                (self.hooks.poll)()?;
+            }
+        }
+        Ok(Matrix { buffer, dtype, n, k })
+    }
+
+    fn plain(&mut self, part: Part) -> Result<Matrix> {
+        self.matrix(&[Piece { part, first: 0, interleave: 0 }])
+    }
+
+    /// A layer's matrices, in the order of [`shapes`].
+    fn matrices(&mut self, index: usize) -> Result<[Matrix; 4]> {
+        use LayerPart::*;
+        let piece = |part, first, interleave| Piece { part: Part::Layer(index, part), first, interleave };
+        let (q, kv) = (self.checkpoint.config().q_width(), self.checkpoint.config().kv_width());
+        Ok([
+            self.matrix(&[piece(Q, 0, 0), piece(K, q, 0), piece(V, q + kv, 0)])?,
+            self.matrix(&[piece(Output, 0, 0)])?,
+            self.matrix(&[piece(Gate, 0, 1), piece(Up, 0, 2)])?,
+            self.matrix(&[piece(Down, 0, 0)])?,
+        ])
+    }
+
+    fn layer(&mut self, index: usize, maker: &mut Maker) -> Result<Layer> {
+        use LayerPart::*;
+        let config = self.checkpoint.config();
+        let matrices = self.matrices(index)?;
+        let draft = maker.draft_layer(&matrices, config.head_dim)?;
+        let [qkv, output, gate_up, down] = maker.full_layer(matrices, config)?;
+        check_flag(maker.flag, || format!("layer {index}"))?;
+        let part = |part| Part::Layer(index, part);
+        let mut norm = |kind: LayerPart| kind.exists(config).then(|| self.vector(&[part(kind)])).transpose();
+        let (attention_norm, attention_output_norm) = (norm(AttentionNorm)?, norm(AttentionOutputNorm)?);
+        let (mlp_norm, mlp_output_norm) = (norm(MlpNorm)?, norm(MlpOutputNorm)?);
+        let qk_norms = norm(QNorm)?.zip(norm(KNorm)?);
+        let mut bias = |there: bool, kinds: &[LayerPart]| {
+            let parts: Vec<Part> = kinds.iter().map(|&kind| part(kind)).collect();
+            there.then(|| self.vector(&parts)).transpose()
+        };
+        let qkv_bias = bias(config.qkv_bias, &[QBias, KBias, VBias])?;
+        let output_bias = bias(config.output_bias, &[OutputBias])?;
+        let down_bias = bias(config.mlp_bias, &[DownBias])?;
+        let gate_up_bias = config.mlp_bias.then(|| self.interleaved(part(GateBias), part(UpBias))).transpose()?;
+        Ok(Layer {
+            attention_norm,
+            attention_output_norm,
+            qkv,
+            qkv_bias,
+            qk_norms,
+            output,
+            output_bias,
+            mlp_norm,
+            mlp_output_norm,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            draft,
+        })
+    }
+
+    fn embedding(&mut self) -> Result<Embedding> {
+        let Matrix { buffer, dtype, .. } = self.plain(Part::Embedding)?;
+        let mut table = self.device.pinned(buffer.bytes())?;
+        buffer.read_pinned(0, &mut table, buffer.bytes())?;
+        Ok(Embedding { table, dtype })
+    }
+}
+
+/// Makes the weights that passes read from matrices in the checkpoint's format.
+struct Maker<'a> {
+    linear: &'a Linear,
+    /// None: the target reads the matrices as they are.
+    hierarchies: Option<&'a Hierarchies>,
+    options: &'a Options,
+    /// The device's error flag.
+    flag: &'a Buffer,
+    drafts: DraftArena,
+}
+
+impl Maker<'_> {
+    /// A matrix as the target reads it; in nibbles with both planes from row `both_from` on.
+    fn full(&self, matrix: Matrix, both_from: usize, paired: usize) -> Result<Full> {
+        match self.hierarchies {
+            Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, self.flag).map(Full::Nibbles),
+            None => Ok(Full::Whole(matrix)),
+        }
+    }
+
+    /// [`Maker::full`] of a layer's matrices, in the order of [`shapes`].
+    fn full_layer(&self, [qkv, output, gate_up, down]: [Matrix; 4], config: &ModelConfig) -> Result<[Full; 4]> {
+        let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights);
+        Ok([
+            self.full(qkv, of_qkv, config.head_dim)?,
+            self.full(output, of_output, 0)?,
+            self.full(gate_up, of_gate_up, 0)?,
+            self.full(down, of_down, 0)?,
+        ])
+    }
+
+    /// Separate draft weights of a matrix; None without bits.
+    fn draft(&mut self, matrix: &Matrix, bits: Option<usize>, paired: usize) -> Result<Option<Quantised>> {
+        self.drafts.quantise(self.linear, matrix, bits, paired, self.flag)
+    }
+
+    /// [`Maker::draft`] of a layer's matrices, in the order of [`shapes`]. None has any if the target is in nibbles.
+    fn draft_layer(&mut self, [qkv, output, gate_up, down]: &[Matrix; 4], head_dim: usize) -> Result<DraftLayer> {
+        let bits = if self.hierarchies.is_some() { [None; 4] } else { draft_bits(self.options) };
+        Ok(DraftLayer {
+            qkv: self.draft(qkv, bits[0], head_dim)?,
+            output: self.draft(output, bits[1], 0)?,
+            gate_up: self.draft(gate_up, bits[2], 0)?,
+            down: self.draft(down, bits[3], 0)?,
+        })
+    }
+}
+
+/// Waits for the draft weights made so far, and refuses non-finite weights.
+fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
+    match flag.read::<u32>(0, 1)?.first() {
+        Some(&bits) if bits & FLAG_WEIGHTS != 0 => {
+            let what = what();
+            Err(Error::not_finite(format!(
+                "a weight of {what} is NaN or infinite, or its group does not fit half precision"
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Loads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `options` say. `flag` is
+/// the device's error flag.
+pub(crate) fn load(
+    checkpoint: &Checkpoint,
+    device: &Arc<Device>,
+    linear: &Linear,
+    hierarchies: Option<&Hierarchies>,
+    options: &Options,
+    flag: &Buffer,
+    hooks: &mut Hooks,
+) -> Result<Weights> {
+    let config = checkpoint.config();
+    let mut loader = Loader::new(checkpoint, device, hooks)?;
+    let draft_bytes = draft_bytes(config, options);
+    let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
+    let mut maker = Maker { linear, hierarchies, options, flag, drafts: DraftArena { buffer, taken: 0 } };
+    // Tables first: the largest matrix needs its full size on the device until it is in nibbles or in host memory.
+    let (embedding, head) = match config.tied_embeddings {
+        true => (None, Part::Embedding),
+        false => (Some(loader.embedding()?), Part::Head),
+    };
+    let head = maker.full(loader.plain(head)?, 0, 0)?;
+    let draft_head = match &head {
+        Full::Whole(head) => maker.draft(head, head_bits(options), 0)?,
+        Full::Nibbles(_) => None,
+    };
+    check_flag(flag, || "the head".to_owned())?;
+    let layers = (0..config.layers).map(|index| loader.layer(index, &mut maker)).collect::<Result<_>>()?;
+    let final_norm = loader.vector(&[Part::FinalNorm])?;
+    Ok(Weights { embedding, layers, final_norm, head, head_copy: None, draft_head, drafts: maker.drafts.buffer })
+}
