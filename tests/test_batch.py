@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_native
 import pypdf
 import pytest
 from conftest import LONG, Child, Outcome, answers, rest_of
@@ -202,6 +203,28 @@ def test_an_error_of_the_device_ends_the_batch_and_keeps_what_is_done(
     assert outcome.json["done"] == 1
     fake.fail = None
     assert quantspec(*command, "--json").json["skipped"] == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_a_device_that_is_missing_is_named_before_all_documents_are_read(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    def absent(*_: Any, **__: Any) -> None:
+        raise fake_native.NativeError("device", "no CUDA device", "use --device cpu")
+
+    read, calls = batch.Reader.read, []
+
+    def slow(reader: Any, job: Any, **options: Any) -> Any:
+        calls.append(job)
+        time.sleep(0.2)
+        return read(reader, job, **options)
+
+    monkeypatch.setattr(fake_native, "open_device", absent)
+    monkeypatch.setattr(batch.Reader, "read", slow)
+    monkeypatch.setattr(batch_plan, "GROUP_CHARACTERS", 0)
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", *flags)
+    outcome.assert_error(1, "no CUDA device")
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("parallel", ["1", "2", "7", "auto"])

@@ -74,7 +74,10 @@ def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], t
     (tmp_path / "a.txt").write_text("A text.")
     outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1")
     assert outcome.code == 1
-    assert outcome.stderr.splitlines()[-2].startswith("error: no Ray cluster at '127.0.0.1:1'")
+    assert outcome.stderr.splitlines()[0].startswith("error: no Ray cluster at '127.0.0.1:1'")
+    assert not (tmp_path / "out").exists(), "no document was counted"
+    outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:100000")
+    outcome.assert_error(1, "no Ray cluster at '127.0.0.1:100000'")
 
 
 def test_an_interrupt_while_the_cluster_is_sought_restores_what_ray_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -51,7 +50,7 @@ from .batch_plan import (
     longest,
     room,
 )
-from .cluster import Cluster, WorkerSpec
+from .cluster import Cluster, WorkerSpec, check_cluster
 from .engine import Engine, Stream, check_folder
 from .errors import (
     EXIT_DONE,
@@ -67,7 +66,7 @@ from .journal import Journal
 from .model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from .engine import Generation
     from .model import Prompt
@@ -145,6 +144,8 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         )
     if request.as_json or request.dry_run:
         output.Stdout()
+    if request.ray is not None and not request.dry_run:
+        check_cluster(request.ray)
     out = Path(request.out)
     found = sources.find(request.paths, out)
     outputs = {source.name: sources.output_name(source.name, request.suffix) for source in found}
@@ -322,13 +323,14 @@ class _Run:
         finished |= {source.name: "failed" for source in workload.failed}
         workload.foreign = set(self.journal.begin(todo, finished, replace=not request.resume))
         view = batch_view.View(len(found), len(workload.skipped), len(workload.failed), shown=not quiet)
-        opener = self._opener(engine_options) if workload.todo else None
-        ready = self._examined(view)
+        # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
+        opening = Opening(self.reader.model, engine_options) if workload.todo and request.ray is None else None
+        ready = self._examined(view, opening)
         self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
-        if ready and opener is not None:
-            engine, parallel = opener(ready)
+        if ready:
+            engine, parallel = self._opened(engine_options, opening, ready)
             # Longest first, so that no long document decodes alone at the end.
             self._waiting.extend(sorted(ready, key=lambda job: -(job.tokens or 0)))
             try:
@@ -346,24 +348,24 @@ class _Run:
             if engine is not None:
                 engine.close()
 
-    def _opener(self, engine_options: EngineOptions) -> Callable[[Sequence[Job]], tuple[Engine | Cluster, int]]:
-        """Returns a function that opens the engine, and tells how many documents decode together. The device is opened from
-        now on: a GPU's context takes as long as counting some hundred thousand tokens.
-        """
-        if self.request.ray is None:
-            return partial(
-                _engine, self.request, engine_options, self.reader, Opening(self.reader.model, engine_options)
-            )
-        model_print = self._fingerprints.model
-        return partial(_cluster, self.request.ray, self.request, engine_options, self.reader, model_print=model_print)
+    def _opened(
+        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
+    ) -> tuple[Engine | Cluster, int]:
+        """The engine, and how many documents decode together."""
+        request, reader = self.request, self.reader
+        if request.ray is not None:
+            model_print = self._fingerprints.model
+            return _cluster(request.ray, request, engine_options, reader, ready, model_print=model_print)
+        assert opening is not None
+        return _engine(request, engine_options, reader, opening, ready)
 
-    def _examined(self, view: batch_view.View) -> list[Job]:
+    def _examined(self, view: batch_view.View, opening: Opening | None) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
             started = time.perf_counter()
-            for number, (job, error) in enumerate(examined(self.request, self.workload, self.reader), 1):
+            for number, (job, error) in enumerate(examined(self.request, self.workload, self.reader, opening), 1):
                 if error is None:
                     todo.append(job)
                 else:

@@ -354,8 +354,10 @@ class Reader:
             yield job, errors.get(id(job))
 
 
-def examined(request: Request, workload: Workload, reader: Reader) -> Iterator[tuple[Job, QuantspecError | None]]:
-    """The pending documents with their token counts, or with an error."""
+def examined(
+    request: Request, workload: Workload, reader: Reader, opening: Opening | None
+) -> Iterator[tuple[Job, QuantspecError | None]]:
+    """The pending documents with their token counts, or with an error. Ends early if the device cannot be opened."""
     known: list[Job] = []
     for job in workload.todo:
         if job.source.name in workload.foreign:
@@ -364,7 +366,10 @@ def examined(request: Request, workload: Workload, reader: Reader) -> Iterator[t
             yield job, FileError(what, "move it away, or replace it with --no-resume")
         else:
             known.append(job)
-    yield from reader.examine(known)
+    for found in reader.examine(known):
+        if opening is not None:
+            opening.check()
+        yield found
 
 
 def longest(reader: Reader, todo: Sequence[Job]) -> int:
@@ -400,6 +405,12 @@ class Opening:
         work = ThreadPoolExecutor(1)
         self._device = [work.submit(_native.open_device, str(model.directory), device=options.device)]
         work.shutdown(wait=False)
+
+    def check(self) -> None:
+        """Raises the error of a device that could not be opened, if that is known."""
+        if self._device[0].done():
+            with native_errors():
+                self._device[0].result()
 
     def take(self) -> _native.OpenDevice:
         """The device, when it is open. It is closed with the last reference, so keep it until the engine is open."""
@@ -458,12 +469,14 @@ def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int
     return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def _counted(request: Request, workload: Workload, reader: Reader) -> tuple[list[dict[str, Any]], list[Job]]:
+def _counted(
+    request: Request, workload: Workload, reader: Reader, opening: Opening
+) -> tuple[list[dict[str, Any]], list[Job]]:
     """A row of `--dry-run` for each pending document, and the documents that can be decoded."""
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []
     with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, (job, error) in enumerate(examined(request, workload, reader), 1):
+        for number, (job, error) in enumerate(examined(request, workload, reader, opening), 1):
             ready += [job] if error is None else []
             rows.append(
                 {
@@ -491,7 +504,7 @@ def dry_run(
     `quantspec plan`.
     """
     opening = Opening(reader.model, engine_options)
-    rows, ready = _counted(request, workload, reader)
+    rows, ready = _counted(request, workload, reader, opening)
     opened = opening.take()
     context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)

@@ -122,27 +122,17 @@ class Cluster:
             DeviceError: the cluster does not exist, or no worker could be started on it.
             QuantspecError: a worker's error about the model.
         """
-        try:
-            import ray
-        except ImportError as error:
-            raise UsageError(
-                "--ray needs the package ray", "install it with: pip install 'quantspec[ray]'", option="ray"
-            ) from error
-        self._ray = ray
+        self._ray = ray = _package()
         # Standard output is reserved for the report; Ray would print messages about its nodes there.
         self._redirects = contextlib.ExitStack()
         devnull = self._redirects.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
         self._redirects.enter_context(contextlib.redirect_stdout(devnull))
         try:
-            _look_for(address)
             with _own_handler():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError) as error:
             self._redirects.close()
-            raise DeviceError(
-                f"no Ray cluster at {address!r:.100}: {error}"[:300],
-                "start one with: ray start --head, or correct --ray",
-            ) from error
+            raise _absent(address, error) from error
         except BaseException:  # Ctrl-C
             self._shut_down()
             raise
@@ -283,16 +273,38 @@ def _own_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _look_for(address: str) -> None:
-    """Connects to HOST:PORT; Ray itself retries for minutes if nothing answers.
+def check_cluster(address: str) -> None:
+    """Refuses a HOST:PORT where nothing answers, before any document is read. Ray itself retries for minutes.
 
     Raises:
-        OSError: nothing answers.
+        UsageError: Ray is not installed.
+        DeviceError: nothing answers.
     """
+    _package()
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "/" not in host:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
-            pass
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+                pass
+        except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
+            raise _absent(address, error) from error
+
+
+def _package() -> Any:
+    """The module of Ray."""
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            "--ray needs the package ray", "install it with: pip install 'quantspec[ray]'", option="ray"
+        ) from error
+    return ray
+
+
+def _absent(address: str, error: Exception) -> DeviceError:
+    return DeviceError(
+        f"no Ray cluster at {address!r:.100}: {error}"[:300], "start one with: ray start --head, or correct --ray"
+    )
 
 
 def _cause(error: Any) -> QuantspecError | None:
