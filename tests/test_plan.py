@@ -365,6 +365,14 @@ def test_predictions_of_a_gpu_are_near_what_was_measured(
     assert compared == count
 
 
+@pytest.mark.parametrize(("group", "once"), [(1, 13), (4, 8), (7, 4), (8, 4), (40, 1)])
+def test_a_gpu_reads_the_cache_once_for_each_tile_of_query_rows(group: int, once: int) -> None:
+    load = on_gpu(WIDE8 | {"heads": 8 * group}, 130_048, "checkpoint")
+    attention = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load, "int8").attention[predict.TARGET]
+    times = [attention.at(rows) / attention.at(1) for rows in range(1, predict.GAMMA_MOST + 2)]
+    assert times == pytest.approx([-(-rows // once) for rows in range(1, predict.GAMMA_MOST + 2)])
+
+
 @pytest.mark.parametrize(
     ("kept", "method", "milliseconds"),
     [("checkpoint", "w4", 1.52), ("checkpoint", "qspec", 1.60), ("int4", "w4", 1.70), ("int4", "qspec", 2.40)],
@@ -380,6 +388,7 @@ def test_predicted_draft_steps_of_a_gpu_are_near_what_was_measured(kept: str, me
 DRAFT = Draft("quantspec")
 LOAD = Load(
     layers=2,
+    group=4,
     kept="checkpoint",
     weights=8e9,
     draft_weights=1e9,

@@ -53,6 +53,8 @@ GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
     },
 }
 GPU_VIEWS = {"fp16": 1.0, "int8": 1.0, "int4": 0.92}
+# Query rows of a KV head (tokens times query heads) for which a kernel reads the target's cache once (kernels/attend.cu).
+GPU_TILE = 32
 GPU_LAYER_S = 8e-6
 
 # Floating-point operations per second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
@@ -117,12 +119,22 @@ class Curve:
         return max(low + (high - low) * (rows - left) / (right - left), 0.0)
 
 
+def tiled(seconds: float, rows: int) -> Curve:
+    """Attention that reads the cache in `seconds`, once for so many rows."""
+    tiles = [
+        ((tile * rows + 1, tile * seconds + seconds), ((tile + 1) * rows, tile * seconds + seconds))
+        for tile in range(GAMMA_MOST + 1)
+    ]
+    return Curve([point for tile in tiles for point in tile])
+
+
 @dataclass(frozen=True)
 class Load:
     """Reads of a step of one sequence at the end of its context, and floating-point operations per row.
 
     Attributes:
         layers: of the model.
+        group: query heads of a KV head.
         kept: the target's weights, as `--weights` names them.
         weights: bytes of the target's matrices.
         draft_weights: bytes of the draft's.
@@ -136,6 +148,7 @@ class Load:
     """
 
     layers: int
+    group: int
     kept: str
     weights: float
     draft_weights: float
@@ -155,6 +168,7 @@ class Load:
         matrix, attention = row_flops(info, max(context, 1))
         return cls(
             layers=info["layers"],
+            group=info["heads"] // info["kv_heads"],
             kept=kept,
             weights=seen["weights_bytes"],
             draft_weights=draft_weights,
@@ -235,7 +249,7 @@ class Machine:
             weights, weights_bytes, view, view_bytes = load.reads(of, target)
             shares = GPU_WEIGHTS[load.kept][weights]
             matrices[of] = Curve(tuple((rows, weights_bytes / (read * share)) for rows, share in shares))
-            attention[of] = Curve(((1, view_bytes / (read * GPU_VIEWS[view])),))
+            attention[of] = tiled(view_bytes / (read * GPU_VIEWS[view]), max(GPU_TILE // load.group, 1))
         prompt = GPU_PROMPT.get(capability)
         return cls(read, matrices, attention, defaultdict(float), GPU_LAYER_S * load.layers, 0.0, prompt, prompt)
 
