@@ -464,7 +464,7 @@ class Engine:
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
             draft_precision: matrices that a draft reads in 8 bits, a comma list of "qkv", "o", "gate-up" and "down"; "none";
-                or "auto": on a CPU "down" if the cache outweighs the weights (`info` reports the choice).
+                or "auto": on a CPU "down" if that adds at most 5 % to a draft step's bytes (`info` reports the choice).
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (the default), or a "window": the first and the newest.
