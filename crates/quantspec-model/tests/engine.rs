@@ -12,10 +12,13 @@ use quantspec_core::grammar::{Grammar, Mask};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
+use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_model::backend::{DraftConfig, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{CATCH_UP_ROWS, Copying, DraftModel, Drafter, Ngram, SelfQuantised};
+use quantspec_model::draft::{
+    CATCH_UP_ROWS, Copying, DraftModel, Drafter, Needs, Ngram, Proposed, SelfQuantised, Target,
+};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use quantspec_model::prompt_cache::PromptCache;
@@ -454,6 +457,49 @@ impl Grammar for Limited {
     }
 }
 
+/// Proposes tokens without any relation to the text.
+#[derive(Debug)]
+struct Nonsense(u32);
+
+impl Drafter for Nonsense {
+    fn needs(&self) -> Needs {
+        Needs::default()
+    }
+
+    fn prefill(&mut self, _: usize, _: &[u32], _: u32) -> quantspec_core::Result<()> {
+        Ok(())
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: usize) -> quantspec_core::Result<Proposed> {
+        for turn in turns.iter_mut() {
+            let tokens: Vec<u32> = (0..turn.gamma as u32).map(|i| (7 * i + self.0) % 16).collect();
+            (turn.q, self.0) = (DraftDistribution::OneHot, self.0 + 5);
+            target.set_proposed(turn.slot, &tokens)?;
+        }
+        Ok(Proposed { steps: 1, ..Proposed::default() })
+    }
+
+    fn commit(&mut self, _: usize, _: &[u32]) -> quantspec_core::Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self, _: usize) {}
+}
+
+#[test]
+fn a_drafter_cannot_change_the_text() {
+    let mut engine = varied(4, 1, PROMPTS[2] + ANSWER);
+    let method = Method { target: View::Both, drafter: Some(Box::new(Nonsense(0))), policy: Policy::fixed(4) };
+    engine.set_method(method).expect("method");
+    let [(slot, mut text)] = begin(&mut engine, [5]);
+    while text.len() < ANSWER {
+        let gamma = engine.choose_gamma(slot);
+        text.extend(round(&mut engine, slot, gamma));
+    }
+    assert_eq!(text, plain()[5]);
+    assert!(engine.stats().drafted_tokens() > 4 * engine.stats().accepted_tokens());
+}
+
 /// Drafts with a checkpoint.
 fn draft_model(folder: &tiny::Folder, slots: usize, capacity: usize) -> Box<dyn Drafter> {
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
@@ -475,41 +521,46 @@ fn drafters(capacity: usize) -> [Box<dyn Drafter>; 4] {
     [network(), Copying::boxed(network()), Box::<Ngram>::default(), draft_model(&varied_folder(), 2, capacity)]
 }
 
-/// The scheduler finds the sequence that fails by repeating the round of each alone.
+/// Rounds of slots 0 and 1 until slot 0 fails, then one of each alone without drafts, as the scheduler finds which one failed, then
+/// slot 1 to its end. Returns the kind of the error.
+fn decode_next_to_a_failing_one(engine: &mut Engine<ReferenceBackend>, texts: &mut [Vec<u32>; 2]) -> ErrorKind {
+    let kind = loop {
+        let gammas = [0, 1].map(|slot| (slot, engine.choose_gamma(slot)));
+        engine.draft(&gammas).expect("draft");
+        match engine.verify() {
+            Ok(round) => round.into_iter().for_each(|emitted| texts[emitted.slot].extend(emitted.tokens)),
+            Err(error) => break error.kind,
+        }
+    };
+    engine.draft(&[(0, 0)]).expect("draft");
+    assert_eq!(engine.verify().expect_err("the sequence at fault").kind, kind);
+    texts[1].extend(round(engine, 1, 0));
+    engine.finish(0);
+    while texts[1].len() < ANSWER {
+        let gamma = engine.choose_gamma(1);
+        texts[1].extend(round(engine, 1, gamma));
+    }
+    kind
+}
+
 #[test]
-fn a_failing_sequence_changes_no_token_of_its_neighbour() {
+fn a_sequence_that_fails_by_its_grammar_changes_no_token_of_its_neighbour() {
     let capacity = PROMPTS[3] + ANSWER;
     for drafter in drafters(capacity) {
         let name = format!("{drafter:?}");
         let mut engine = varied(2, 2, capacity);
-        engine
-            .set_method(Method { target: View::Both, drafter: Some(drafter), policy: Policy::fixed(2) })
-            .expect("method");
+        let method = Method { target: View::Both, drafter: Some(drafter), policy: Policy::fixed(2) };
+        engine.set_method(method).expect("method");
         let (prompt, sampler) = request(5);
         let failing = engine.add(&prompt, sampler, ANSWER).expect("add");
         engine.constrain(failing, Box::<Limited>::default()).expect("constrain");
         let first = prefill(&mut engine, failing).expect("prefill");
-        let [(other, text)] = begin(&mut engine, [6]);
+        let [(_, text)] = begin(&mut engine, [6]);
         let mut texts = [vec![first], text];
-        let error = loop {
-            let gammas = [failing, other].map(|slot| (slot, engine.choose_gamma(slot)));
-            engine.draft(&gammas).expect("draft");
-            match engine.verify() {
-                Ok(round) => round.into_iter().for_each(|emitted| texts[emitted.slot].extend(emitted.tokens)),
-                Err(error) => break error,
-            }
-        };
-        assert_eq!((error.kind, texts[failing].len()), (ErrorKind::Input, Limited::TOKENS), "{name}");
-        engine.draft(&[(failing, 0)]).expect("draft");
-        assert_eq!(engine.verify().expect_err("too much work").kind, ErrorKind::Input, "{name}");
-        texts[other].extend(round(&mut engine, other, 0));
-        engine.finish(failing);
-        while texts[other].len() < ANSWER {
-            let gamma = engine.choose_gamma(other);
-            texts[other].extend(round(&mut engine, other, gamma));
-        }
-        assert_eq!(texts[failing], plain()[5][..Limited::TOKENS], "{name}");
-        assert_eq!(texts[other], plain()[6], "{name}");
+        let kind = decode_next_to_a_failing_one(&mut engine, &mut texts);
+        assert_eq!((kind, texts[0].len()), (ErrorKind::Input, Limited::TOKENS), "{name}");
+        assert_eq!(texts[0], plain()[5][..Limited::TOKENS], "{name}");
+        assert_eq!(texts[1], plain()[6], "{name}");
     }
 }
 
@@ -519,8 +570,43 @@ fn overflowing(token: u32) -> tiny::Folder {
     let mut weights: Vec<_> = (0..16).map(|row| (embedding, 8 * row, 0.0)).collect();
     weights.extend((0..8).map(|channel| (embedding, 8 * token + channel, f32::from(u8::from(channel == 0)))));
     weights.push(("model.layers.0.input_layernorm.weight", 0, 1.0));
-    weights.push(("model.layers.0.self_attn.k_proj.weight", 0, 1e6));
+    weights.push(("model.layers.0.self_attn.k_proj.weight", 0, 6e4));
     folder_of(&weights)
+}
+
+#[test]
+fn a_sequence_that_is_not_finite_changes_no_token_of_its_neighbour() {
+    let capacity = PROMPTS[3] + ANSWER;
+    let engine_of = |bad: u32, drafter: Option<Box<dyn Drafter>>| {
+        let mut engine = engine_of(&overflowing(bad), 2, 2, capacity);
+        let policy = Policy::fixed(if drafter.is_some() { 2 } else { 0 });
+        engine.set_method(Method { target: View::Both, drafter, policy }).expect("method");
+        engine
+    };
+    // The prompts have even tokens only. An odd one that the answer next to the failing sequence does without:
+    let alone = |bad: u32| {
+        let mut engine = engine_of(bad, None);
+        let [(slot, mut text)] = begin(&mut engine, [6]);
+        while text.len() < ANSWER {
+            engine.draft(&[(slot, 0)]).expect("draft");
+            text.extend(&engine.verify().ok()?[0].tokens);
+        }
+        Some((bad, text))
+    };
+    let (bad, expected) = (1..16).step_by(2).find_map(alone).expect("no answer does without some odd token");
+    for drafter in drafters(capacity) {
+        let name = format!("{drafter:?}");
+        let mut engine = engine_of(bad, Some(drafter));
+        let [(failing, _), (other, mut text)] = begin(&mut engine, [4, 6]);
+        for _ in 0..3 {
+            let gamma = engine.choose_gamma(other);
+            text.extend(round(&mut engine, other, gamma));
+        }
+        assert!(engine.restart(failing, bad, request(4).1).expect("restart"), "{name}");
+        let mut texts = [vec![bad], text];
+        assert_eq!(decode_next_to_a_failing_one(&mut engine, &mut texts), ErrorKind::NotFinite, "{name}");
+        assert_eq!(texts, [vec![bad], expected.clone()], "{name}");
+    }
 }
 
 #[test]

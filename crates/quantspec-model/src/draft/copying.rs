@@ -174,10 +174,10 @@ impl Drafter for Copying {
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
         for turn in turns.iter_mut().filter(|turn| turn.copied) {
             let sequence = self.sequences.get(&turn.slot);
-            let window = sequence.and_then(|sequence| sequence.run.get(..=turn.gamma));
-            let window = window.ok_or_else(|| Error::internal(format!("no run to copy for slot {}", turn.slot)))?;
+            let copied = sequence.and_then(|sequence| sequence.run.get(1..=turn.gamma));
+            let copied = copied.ok_or_else(|| Error::internal(format!("no run to copy for slot {}", turn.slot)))?;
             turn.q = DraftDistribution::OneHot;
-            target.set_window(turn.slot, window)?;
+            target.set_proposed(turn.slot, copied)?;
         }
         if !turns.iter().any(|turn| turn.drafts(0)) {
             return Ok(Proposed::default());
@@ -244,7 +244,7 @@ mod tests {
 
         fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: usize) -> Result<Proposed> {
             for turn in turns.iter().filter(|turn| turn.drafts(0)) {
-                target.set_window(turn.slot, &vec![0; turn.gamma + 1])?;
+                target.set_proposed(turn.slot, &vec![0; turn.gamma])?;
             }
             Ok(Proposed { steps: 1, pages: Some(Pages::All), ..Proposed::default() })
         }
@@ -320,7 +320,7 @@ mod tests {
             let mut turns = [Turn { copied: gamma > 0, ..Turn::new(0, 0, gamma.max(4), Sampler::greedy()) }];
             let mut target = Recorder::default();
             drafter.propose(&mut target, &mut turns, 0).unwrap();
-            let right = target.windows[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
+            let right = target.proposed[0].1.iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
             let emitted = if gamma > 0 { right + 1 } else { 3 };
             seconds += if gamma > 0 { verify(gamma) } else { 2.0 };
             let end = answer.len().min(at + emitted);
@@ -395,7 +395,7 @@ mod tests {
         let mut target = Recorder::default();
         let proposed = drafter.propose(&mut target, &mut turns, 0).unwrap();
         // Copied windows are set first: a deferred draft would be discarded.
-        assert_eq!(target.windows, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
+        assert_eq!(target.proposed, [(0, vec![29, 30, 31]), (1, vec![0; 3])]);
         assert_eq!(turns.each_ref().map(|turn| turn.q), [DraftDistribution::Kept, DraftDistribution::OneHot]);
         assert_eq!(proposed.pages, Some(Pages::All));
         // If every sequence copies, the network is not used.

@@ -30,8 +30,8 @@ impl Target for Guessing<'_> {
         self.target.draft_guessed(config, turns, &mut self.guesses)
     }
 
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        self.target.set_window(slot, tokens)
+    fn set_proposed(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.target.set_proposed(slot, tokens)
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {

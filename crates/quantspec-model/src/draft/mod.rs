@@ -17,7 +17,7 @@ pub use model::{CATCH_UP_ROWS, DraftModel};
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
+use crate::backend::{Backend, DraftConfig, Memory, TokenSampler, Turn};
 use crate::forward::{self, Guess};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
@@ -72,7 +72,7 @@ pub trait Drafter: Debug + Send {
     /// Proposes up to `turn.gamma` tokens for every turn, except those with [`Turn::copied`], which have their tokens. Sets
     /// `turn.gamma` to their number and `turn.q` to their distribution.
     ///
-    /// The tokens belong into the slot's window. A drafter that knows them calls [`Target::set_window`];
+    /// The tokens belong into the slot's window. A drafter that knows them calls [`Target::set_proposed`];
     /// [`Target::draft`] writes them itself, at the latest when the target verifies. `candidate` is one of the ways to draft.
     ///
     /// # Errors
@@ -201,11 +201,11 @@ pub trait Target {
         self.draft(config, turns)
     }
 
-    /// [`KvCache::set_window`]: `tokens` are the last emitted one and the proposed ones.
+    /// Writes proposed tokens into the slot's window, after the last emitted one.
     ///
     /// # Errors
-    /// Those of [`KvCache::set_window`].
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
+    /// Those of [`crate::backend::KvCache::window`] and [`crate::backend::KvCache::set_window`].
+    fn set_proposed(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
     /// [`TokenSampler::set_distribution`]: q of the token after `offset`, needed under rejection unless `turn.q` is
     /// [`quantspec_core::verify::DraftDistribution::OneHot`].
@@ -228,8 +228,11 @@ impl<B: Backend> Target for B {
         }
     }
 
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        KvCache::set_window(self, slot, tokens)
+    fn set_proposed(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        // The last emitted token is not the drafter's to write: the target feeds it.
+        let mut window = self.window(slot, 1)?;
+        window.extend(tokens);
+        self.set_window(slot, &window)
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
@@ -388,8 +391,8 @@ mod tests {
     pub(super) struct Recorder {
         /// Configurations of the drafts.
         pub(super) drafts: Vec<DraftConfig>,
-        /// Slots and tokens of the windows.
-        pub(super) windows: Vec<(usize, Vec<u32>)>,
+        /// Slots and their proposed tokens.
+        pub(super) proposed: Vec<(usize, Vec<u32>)>,
         /// Plays the draft network's answers to guesses.
         pub(super) network: Option<fn(&mut dyn Guess)>,
     }
@@ -407,8 +410,8 @@ mod tests {
             self.draft(config, turns)
         }
 
-        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-            self.windows.push((slot, tokens.to_vec()));
+        fn set_proposed(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+            self.proposed.push((slot, tokens.to_vec()));
             Ok(())
         }
 

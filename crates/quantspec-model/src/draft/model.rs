@@ -179,7 +179,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
             };
             let Shared { backend, sequences, .. } = &mut *network;
             let window = backend.window(turn.slot, drafted.gamma + 1)?;
-            target.set_window(turn.slot, &window)?;
+            target.set_proposed(turn.slot, &window[1..])?;
             if turn.sampler.accept == Accept::Rejection {
                 for offset in 0..drafted.gamma {
                     match backend.distribution(turn.slot, offset) {

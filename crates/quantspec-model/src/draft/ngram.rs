@@ -46,7 +46,7 @@ impl Drafter for Ngram {
             turn.gamma = window.len() - 1;
             turn.q = DraftDistribution::OneHot;
             if turn.gamma > 0 {
-                target.set_window(turn.slot, &window)?;
+                target.set_proposed(turn.slot, &window[1..])?;
             }
         }
         let steps = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(found, Proposed { steps: 3, ..Proposed::default() });
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
-        assert_eq!(target.windows, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
+        assert_eq!(target.proposed, [(5, vec![4, 1, 2]), (0, vec![3, 1])]);
         assert!(target.drafts.is_empty(), "prompt lookup runs no network");
         // Emitted tokens become part of the text, and a restarted answer replaces the old one.
         drafter.commit(2, &[1, 2]).unwrap();
