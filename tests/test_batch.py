@@ -477,6 +477,27 @@ def test_an_answer_by_hand_after_an_interrupt_is_not_overwritten(
     assert (out / "a.txt.md").read_text() == "by hand"
 
 
+def test_a_file_that_appears_during_a_run_is_not_overwritten(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody writes it, or two names are one on the file system of the answers, as a.txt and A.txt may be."""
+    out = tmp_path / "out"
+    write = journal.Journal.write
+
+    def writing(kept: Any, name: str, output: str, text: str) -> int:
+        if name == "a.txt":
+            (out / output).write_text("by hand")
+        return write(kept, name, output, text)
+
+    monkeypatch.setattr(journal.Journal, "write", writing)
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    report = quantspec(*command).json
+    (error,) = [line["error"]["message"] for line in report["results"] if line["error"]]
+    assert (report["done"], error) == (2, f"{out}/a.txt.md exists and is not as this batch wrote it")
+    assert (out / "a.txt.md").read_text() == "by hand"
+    assert quantspec(*command, "--no-resume").json["done"] == 3
+
+
 def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "--json"]

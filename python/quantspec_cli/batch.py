@@ -321,7 +321,7 @@ class _Run:
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
         finished |= {source.name: "failed" for source in workload.failed}
-        workload.foreign = set(self.journal.begin(todo, finished, replace=not request.resume))
+        workload.foreign = set(self.journal.begin(todo, finished))
         view = batch_view.View(len(found), len(workload.skipped), len(workload.failed), shown=not quiet)
         # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and request.ray is None else None

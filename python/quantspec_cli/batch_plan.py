@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __version__, batch_view, documents, mapreduce, output, plan, prompts, render, sources
+from . import __version__, batch_view, documents, journal, mapreduce, output, plan, prompts, render, sources
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
 from .model import Written, planned
 from .predict import PAGE_TOKENS
@@ -361,9 +361,7 @@ def examined(
     known: list[Job] = []
     for job in workload.todo:
         if job.source.name in workload.foreign:
-            place = sources.shown(str(Path(request.out) / job.output))
-            what = f"{place} exists and is not as this batch wrote it"
-            yield job, FileError(what, "move it away, or replace it with --no-resume")
+            yield job, journal.not_own(Path(request.out), job.output)
         else:
             known.append(job)
     for found in reader.examine(known):

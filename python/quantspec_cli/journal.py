@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from .errors import FileError, QuantspecError, one_line, reason
-from .sources import STATE
+from .sources import STATE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,13 +72,15 @@ class Journal:
     """The journal of one output folder, held by this process until `close`."""
 
     def __init__(self, out: Path, *, replace: bool = False) -> None:
-        """Opens the journal and locks the folder. `replace` renames a journal that cannot be read.
+        """Opens the journal and locks the folder. `replace` drops earlier results, replaces files that the journal did not
+        write, and renames a journal that cannot be read.
 
         Raises:
             FileError: the folder cannot be written, is locked by another process, or its journal is damaged.
         """
         self.out = out
         self.state = out / STATE
+        self._replace = replace
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -88,7 +90,7 @@ class Journal:
             ) from error
         try:
             self._take()
-            self._connection = self._open(replace=replace)
+            self._connection = self._open()
             self._temporary = self.state / "tmp"
             # Files that were not complete when a process died.
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -113,12 +115,12 @@ class Journal:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
-    def _open(self, *, replace: bool) -> sqlite3.Connection:
+    def _open(self) -> sqlite3.Connection:
         path = self.state / "journal.sqlite"
         try:
             return _connect(path)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) or not replace:
+            if isinstance(error, sqlite3.OperationalError) or not self._replace:
                 raise FileError(
                     f"journal {path} cannot be used: {error}",
                     "free some space or correct its permissions; a damaged journal is replaced by --no-resume",
@@ -150,22 +152,21 @@ class Journal:
         with self._reported():
             return _rows(self._connection)
 
-    def begin(self, outputs: Mapping[str, str], finished: Mapping[str, str], *, replace: bool = False) -> list[str]:
+    def begin(self, outputs: Mapping[str, str], finished: Mapping[str, str]) -> list[str]:
         """Marks documents (name to output) as pending, and `finished` ones (name to status) as such. Then results.jsonl has
         the lines of all that are not pending.
 
         A pending document keeps its earlier result until another answer is written: a run with other options that soon ends
-        loses nothing. `replace` drops the results.
+        loses nothing.
 
-        Returns the names whose output exists and was not written by this journal; the caller must refuse them. `replace`
-        takes them over.
+        Returns the names whose output exists and was not written by this journal; the caller must refuse them.
         """
         with self._reported():
             found = self._connection.execute("SELECT output, size FROM documents")
             sizes = {os.fsdecode(output): size for output, size in found}
-            refused = [] if replace else foreign(self.out, outputs, sizes)
+            refused = [] if self._replace else foreign(self.out, outputs, sizes)
             with_result = self._connection.execute("SELECT name FROM documents WHERE result IS NOT NULL")
-            kept = set(refused) if replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
+            kept = set() if self._replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
             with self._transaction():
                 self._connection.executemany(
                     "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
@@ -218,11 +219,12 @@ class Journal:
         """Moves a document's answer to its path below the folder, atomically. Returns its size in bytes.
 
         Raises:
-            FileError: the path is outside the folder (through a link), or the system or the journal refuses; the OSError or
-                sqlite3.Error is its cause.
+            FileError: the path is outside the folder (through a link), there is a file that the journal did not write, or
+                the system or the journal refuses; the OSError or sqlite3.Error is its cause.
         """
         target = self.out / output
         self._check_inside(target.parent)
+        self._check_own(name, output)
         temporary = self._new_temporary()
         try:
             with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -260,6 +262,14 @@ class Journal:
         """The results of these documents, in the order in which they finished."""
         wanted = {os.fsencode(name) for name in names}
         return [json.loads(line) for name, line in self._finished() if name in wanted]
+
+    def _check_own(self, name: str, output: str) -> None:
+        """Refuses to replace a file that somebody wrote since `begin`."""
+        with self._reported():
+            found = self._connection.execute("SELECT output, size FROM documents WHERE name = ?", (os.fsencode(name),))
+            sizes = {os.fsdecode(place): size for place, size in found}
+        if not self._replace and foreign(self.out, {name: output}, sizes):
+            raise not_own(self.out, output)
 
     def _check_inside(self, folder: Path) -> None:
         """Refuses a folder outside the output folder, before anything is created there."""
@@ -343,6 +353,14 @@ def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | Non
         for name, output in outputs.items()
         if (found := _size(out / output)) is not None and _own_size(out, output, sizes) != found
     ]
+
+
+def not_own(out: Path, output: str) -> FileError:
+    """The error for a document that is `foreign`."""
+    return FileError(
+        f"{shown(str(out / output))} exists and is not as this batch wrote it",
+        "move it away, or replace it with --no-resume",
+    )
 
 
 def _own_size(out: Path, output: str, sizes: Mapping[str, int | None]) -> int:
