@@ -13,7 +13,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from conftest import Outcome, chat_model
+from conftest import DEMO, Outcome, chat_model
+from tokenizers import Tokenizer
 
 from quantspec_cli import Engine, schema
 from quantspec_cli.errors import InputError, UsageError
@@ -343,6 +344,25 @@ def test_files_that_hold_no_schema(quantspec: Run, tmp_path: Path) -> None:
     refused(b'"text"', "no object")
     quantspec("run", "--text", "A", "--json-schema", str(tmp_path)).assert_error(2, "is not a file")
     assert not (tmp_path / "out").exists()
+
+
+def test_tags_of_the_tokenizer_alone_leave_room_for_a_schema(fake: Any, tmp_path: Path) -> None:
+    # As Qwen3-4B-Instruct-2507, which never thinks, and has no switch.
+    folder = Path(chat_model(tmp_path / "m", "{{ messages[0].content }}"))
+    inner = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    inner.add_tokens(["<think>", "</think>"])
+    (folder / "tokenizer.json").unlink()
+    inner.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 8200}))
+    model = Model.open(str(folder))
+    prompt = model.prompt("D", instruction="I")
+    assert prompt.thinking is not None
+    assert prompt.thinking.on
+    schema.check(model, [prompt], json.dumps(DIGITS))
+    always = Model.open(chat_model(tmp_path / "always", "{{ messages[0].content }}<think>"))
+    with pytest.raises(UsageError, match="no room for a thinking block"):
+        schema.check(always, [always.prompt("D", instruction="I")], json.dumps(DIGITS))
 
 
 def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: Path) -> None:

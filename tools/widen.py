@@ -53,6 +53,7 @@ TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "special_tokens_map.json",
 )

@@ -107,11 +107,12 @@ def render(
     """A conversation rendered for the model, and how its answer marks thinking (None: the model has no thinking blocks)."""
     rendered = template.render(source, turns, tokenizer.special, arguments)
     switch = template.THINKING in rendered.variables
-    known = [tags for tags in _TAGS if any(tag in source or tokenizer.id_of(tag) is not None for tag in tags)]
+    written = [tags for tags in _TAGS if any(tag in source for tag in tags)]
+    known = written or [tags for tags in _TAGS if any(tokenizer.id_of(tag) is not None for tag in tags)]
     if not (known or switch):
         return rendered.text, None
     opens, closes = known[0] if known else _TAGS[0]
     begun = rendered.text.rstrip().endswith(opens)
     # Without a switch in the template, the model decides.
     on = not switch or arguments.get(template.THINKING, False) is not False
-    return rendered.text, Thinking(opens, closes, begun=begun, on=on)
+    return rendered.text, Thinking(opens, closes, begun=begun, on=on, expected=bool(written or switch))

@@ -36,6 +36,8 @@ FILES = [
     "added_tokens.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    # That of some models with a vision tower.
+    "chat_template.json",
 ]
 
 # Files that a plan needs.

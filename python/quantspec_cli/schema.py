@@ -51,11 +51,11 @@ def check(model: Model, prompts: Sequence[Prompt], schema: str | None) -> None:
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Refuses a prompt whose answer may begin with a thinking block, which no schema allows."""
-    if prompt.thinking is not None and prompt.thinking.on:
+    """Refuses a prompt of a model that thinks before it answers, as no schema allows a thinking block."""
+    if prompt.thinking is not None and prompt.thinking.on and prompt.thinking.expected:
         raise UsageError(
             "a JSON schema leaves no room for a thinking block",
-            "turn thinking off (--thinking off), or use a model that answers without thinking",
+            "turn thinking off (--thinking off) if the model can, or use one that answers without thinking",
             option=_OPTION,
         )
 

@@ -50,12 +50,15 @@ class Thinking:
         closes: the tag after it.
         begun: the prompt ends inside the block, so the answer has no opening tag.
         on: the model may think; otherwise its answer is not searched for a block.
+        expected: the chat template has the tags or a switch. Otherwise only the tokenizer has the tags: models that answer at
+            once may share it with models that think.
     """
 
     opens: str = "<think>"
     closes: str = "</think>"
     begun: bool = False
     on: bool = True
+    expected: bool = True
 
     @property
     def tags(self) -> tuple[str, ...]:
