@@ -1,6 +1,10 @@
 //! Helpers of this crate's tests.
 
 use crate::dispatch::Simd;
+use crate::lanes::{bf16_bits, bf16_value, f16_bits, f16_value};
+use crate::linear::{Matrix, Store, repack16, repack32};
+use crate::panel::PANEL;
+use quantspec_core::config::Dtype;
 
 #[path = "../tests/support/paths.rs"]
 mod paths;
@@ -51,4 +55,29 @@ pub(crate) fn distance(a: &[f32], reference: &[f64]) -> f64 {
 /// The bits of numbers, for comparing them exactly.
 pub(crate) fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// A matrix of random weights `[n][k]`, and the weights as f32.
+pub(crate) fn random_matrix(noise: &mut Noise, n: usize, k: usize, dtype: Dtype) -> (Matrix, Vec<f32>) {
+    let mut matrix = Matrix::zeros(n.div_ceil(PANEL), k, dtype).unwrap();
+    let len = Matrix::panel_len(k);
+    let mut weights = noise.normals(n * k);
+    for (i, rows) in weights.chunks_mut(PANEL * k).enumerate() {
+        let panel = i * len..(i + 1) * len;
+        match &mut matrix.store {
+            Store::Bf16(w) => {
+                let raw: Vec<u8> = rows.iter().flat_map(|x| bf16_bits(*x).to_le_bytes()).collect();
+                assert!(repack16(&raw, k, true, 0x7f80, &mut w[panel]));
+                rows.iter_mut().for_each(|x| *x = bf16_value(bf16_bits(*x)));
+            }
+            Store::F16(w) => {
+                let raw: Vec<u8> = rows.iter().flat_map(|x| f16_bits(*x).to_le_bytes()).collect();
+                assert!(repack16(&raw, k, false, 0x7c00, &mut w[panel]));
+                rows.iter_mut().for_each(|x| *x = f16_value(f16_bits(*x)));
+            }
+            Store::F32(w) => repack32(rows, k, &mut w[panel]),
+            Store::Planes(_) => unreachable!("made of a number format"),
+        }
+    }
+    (matrix, weights)
 }
