@@ -6,8 +6,8 @@ use crate::elementwise::LANES;
 use crate::lanes::{exp2, widen};
 use crate::prefill::tiles;
 
-/// One head of 64 queries from position q0 on. q: `[D][64]`; keys and values: `[token][D]` f16 up to q0 + 64 tokens. The result
-/// is in `scratch.out`, `[D][64]`.
+/// One head of 64 queries from position q0 on. q: `[D][64]`; keys and values: `[token][D]` f16 up to q0 + 64 tokens. The
+/// result is in `scratch.out`, `[D][64]`.
 pub(super) fn causal(
     simd: Simd,
     q: &[f32],
