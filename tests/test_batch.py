@@ -523,6 +523,7 @@ def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: 
     assert quantspec(*command).json["skipped"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_other_options_by_mistake_lose_nothing(
     start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int

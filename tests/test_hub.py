@@ -480,6 +480,7 @@ def test_the_only_gguf_file_needs_no_name(server: Hub, resolve: Callable[..., st
     assert server.fetched == ["x.Q8_0.gguf"]
 
 
+@pytest.mark.slow
 def test_a_description_names_the_downloaded_files_to_choose_from(server: Hub, resolve: Callable[..., str]) -> None:
     server.files = {"x.Q8_0.gguf": b"GGUF", "x.Q4_0.gguf": b"GGUF"}
     assert "no GGUF file of it has been downloaded" in resolve("owner/model", function="describe")
