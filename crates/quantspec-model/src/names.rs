@@ -5,7 +5,7 @@
 //! removed, and the tower's tensors are left out.
 
 use crate::elements::FLOATS;
-use crate::part::{LayerPart, Part};
+use crate::part::Part;
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
@@ -62,6 +62,9 @@ fn inner(name: &str) -> Option<String> {
     PREFIXES.iter().find_map(of).or_else(|| (name == "lm_head.weight").then(|| name.to_string()))
 }
 
+/// Ends of the names of fused matrices.
+const FUSED: [&str; 2] = ["qkv_proj.weight", "gate_up_proj.weight"];
+
 /// Names and row counts of the matrices in a fused one, in order; `None` for other names.
 fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
     if config.family != "phi3" {
@@ -71,10 +74,11 @@ fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
     let parts = |module: &str, parts: &[(&str, usize)]| {
         Some(parts.iter().map(|(part, rows)| (format!("{module}{part}_proj.weight"), *rows)).collect())
     };
-    if let Some(module) = name.strip_suffix("qkv_proj.weight") {
+    let [qkv, gate_up] = FUSED;
+    if let Some(module) = name.strip_suffix(qkv) {
         return parts(module, &[("q", q), ("k", kv), ("v", kv)]);
     }
-    parts(name.strip_suffix("gate_up_proj.weight")?, &[("gate", intermediate), ("up", intermediate)])
+    parts(name.strip_suffix(gate_up)?, &[("gate", intermediate), ("up", intermediate)])
 }
 
 /// A matrix of a checkpoint that holds one of the network.
@@ -89,19 +93,15 @@ pub(crate) struct Place {
 
 /// A matrix's place in a fused one; `None` if the family does not fuse it.
 pub(crate) fn fused_place(config: &ModelConfig, part: Part) -> Option<Place> {
-    use LayerPart::*;
-    let Part::Layer(layer, kind) = part else { return None };
-    let (q, kv, intermediate) = (config.q_width(), config.kv_width(), config.intermediate);
-    let (module, rows, first) = match kind {
-        _ if config.family != "phi3" => return None,
-        Q => ("self_attn.qkv_proj", q + 2 * kv, 0),
-        K => ("self_attn.qkv_proj", q + 2 * kv, q),
-        V => ("self_attn.qkv_proj", q + 2 * kv, q + kv),
-        Gate => ("mlp.gate_up_proj", 2 * intermediate, 0),
-        Up => ("mlp.gate_up_proj", 2 * intermediate, intermediate),
-        _ => return None,
-    };
-    Some(Place { name: format!("model.layers.{layer}.{module}.weight"), rows, first })
+    let alone = part.name(config);
+    let module = &alone[..=alone.strip_suffix(".weight")?.rfind('.')?];
+    FUSED.iter().find_map(|matrix| {
+        let name = format!("{module}{matrix}");
+        let parts = fused(config, &name)?;
+        let at = parts.iter().position(|(part, _)| *part == alone)?;
+        let rows = |parts: &[(String, usize)]| parts.iter().map(|(_, rows)| rows).sum();
+        Some(Place { rows: rows(&parts), first: rows(&parts[..at]), name })
+    })
 }
 
 /// Where a matrix may be: alone, or in a fused one.
