@@ -373,6 +373,12 @@ def test_a_gpu_reads_the_cache_once_for_each_tile_of_query_rows(group: int, once
     assert times == pytest.approx([-(-rows // once) for rows in range(1, predict.GAMMA_MOST + 2)])
 
 
+def test_tiles_of_query_rows_are_those_of_the_kernels() -> None:
+    table = (ROOT / "kernels/attend.cu").read_text()
+    for view in ("both", "full"):
+        assert max(map(int, re.findall(rf"ATTEND\(attend_{view}_\d+_(\d+),", table))) == predict.GPU_TILE
+
+
 @pytest.mark.parametrize(
     ("kept", "method", "milliseconds"),
     [("checkpoint", "w4", 1.52), ("checkpoint", "qspec", 1.60), ("int4", "w4", 1.70), ("int4", "qspec", 2.40)],

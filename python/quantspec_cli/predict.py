@@ -121,11 +121,8 @@ class Curve:
 
 def tiled(seconds: float, rows: int) -> Curve:
     """Attention that reads the cache in `seconds`, once for so many rows."""
-    tiles = [
-        ((tile * rows + 1, tile * seconds + seconds), ((tile + 1) * rows, tile * seconds + seconds))
-        for tile in range(GAMMA_MOST + 1)
-    ]
-    return Curve([point for tile in tiles for point in tile])
+    reads = range(1, GAMMA_MOST + 2)
+    return Curve([(row, n * seconds) for n in reads for row in ((n - 1) * rows + 1, n * rows)])
 
 
 @dataclass(frozen=True)
