@@ -632,8 +632,7 @@ def _cluster(
         parallel=request.parallel,
     )
     cluster = Cluster(address, spec)
-    reader.bound_by_memory = cluster.context < spec.context
-    reader.context = min(reader.context, cluster.context) if reader.bound_by_memory else reader.context
+    reader.limit(cluster.context, spec.context)
     if cluster.failure is not None and not request.quiet:
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")
     if not request.quiet:
@@ -658,8 +657,7 @@ def _engine(
             prompt_cache=request.prompt_cache or True,
             on_loading=on_loading,
         )
-    reader.bound_by_memory = context < wanted
-    reader.context = min(reader.context, context) if reader.bound_by_memory else reader.context
+    reader.limit(context, wanted)
     if not request.quiet:
         render.note_of_drafts(engine.info)
     return engine, parallel

@@ -243,7 +243,13 @@ class Reader:
         self._kept: dict[tuple[str, str], prompts.Document] = {}
         self._kept_bytes = 0
         # True if memory, not the model, limits the context.
-        self.bound_by_memory = False
+        self._bound_by_memory = False
+
+    def limit(self, context: int, wanted: int) -> None:
+        """Limits the context to what fits into memory, if that is less than wanted."""
+        self._bound_by_memory = context < wanted
+        if self._bound_by_memory:
+            self.context = min(self.context, context)
 
     @property
     def budget(self) -> int:
@@ -294,7 +300,7 @@ class Reader:
 
     def check(self, prompt: Prompt) -> None:
         """Refuses a prompt beyond the context."""
-        if self.bound_by_memory and len(prompt.ids) > self.budget:
+        if self._bound_by_memory and len(prompt.ids) > self.budget:
             raise _beyond_memory(prompt.name, len(prompt.ids) + self.options.max_new_tokens, self.context)
         try:
             self.model.check_fits(prompt, self.options.max_new_tokens, self.context)
