@@ -64,16 +64,20 @@ fn on_disk(folder: &Path, limit_bytes: u64) -> Engine<CpuBackend> {
 }
 
 fn keep_in(engine: &mut Engine<CpuBackend>, checkpoint: &Checkpoint, folder: &Path, limit_bytes: u64) {
-    keep_of("/models/tiny", engine, checkpoint, folder, limit_bytes);
+    keep_at(engine, at("/models/tiny", checkpoint, folder, limit_bytes));
 }
 
-fn keep_of(model: &str, engine: &mut Engine<CpuBackend>, checkpoint: &Checkpoint, folder: &Path, limit_bytes: u64) {
-    let at = PromptFolder {
+fn at(model: &str, checkpoint: &Checkpoint, folder: &Path, limit_bytes: u64) -> PromptFolder {
+    PromptFolder {
         folder: folder.to_path_buf(),
         model: PathBuf::from(model),
         fingerprint: fingerprint(checkpoint, TargetWeights::Checkpoint, 2, || Ok(())).expect("fingerprint"),
         limit_bytes,
-    };
+        patience_s: f64::INFINITY,
+    }
+}
+
+fn keep_at(engine: &mut Engine<CpuBackend>, at: PromptFolder) {
     let cache = PromptCache::on_disk(engine.backend(), at);
     engine.cache_prompts(cache);
 }
@@ -186,7 +190,7 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     assert!(kept.prompt_cache().expect("a cache").held_bytes() > 7 * BLOCK_TOKENS);
     // Another process finds this one's prompts, whatever path it loads the model from.
     let mut other = engine_on(checkpoint, simd, 1, Hooks::default());
-    keep_of("/elsewhere/copy", &mut other, checkpoint, &folder.0, u64::MAX);
+    keep_at(&mut other, at("/elsewhere/copy", checkpoint, &folder.0, u64::MAX));
     let prompt = question(700, 99);
     assert_eq!(answer(&mut other, &prompt, usize::MAX), (answer(&mut plain, &prompt, usize::MAX).0, 640));
 }
@@ -411,6 +415,27 @@ fn a_folder_that_cannot_be_used_is_one_warning() {
     assert!(said.contains("not cached") && said.contains("--prompt-cache") && !said.contains("os error"), "{said}");
     answer(&mut engine, &question(640, 1), usize::MAX);
     assert_eq!(note(&mut engine), None, "it is said once");
+}
+
+#[test]
+fn a_folder_that_is_slower_than_computing_is_one_warning() {
+    let (folder, checkpoint) = (Folder::new(), LLAMA.checkpoint(7));
+    let mut engine = engine();
+    let allowed = at("/models/tiny", &checkpoint, &folder.0, u64::MAX);
+    keep_at(&mut engine, PromptFolder { patience_s: f64::NEG_INFINITY, ..allowed.clone() });
+    let (expected, _) = answer(&mut self::engine(), &question(640, 1), usize::MAX);
+    for number in 0..2 {
+        assert_eq!(answer(&mut engine, &question(640, 1), usize::MAX), (answer_of(&expected), 0));
+        assert_eq!(folder.names(), Vec::<PathBuf>::new());
+        let note = note(&mut engine);
+        assert_eq!(note.is_some(), number == 0, "{note:?}");
+        assert!(note.is_none_or(|note| note.contains("takes longer") && note.contains("--prompt-cache")));
+    }
+    // Prompts that are there are read.
+    keep_at(&mut engine, allowed.clone());
+    answer(&mut engine, &question(640, 1), usize::MAX);
+    keep_at(&mut engine, PromptFolder { patience_s: f64::NEG_INFINITY, ..allowed });
+    assert_eq!(answer(&mut engine, &question(640, 1), usize::MAX), (expected, 640));
 }
 
 #[test]

@@ -68,6 +68,7 @@ fn a_cached_prefix_changes_no_bit() {
                 model: PathBuf::from("model"),
                 fingerprint: number as u128,
                 limit_bytes: u64::MAX,
+                patience_s: f64::INFINITY,
             };
             let cache = PromptCache::on_disk(stored.backend(), at);
             stored.cache_prompts(cache);

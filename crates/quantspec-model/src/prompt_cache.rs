@@ -28,7 +28,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io, thread};
 use twox_hash::XxHash3_128;
 
@@ -119,7 +119,7 @@ pub fn fingerprint(
 }
 
 /// A folder for the prompts of one model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct PromptFolder {
     /// The folder; created when needed.
     pub folder: PathBuf,
@@ -129,6 +129,9 @@ pub struct PromptFolder {
     pub fingerprint: u128,
     /// Most bytes that the folder holds.
     pub limit_bytes: u64,
+    /// Seconds by which writing a prompt may exceed computing it. A prompt that takes longer is not kept, nor are later ones:
+    /// reading it would gain little, and each prompt would be delayed.
+    pub patience_s: f64,
 }
 
 /// The prompts that one engine keeps.
@@ -153,13 +156,12 @@ pub struct PromptCache {
 #[derive(Debug)]
 enum Storage {
     /// The least recently used branch first.
-    Memory {
-        branches: Vec<Arc<Held>>,
-        limit_bytes: usize,
-    },
+    Memory { branches: Vec<Arc<Held>>, limit_bytes: usize },
     Disk {
         at: PromptFolder,
         recipe: String,
+        /// Writing took longer than computing and [`PromptFolder::patience_s`].
+        slow: bool,
     },
 }
 
@@ -189,7 +191,7 @@ impl PromptCache {
     pub fn on_disk<B: Network + PromptRows>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
-        PromptCache::new(backend, Storage::Disk { at, recipe }, root)
+        PromptCache::new(backend, Storage::Disk { at, recipe, slow: false }, root)
     }
 
     fn new<B: Network + PromptRows>(backend: &B, storage: Storage, root: u128) -> PromptCache {
@@ -259,6 +261,9 @@ impl PromptCache {
             chain,
             damaged: None,
             failed: None,
+            started: Instant::now(),
+            writing: Duration::ZERO,
+            slow: false,
         };
         self.record(&mut reuse, found);
         reuse
@@ -280,6 +285,7 @@ impl PromptCache {
                 }
                 blocks
             }
+            Storage::Disk { slow: true, .. } => 0,
             // The files in use were read last, so they are removed last, and must leave room for this one.
             Storage::Disk { at, .. } => {
                 let in_use: usize = reuse.branches.iter().map(|(branch, _)| branch.stored_segments()).sum();
@@ -291,12 +297,15 @@ impl PromptCache {
         reuse.recorder = match &self.storage {
             _ if blocks == 0 => None,
             Storage::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
-            Storage::Disk { at, recipe } => {
+            Storage::Disk { at, recipe, .. } => {
                 let (model, suffix) = (model_name(&at.model), FORMAT.suffix);
                 let path = at.folder.join(format!("{model}-{:032x}-{:032x}.{suffix}", chain[0], chain[blocks - 1]));
                 make_room(&FORMAT, &path, at.limit_bytes.saturating_sub((blocks * block_bytes) as u64));
                 match Writer::new(&FORMAT, &path, &description(recipe, &at.model), blocks * self.layers) {
-                    Ok(file) => Some(Recorder { from, to: Kept::Disk(file), chain }),
+                    Ok(file) => {
+                        let to = Kept::Disk { file, patience_s: at.patience_s };
+                        Some(Recorder { from, to, chain })
+                    }
                     Err(error) => {
                         reuse.failed = Some(error);
                         None
@@ -308,7 +317,7 @@ impl PromptCache {
 
     /// Follows the chain through the folder's files, and lists the files used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.storage else { return Vec::new() };
+        let Storage::Disk { at: PromptFolder { folder, .. }, recipe, .. } = &self.storage else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -372,7 +381,7 @@ impl PromptCache {
                     let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
                     use_held(branches, &used.cloned().collect::<Vec<_>>());
                 }
-                (Kept::Disk(file), _) => {
+                (Kept::Disk { file, .. }, _) => {
                     // A sound file replaces a damaged one.
                     self.damaged.remove(file.destination());
                     reuse.failed = file.publish().err();
@@ -394,6 +403,17 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
+        if reuse.slow
+            && let Storage::Disk { at, slow, .. } = &mut self.storage
+        {
+            *slow = true;
+            let note = format!(
+                "prompts are not cached: writing to {} takes longer than processing a prompt; leave out --prompt-cache, or name a \
+                 folder on a faster disk",
+                at.folder.display()
+            );
+            self.add_note(note);
+        }
         if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.storage) {
             let note = unusable(&at.folder, &error);
             self.add_note(note);
@@ -474,6 +494,11 @@ pub struct Reuse {
     damaged: Option<PathBuf>,
     /// Why the recorded rows are not kept.
     failed: Option<io::Error>,
+    started: Instant,
+    /// Time of exporting and writing rows.
+    writing: Duration,
+    /// Writing took longer than computing and [`PromptFolder::patience_s`].
+    slow: bool,
 }
 
 /// Records the blocks of a prompt from block `from` on, layer by layer.
@@ -487,7 +512,7 @@ struct Recorder {
 #[derive(Debug)]
 enum Kept {
     Memory(Vec<HeldRows>),
-    Disk(Writer),
+    Disk { file: Writer, patience_s: f64 },
 }
 
 impl Reuse {
@@ -529,7 +554,7 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Records a layer's computed rows. A full disk or device memory ends the recording, not the prefill.
+    /// Records a layer's computed rows. A full or slow disk, or a full device memory, ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].
@@ -547,7 +572,8 @@ impl Reuse {
                 }
                 backend.poll()?;
             }
-            Kept::Disk(file) => {
+            Kept::Disk { file, patience_s } => {
+                let began = Instant::now();
                 let per_piece = (PIECE_BYTES / segment_bytes).max(1);
                 for start in (0..blocks).step_by(per_piece) {
                     let count = per_piece.min(blocks - start);
@@ -560,6 +586,11 @@ impl Reuse {
                         return Ok(());
                     }
                     backend.poll()?;
+                }
+                self.writing += began.elapsed();
+                let computing = self.started.elapsed().saturating_sub(self.writing);
+                if self.writing.as_secs_f64() > computing.as_secs_f64() + *patience_s {
+                    (self.slow, self.recorder) = (true, None);
                 }
             }
         }

@@ -20,6 +20,8 @@ pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 
 /// Most bytes of a folder of prompts (docs/documents.md): about 500,000 tokens of an 8-billion-parameter model.
 pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
+/// Seconds by which writing a prompt to a folder may exceed computing it: many prompts are short, and a disk may pause.
+const PROMPTS_PATIENCE_S: f64 = 2.0;
 
 /// Opens a checkpoint. `draft_cache`: folder of its draft weights, and the fewest bytes worth keeping there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
@@ -137,7 +139,8 @@ impl Files<'_> {
             let fingerprint = prompt_cache::fingerprint(&checkpoint, weights, threads, &mut poll(raised.clone()))?;
             let model = PathBuf::from(self.model);
             let model = model.canonicalize().unwrap_or(model);
-            let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
+            let (limit_bytes, patience_s) = (PROMPTS_LIMIT_BYTES, PROMPTS_PATIENCE_S);
+            let at = PromptFolder { folder, model, fingerprint, limit_bytes, patience_s };
             on_device!(&mut device, engine => {
                 let cache = PromptCache::on_disk(engine.backend(), at);
                 engine.cache_prompts(cache);
