@@ -197,13 +197,13 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         return Err(absurd(format!("config.json: rms_norm_eps {rms_eps} is not from 1e-12 to 0.1")));
     }
     let (rope, max_positions) = rope(&fields, family, head_dim, stated_positions)?;
-    let max_positions = max_positions.min(plain_positions(&fields)?);
-    let local = if family.gemma {
-        Some(local(&fields, layers, head_dim)?)
+    let (local, window) = if family.gemma {
+        (Some(local(&fields, layers, head_dim)?), None)
     } else {
-        refuse_window(&fields, family, layers, max_positions)?;
-        None
+        (None, window(&fields, family, layers)?)
     };
+    // Attention to a sliding window equals full attention in texts that are no longer.
+    let max_positions = max_positions.min(plain_positions(&fields)?).min(window.unwrap_or(usize::MAX));
 
     if family.norms != LayerNorms::Before && fields.flag("attention_bias", false)? {
         return Err(unsupported(format!("config.json: attention_bias in a {} network", family.name)));
@@ -530,8 +530,8 @@ fn plain_positions(fields: &Fields) -> Result<usize> {
     }
 }
 
-/// Refuses attention limited to a window shorter than the context. A window at least as long as the context has no effect.
-fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions: usize) -> Result<()> {
+/// The sliding window of layers that see only recent tokens, if there are any.
+fn window(fields: &Fields, family: &Family, layers: usize) -> Result<Option<usize>> {
     let window = match family.window {
         Window::Stated if fields.get("sliding_window").is_some() && fields.flag("use_sliding_window", true)? => {
             Some(fields.size("sliding_window", POSITIONS, None)?)
@@ -553,31 +553,15 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
         Window::Requested => None,
     };
     // An explicit list of layer types overrides the families' rules.
-    let window = match fields.list("layer_types")? {
-        None => window,
-        Some(types) => {
-            let other = types.iter().find(|kind| kind.as_str() != Some("full_attention"));
-            match other.map(Value::as_str) {
-                None => None,
-                Some(Some("sliding_attention")) => match window {
-                    Some(window) => Some(window),
-                    None => Some(fields.size("sliding_window", POSITIONS, Some(0))?),
-                },
-                Some(kind) => {
-                    let kind = shown(kind.unwrap_or("?"));
-                    return Err(unsupported(format!("layer type \"{kind}\" (layer_types)")));
-                }
-            }
-        }
-    };
-    match window {
-        Some(window) if window < max_positions => Err(Error::model(
-            format!(
-                "sliding-window attention ({window} tokens of a context of {max_positions}; sliding_window) is not supported"
-            ),
-            "use a checkpoint with full attention, for Mistral 7B its version 0.2 or later",
-        )),
-        _ => Ok(()),
+    let Some(types) = fields.list("layer_types")? else { return Ok(window) };
+    let other = types.iter().find(|kind| kind.as_str() != Some("full_attention"));
+    match other.map(Value::as_str) {
+        None => Ok(None),
+        Some(Some("sliding_attention")) => match window {
+            Some(window) => Ok(Some(window)),
+            None => fields.size("sliding_window", POSITIONS, None).map(Some),
+        },
+        Some(kind) => Err(unsupported(format!("layer type \"{}\" (layer_types)", shown(kind.unwrap_or("?"))))),
     }
 }
 
@@ -813,14 +797,18 @@ fn stretches(fields: &Fields, name: &str, pairs: usize) -> Result<Vec<f32>> {
     list.iter().map(one).collect()
 }
 
-/// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present.
+/// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present, times
+/// `attn_factor`. transformers does not know that field and the next; files with them are written for vLLM.
 fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
     let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     let own = match (fields.number("mscale", Some(0.0))?, fields.number("mscale_all_dim", Some(0.0))?) {
         (one, all) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
         _ => mscale(1.0),
     };
-    attention_factor(fields, own)
+    match fields.number("extrapolation_factor", Some(1.0))? {
+        1.0 => attention_factor(fields, own * fields.number("attn_factor", Some(1.0))?),
+        other => Err(unsupported(format!("{}: extrapolation_factor {other}", fields.object))),
+    }
 }
 
 /// The stated factor on cos and sin, or the scaling's `own`.

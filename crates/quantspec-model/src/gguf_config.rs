@@ -322,13 +322,18 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     }
     let rotated = rotated(&fields, head_dim)?;
     let stated_positions = size("context_length", POSITIONS)?;
-    let (rope, max_positions) = match architecture.as_str() {
+    let (rope, mut max_positions) = match architecture.as_str() {
         "phi3" => long_rope(&fields, rotated, stated_positions)?,
         _ => rope(&fields, head_dim, stated_positions)?,
     };
     let window = fields.size("attention.sliding_window", 0..=usize::MAX)?;
     let local = match window {
         _ if gemma => Some(local(&fields, layers, head_dim, fields.needed("attention.sliding_window", window)?)?),
+        // As from config.json: within the window, attention is full.
+        Some(window) if window > 0 && architecture == "phi3" => {
+            max_positions = max_positions.min(window);
+            None
+        }
         Some(window) if (1..max_positions).contains(&window) => {
             return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
         }

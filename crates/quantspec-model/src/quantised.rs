@@ -93,11 +93,12 @@ pub(crate) struct Scheme {
 /// Position in a 32-bit AWQ word of the output with this index modulo 8.
 const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
+/// What may be loaded, for hints.
+const OTHERS: &str =
+    "use a checkpoint in FP8 (e4m3), compressed-tensors INT8 or INT4, GPTQ or AWQ (gemm), or the unquantised one";
+
 fn unsupported(what: String) -> Error {
-    Error::model(
-        format!("quantization_config: {what} is not supported"),
-        "use a checkpoint in FP8 (e4m3), compressed-tensors INT8 or INT4, GPTQ or AWQ (gemm), or the unquantised one",
-    )
+    Error::model(format!("quantization_config: {what} is not supported"), OTHERS)
 }
 
 /// Reads the scheme from the bytes of config.json; None if the checkpoint is not quantised.
@@ -106,6 +107,12 @@ fn unsupported(what: String) -> Error {
 /// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported.
 pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
     let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(None) };
+    if let Some(mlx) = present(&config, "quantization") {
+        return Err(Error::model(
+            format!("config.json: MLX's quantization {} is not supported", json_text(mlx)),
+            OTHERS,
+        ));
+    }
     let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
     let Some(fields) = found else { return Ok(None) };
     let Value::Object(fields) = fields else { return Err(unsupported(json_text(fields))) };
@@ -186,7 +193,7 @@ fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
     }
     let Some(first) = schemes.first() else { return Err(unsupported("config_groups without a group".to_string())) };
     if schemes.iter().any(|scheme| scheme != first) {
-        return Err(unsupported(format!("{} different config_groups", schemes.len())));
+        return Err(unsupported(format!("a mixture of {} config_groups", schemes.len())));
     }
     Ok(*first)
 }

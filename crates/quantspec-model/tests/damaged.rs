@@ -485,19 +485,9 @@ fn unsupported_models_are_named() {
         "RoPE by layer type (\"full_attention\")",
     );
     config_refused(json!({"layer_types": ["linear_attention"]}), "layer type \"linear_attention\"");
-    let window = "sliding-window attention (32 tokens of a context of 64";
-    config_refused(json!({"model_type": "mistral", "sliding_window": 32}), window);
-    config_refused(json!({"model_type": "llama", "sliding_window": 32}), window);
-    config_refused(
-        json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}),
-        window,
-    );
-    config_refused(json!({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"]}), window);
-    // Without the field, a mistral configuration has the family's window of 4096 tokens.
-    config_refused(
-        json!({"model_type": "mistral", "max_position_embeddings": 8192}),
-        "sliding-window attention (4096 tokens",
-    );
+    config_refused(json!({"layer_types": ["sliding_attention"]}), "sliding_window is missing");
+    let factor = json!({"rope_scaling": {"type": "yarn", "factor": 4, "extrapolation_factor": 0.5}});
+    config_refused(factor, "rope_scaling: extrapolation_factor 0.5 is not supported");
 }
 
 #[test]
@@ -529,21 +519,28 @@ fn chunks_bound_the_context() {
     config_refused(chunks(8, 8), "chunk_size 8 is not above local_size 8");
 }
 
+/// Attention to a sliding window equals full attention up to the length of the window.
 #[test]
-fn unused_sliding_windows_are_accepted() {
-    config_refused(json!({"model_type": "mistral", "sliding_window": 63}), "sliding-window attention (63 tokens");
-    for fields in [
-        json!({"model_type": "mistral", "sliding_window": null}),
-        json!({"model_type": "mistral", "sliding_window": 64}),
-        json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 0}),
-        json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}),
-        json!({"model_type": "qwen3", "sliding_window": null, "layer_types": ["full_attention"]}),
-        json!({"model_type": "llama", "sliding_window": 64}),
-        json!({"model_type": "llama", "sliding_window": null}),
-        json!({"model_type": "llama", "sliding_window": 32, "use_sliding_window": false}),
-        json!({"model_type": "llama", "sliding_window": 32, "layer_types": ["full_attention"]}),
+fn sliding_windows_bound_the_context() {
+    for (fields, context) in [
+        (json!({"model_type": "mistral", "sliding_window": 63}), 63),
+        (json!({"model_type": "mistral", "sliding_window": 64}), 64),
+        (json!({"model_type": "mistral", "sliding_window": 65}), 64),
+        (json!({"model_type": "mistral", "sliding_window": null}), 64),
+        // Without the field, a mistral configuration has the family's window of 4096 tokens.
+        (json!({"model_type": "mistral", "max_position_embeddings": 8192}), 4096),
+        (json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 0}), 64),
+        (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}), 64),
+        (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}), 32),
+        (json!({"model_type": "qwen3", "sliding_window": null, "layer_types": ["full_attention"]}), 64),
+        (json!({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"]}), 32),
+        (json!({"model_type": "llama", "sliding_window": 32}), 32),
+        (json!({"model_type": "llama", "sliding_window": 32, "use_sliding_window": false}), 64),
+        (json!({"model_type": "llama", "sliding_window": 32, "layer_types": ["full_attention"]}), 64),
+        (json!({"model_type": "smollm3", "use_sliding_window": true, "sliding_window": 32}), 32),
+        (json!({"model_type": "smollm3", "sliding_window": 32}), 64),
     ] {
-        parsed(fields);
+        assert_eq!(parsed(fields.clone()).max_positions, context, "{fields}");
     }
 }
 
@@ -564,6 +561,20 @@ fn families_have_their_own_defaults() {
     let yarn = parsed(json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}));
     assert_eq!(yarn.max_positions, 256);
     assert!(matches!(yarn.rope.scaling, RopeScaling::Yarn { original: 64, truncate: true, .. }));
+    // `attn_factor` multiplies YaRN's own factor, and not one that is stated.
+    let attention = |fields: &[(&str, f64)]| {
+        let mut scaling = json!({"type": "yarn", "factor": 4.0, "extrapolation_factor": 1.0});
+        for (name, value) in fields {
+            scaling[*name] = json!(value);
+        }
+        match parsed(json!({"rope_scaling": scaling})).rope.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            other => panic!("{other:?}"),
+        }
+    };
+    let own = 0.1 * 4.0f64.ln() + 1.0;
+    assert_eq!((attention(&[]), attention(&[("attn_factor", 0.5)])), (own, 0.5 * own));
+    assert_eq!(attention(&[("attn_factor", 0.5), ("attention_factor", 2.0)]), 2.0);
     assert_eq!(parsed(json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}})).max_positions, 128);
     // An original context next to the scaling wins over one inside it; a stated context is never shortened.
     let both = parsed(json!({
@@ -622,9 +633,6 @@ fn layers_without_positions_are_read() {
     refused("no_rope_layers", json!([2]), "no_rope_layers is 2, not a list of 0 (no RoPE) and 1 (RoPE)");
     refused("no_rope_layers", json!([0.5]), "no_rope_layers is 0.5");
     refused("no_rope_layer_interval", json!(0), "no_rope_layer_interval is 0");
-    let windows = json!({"model_type": "smollm3", "use_sliding_window": true, "sliding_window": 32});
-    config_refused(windows, "sliding-window attention (32 tokens of a context of 64");
-    assert_eq!(parsed(json!({"model_type": "smollm3", "sliding_window": 32})).max_positions, 64);
 }
 
 #[test]
@@ -753,7 +761,7 @@ fn growing_queries_are_read() {
     config_refused(json!({"model_type": "ministral3"}), "config.json: rope_parameters is missing");
     let mut windowed = fields;
     windowed["sliding_window"] = json!(32);
-    config_refused(windowed, "sliding-window attention (32 tokens of a context of 262144");
+    assert_eq!(parsed(windowed).max_positions, 32);
 }
 
 #[test]

@@ -219,7 +219,15 @@ fn phi3_has_fused_matrices_and_two_sets_of_factors() {
         refused(&file, &format!("phi3.rope.dimension_count of {wrong} with heads of 8"));
     }
     refused(&phi3().with("phi3.rope.scaling.type", Some(text_value("linear"))), "RoPE scaling \"linear\"");
-    refused(&phi3().with("phi3.attention.sliding_window", Some(u32_value(32))), "sliding-window attention (32 of 64");
+    // Within a sliding window attention is full. The factors are those of the stated context.
+    for (window, context) in [(0, 64), (12, 12), (100, 64)] {
+        let file = phi3().with("phi3.attention.sliding_window", Some(u32_value(window)));
+        let checkpoint = open(&file).expect("checkpoint");
+        assert_eq!(checkpoint.config().max_positions, context);
+        assert_eq!(checkpoint.config().rope.scaling, scaling([1.0, 4.0, 16.5]));
+    }
+    let windowed = named("olmo2").with("olmo2.attention.sliding_window", Some(u32_value(32)));
+    refused(&windowed, "sliding-window attention (32 of 64 tokens)");
     let mut file = phi3();
     file.tensor("rope_factors_long.weight").1 = vec![2];
     file.tensor("rope_factors_long.weight").3.truncate(8);

@@ -236,6 +236,13 @@ fn unsupported_options_are_refused() {
         (json!({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"}), "version \"gemv\""),
         (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size 0"),
         (json!({"quant_method": "compressed-tensors", "config_groups": {}}), "config_groups without a group"),
+        (
+            json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+                "a": {"weights": {"num_bits": 8, "strategy": "channel"}},
+                "b": {"weights": {"num_bits": 4, "strategy": "channel"}},
+            }}),
+            "a mixture of 2 config_groups is not supported",
+        ),
         (json!([]), "[]"),
     ] {
         let folder = Folder::empty();
@@ -243,6 +250,12 @@ fn unsupported_options_are_refused() {
         let error = Checkpoint::open(folder.path()).expect_err(expected);
         assert!(error.message.contains(expected) && !error.message.contains('\n'), "{error:?}");
     }
+    // MLX has a field of its own. A plan reads config.json alone, so the names of tensors are no help.
+    let folder = Folder::empty();
+    let mlx = json!({"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}});
+    write_as(mlx, &folder, &Value::Null, &stored);
+    let error = Checkpoint::describe(folder.path()).expect_err("MLX");
+    assert!(error.message.contains("MLX's quantization {\"bits\":4,\"group_size\":64} is not supported"), "{error:?}");
 }
 
 #[test]
