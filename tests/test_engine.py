@@ -439,6 +439,29 @@ def test_a_callback_may_close_and_drop_other_streams(engine: Engine, fake: Any, 
     assert free(engine) == 2
 
 
+def test_a_signal_handler_may_read_the_stream_that_its_thread_reads(engine: Engine, fake: Any) -> None:
+    whole = engine.generate("one", max_new_tokens=60).text
+    fake.round_s = 0.01
+    stream = engine.stream("one", max_new_tokens=60)
+    rest: list[str] = []
+
+    def read(number: int, _frame: Any) -> None:
+        # A second signal ends a wait without end.
+        signal.signal(number, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 10)
+        rest.extend(stream)
+
+    previous = signal.signal(signal.SIGALRM, read)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        pieces = list(stream)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert rest
+    assert "".join(pieces + rest) == whole
+
+
 def test_a_generator_is_consumed_once(engine: Engine, fake: Any) -> None:
     prompts = ["one", "two three"]
     expected = engine.generate_batch(prompts, max_new_tokens=9)
@@ -492,13 +515,16 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
         {"max_new_tokens": "5"},
         {"max_new_tokens": 2.5},
         {"seed": True},
+        {"stop": np.array(3)},
+        {"ignore_eos": "false"},
+        {"ignore_eos": None},
     ):
         with pytest.raises(UsageError):
             engine.generate("one", **options)
     for load in ({"gamma": 17}, {"gamma": "fast"}, {"draft_pages": 0}, {"batch": 0}, {"context": -1}, {"threads": 0}):
         with pytest.raises(UsageError):
             Engine.load(**load)
-    for load in ({"context": "5"}, {"context": 0}, {"batch": 2**70}, {"batch": "2"}, {"device": 0}):
+    for load in ({"context": "5"}, {"context": 0}, {"batch": 2**70}, {"batch": "2"}, {"device": 0}, {"offline": "no"}):
         with pytest.raises(UsageError):
             Engine.load(**load)
     for prompt in (None, 5, b"text"):
@@ -507,6 +533,8 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
     for prompts in ("text", b"text", None, 5, Prompt([1])):
         with pytest.raises(UsageError, match="a prompt is"):
             engine.generate_batch(prompts)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a prompt is 5"):
+        engine.generate_batch(["one"] * 50 + [5])  # type: ignore[list-item]
     with pytest.raises(InputError, match="character 1 is half of a pair"):
         engine.generate("a\udcff")
     # As for `stream`, whose signature names the options.
@@ -542,6 +570,11 @@ def test_the_engine_gets_the_checked_values() -> None:
         GenerateOptions(top_p=1e-60)
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -552,6 +585,7 @@ def test_the_engine_gets_the_checked_values() -> None:
         ({"seed": 10**5000}, "seed is a number of 16610 bits"),
         ({"seed": -(10**5000)}, "seed is a number of 16610 bits"),
         ({"stop": 10**5000}, "stop is a number of"),
+        ({"seed": Unprintable()}, "seed is a Unprintable that cannot be printed"),
         ({"on_prefill": 5}, "on_prefill is 5"),
         ({"on_prefill": "print"}, "on_prefill is 'print'"),
     ],
@@ -574,6 +608,9 @@ def test_values_that_errors_cannot_print(engine: Engine, options: dict[str, Any]
         ({"context": 10**5000}, "context is a number of 16610 bits"),
         ({"device": 10**5000}, "device is a number of 16610 bits"),
         ({"method": 10**5000}, "method is a number of 16610 bits"),
+        ({"method": np.array(["ar", "w4"])}, r"method is array\("),
+        ({"gamma": np.array([1, 2])}, r"gamma is array\("),
+        ({"draft_pages": np.array([4, 8])}, r"draft_pages is array\("),
         ({"method": "ar", "gamma": 2}, "gamma is 2, and method ar drafts nothing"),
         ({"method": "ngram", "draft_pages": 8}, "draft_pages is 8, and method ngram reads no pages to draft"),
         ({"method": "kv4", "draft_weights": "int4-mlp"}, "draft_weights is 'int4-mlp', and method kv4 reads no draft"),
@@ -593,6 +630,9 @@ def test_bad_arguments_of_load_are_refused(fake: Any, arguments: dict[str, Any],
         (b"abc", {}, "the prompt is b'abc'"),
         ("abc", {"instruction": 5}, "the instruction is 5"),
         ("abc", {"system_prompt": b"x"}, "the system prompt is b'x'"),
+        ("abc", {"context": "1000"}, "context is '1000'"),
+        ("abc", {"context": 0}, "context is 0"),
+        (None, {"messages": np.array(3)}, r"messages is array\(3\)"),
     ],
 )
 def test_prompts_that_are_not_text_are_refused(
@@ -628,12 +668,14 @@ def test_the_default_context_is_the_models_up_to_32768(fake: Any, tmp_path: Path
     assert fake.engines[-1]["capacity"] == 512
 
 
-def test_end_of_text_ids_default_to_the_tokenizers(fake: Any, tmp_path: Path) -> None:
+def test_texts_end_with_ids_of_the_checkpoint_and_of_the_tokenizer(fake: Any, tmp_path: Path) -> None:
     fake.answer = [50, 2, 51]
     engine = Engine.load(copy_demo(tmp_path / "m", eos_token_id=[]), context=100)
     assert engine.generate("x", max_new_tokens=9).stop_reason == "eos"
     several = Engine.load(copy_demo(tmp_path / "n", eos_token_id=[7, 51]), context=100)
-    assert several.generate("x", max_new_tokens=9).tokens == [50, 2]
+    assert several.generate("x", max_new_tokens=9).tokens == [50]
+    fake.answer = [50, 51, 2]
+    assert several.generate("x", max_new_tokens=9).tokens == [50]
 
 
 def test_progress_reaches_the_callbacks(fake: Any) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import template
 from .errors import UsageError
-from .options import shown
+from .options import items, shown
 from .prompts import check_utf8
 from .text import Thinking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from .tokenizer import Tokenizer
 
@@ -25,9 +25,10 @@ _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 def checked(messages: object) -> list[dict[str, str]]:
     """The messages of a conversation, the last one the user's."""
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+    given = None if isinstance(messages, Mapping) else items(messages)
+    if given is None:
         raise UsageError(f"messages is {shown(messages):.60}", 'give a list such as [{"role": "user", "content": "…"}]')
-    turns = [_turn(f"message {number}", message) for number, message in enumerate(messages, 1)]
+    turns = [_turn(f"message {number}", message) for number, message in enumerate(given, 1)]
     if not turns:
         raise UsageError("messages is empty", "give at least one message of the user")
     if turns[-1]["role"] != "user":

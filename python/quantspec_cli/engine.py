@@ -7,10 +7,10 @@ print(answer.text, engine.statistics()["acceptance_rate"])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 from . import schema, settings
 from .errors import UsageError, native_errors
 from .model import Model, Prompt
-from .options import EngineOptions, GenerateOptions, shown, whole
+from .options import EngineOptions, GenerateOptions, boolean, items, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
 from .signals import WAIT_S
 from .text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -196,7 +196,8 @@ class Batch:
         ]
         self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
         self._open = len(prompts)
-        self._turn = threading.Lock()
+        # Reentrant, since a signal handler may read a piece while its thread waits for one.
+        self._turn = threading.RLock()
         grammar = None if options.json_schema is None else model.grammar(options.json_schema)
         # The scheduler holds the requests, and they do not refer to the batch, so that dropping the batch ends it.
         self._requests = [
@@ -227,10 +228,10 @@ class Batch:
         try:
             # One thread waits for the next piece; other threads wait for that thread.
             with self._turn:
-                if not self._open:
-                    raise StopIteration
-                index, item, last = _next(self._items)
+                index, item, last = self._next()
                 self._open -= last
+                if not self._open:
+                    self._items.put((index, "", False))  # ends a wait that a signal handler interrupted
                 if isinstance(item, str):
                     return Piece(index, item, last)
                 self._open = 0
@@ -240,6 +241,15 @@ class Batch:
         except BaseException:
             scheduler.cancel(self._requests, wait=False)
             raise
+
+    def _next(self) -> tuple[int, str | BaseException, bool]:
+        """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile."""
+        while self._open:
+            with contextlib.suppress(Empty):
+                item = self._items.get(timeout=WAIT_S)
+                if self._open:
+                    return item
+        raise StopIteration
 
     def interrupt(self) -> None:
         """Ends unfinished answers and frees their slots, from any thread. Text decoded before can still be read."""
@@ -268,15 +278,6 @@ def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
     items.put((index, item, last))
-
-
-def _next(items: SimpleQueue[tuple[int, str | BaseException, bool]]) -> tuple[int, str | BaseException, bool]:
-    """Waits for the next item, ready for Ctrl-C."""
-    while True:
-        try:
-            return items.get(timeout=WAIT_S)
-        except Empty:
-            continue
 
 
 class _Lease:
@@ -501,6 +502,7 @@ class Engine:
         whole("batch", batch, 1, 65_536)
         if context is not None:
             whole("context", context, 1, None)
+        boolean("offline", offline)
         _check_callback("on_loading", on_loading)
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
         if not isinstance(folder, bool):
@@ -531,10 +533,10 @@ class Engine:
         """Starts decoding prompts, as many at once as there are slots. All prompts are checked before any is added."""
         self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
-        # Read once: a generator yields its prompts only once.
-        given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+        given = items(prompts)
         if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
-            raise UsageError(f"a prompt is {shown(prompts):.60}", "give texts, or what engine.model.prompt returns")
+            wrong = prompts if given is None else next(one for one in given if not isinstance(one, str | Prompt))
+            raise UsageError(f"a prompt is {shown(wrong):.60}", "give texts, or what engine.model.prompt returns")
         if not given:
             raise UsageError("no prompt", "give at least one prompt")
         encoded = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from . import conversation, files, gguf, hub, schema, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
-from .options import schema_text, shown
+from .options import schema_text, shown, whole
 from .prompts import check_instruction, check_utf8
 from .signals import SIGNALS
 from .text import Thinking
@@ -140,14 +140,10 @@ class Model:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        """Ids that end a text: the checkpoint's, or the tokenizer's if the checkpoint names none; in a GGUF file also tokens
-        known by their text.
-        """
-        ids = frozenset(self.info["eos"])
-        if files.is_file(self.directory):
-            ids |= {id for text in gguf.ENDS if (id := self.tokenizer.id_of(text)) is not None}
-        fallback = self.tokenizer.id_of(self.tokenizer.special.get("eos_token"))
-        return ids or (frozenset() if fallback is None else frozenset({fallback}))
+        """Ids that end a text: the checkpoint's and the tokenizer's; in a GGUF file also tokens known by their text."""
+        # Fine-tuned models often have a new EOS in the tokenizer alone. vLLM ends texts at both, too.
+        names = [self.tokenizer.special.get("eos_token"), *(gguf.ENDS if files.is_file(self.directory) else ())]
+        return frozenset(self.info["eos"]) | {id for name in names if (id := self.tokenizer.id_of(name)) is not None}
 
     @cached_property
     def chat_template(self) -> str | None:
@@ -241,6 +237,8 @@ class Model:
         context: int | None = None,
     ) -> Written:
         """The text of `prompt`, not yet encoded."""
+        if context is not None:
+            whole("context", context, 1, None)
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
         turns = None if messages is None else conversation.checked(messages)

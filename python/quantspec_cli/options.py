@@ -6,7 +6,6 @@ import json
 import math
 import operator
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -18,7 +17,7 @@ from . import _native
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class Method(NamedTuple):
@@ -121,9 +120,9 @@ class EngineOptions:
             raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0", option="device")
         if self.threads is not None:
             whole("threads", self.threads, 1, THREADS_MAX)
-        if self.gamma != "auto":
+        if not _is_word(self.gamma, "auto"):
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
-        if self.draft_pages not in (None, "all", "auto"):
+        if self.draft_pages is not None and not _is_word(self.draft_pages, "all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_ignored()
@@ -295,17 +294,17 @@ class GenerateOptions:
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         whole("seed", self.seed, 0, SEED_MAX)
+        boolean("ignore_eos", self.ignore_eos)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.ignore_eos:
                 raise UsageError(
                     "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
                 )
-        # Read once: a generator yields its strings only once.
-        stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        stops = items(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
-        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop", tuple(stops))
         if not all(stops):
             raise UsageError("a stop string is empty", "give at least one character", option="stop")
 
@@ -371,8 +370,32 @@ def check_scores(name: str, pages: object, choice: str, target: str, draft_model
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not _is_word(value, *choices):
         raise UsageError(f"{name} is {shown(value)}", f"use one of {', '.join(choices)}", option=name)
+
+
+def _is_word(value: object, *words: str) -> bool:
+    # The type comes first: an array compares its items.
+    return isinstance(value, str) and value in words
+
+
+def boolean(name: str, value: object) -> None:
+    """Refuses anything but True and False: as a condition, the text "false" is true."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {shown(value):.60}", "use True or False", option=name)
+
+
+def items(value: object) -> list[Any] | None:
+    """The items of an iterable, which is read once, because a generator yields them only once. None for a text, and for what
+    cannot be iterated, such as an array without a dimension.
+    """
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        found = iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return None
+    return list(found)
 
 
 def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
@@ -412,7 +435,7 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     try:
         return repr(value)
-    except ValueError:
+    except Exception:
         return f"a {type(value).__name__} that cannot be printed"
 
 
