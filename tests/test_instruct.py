@@ -278,6 +278,13 @@ def test_recommendations_of_a_checkpoint(tmp_path: Path) -> None:
     )
     # Penalties apply to every text; those without effect are dropped.
     assert read(repetition_penalty=1.0, no_repeat_ngram_size=3) == Recommended({}, {"no_repeat_ngram": 3})
+    assert read(stop_strings="END").stop == read(stop_strings=["END"]).stop == ("END",)
+    # Settings that are not supported count if they have an effect, on the kind of text that is decoded.
+    off = {"typical_p": 1.0, "num_beams": 1, "bad_words_ids": [], "guidance_scale": None, "min_length": 0}
+    on = {"typical_p": 0.9, "suppress_tokens": [5], "forced_eos_token_id": 0, "min_new_tokens": 1}
+    assert read(**off, do_sample=True) == Recommended({"temperature": 1.0})
+    assert set(read(**on, do_sample=True).unsupported) == set(on)
+    assert set(read(**on).unsupported) == {*on} - {"typical_p"}
 
 
 @pytest.mark.parametrize(
@@ -298,6 +305,9 @@ def test_recommendations_of_a_checkpoint(tmp_path: Path) -> None:
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
         ({"no_repeat_ngram_size": 1}, "no_repeat_ngram_size is 1"),
         ({"no_repeat_ngram_size": 2.5}, "no_repeat_ngram_size is 2.5"),
+        ({"stop_strings": 5}, "stop_strings is 5"),
+        ({"stop_strings": ["a", 5]}, r"stop_strings is \['a', 5\]"),
+        ({"stop_strings": ""}, "a stop_strings string is empty"),
         ([], "is not a JSON object"),
     ],
 )
@@ -310,6 +320,25 @@ def test_a_malformed_recommendation_names_file_and_value(
         _ = Model.open(model).sampling_defaults
     quantspec("run", "-m", model, *ASK, "-q").assert_error(1, "generation_config.json")
     assert quantspec("run", "-m", model, "--text", "D", "-n", "2").code == 0
+
+
+def test_stop_strings_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    fake.answer = [*ids_of("Yes.\nUser: more"), 2]
+    model = chat_model(tmp_path / "m", TURNS, {"stop_strings": ["\nUser:"], "bad_words_ids": [[7]]})
+    command = ["run", "-m", model, *ASK, "-n", "30"]
+    outcome = quantspec(*command)
+    assert outcome.stdout == "Yes.\n"
+    assert r"stop strings from generation_config.json: '\nUser:'; --stop replaces them" in outcome.stderr
+    assert "not supported in generation_config.json: bad_words_ids\n" in outcome.stderr
+    assert quantspec(*command, "--json").json["results"][0]["stop_reason"] == "stop"
+    assert quantspec(*command, "--stop", "more").stdout == "Yes.\nUser: \n"
+    # Continued documents and benchmarks of a fixed length have none.
+    for flags in (["--ignore-eos"], []):
+        text = quantspec("run", "-m", model, *(ASK if flags else ASK[:2]), "-n", "30", *flags, "--json").json[
+            "results"
+        ][0]
+        assert "User: more" in text["text"]
+        assert text["stop_reason"] != "stop"
 
 
 def test_penalties_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:

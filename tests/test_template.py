@@ -109,6 +109,7 @@ def test_a_document_is_data_not_a_template() -> None:
         ("{{ nothing.at.all }}", "undefined"),
         ("{{ 1 / 0 }}", "division"),
         ("", "rendered nothing"),
+        ("mistral-v7-tekken", "only a name, 'mistral-v7-tekken'"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[0].update({'content': ''}) }}", "unsafe"),

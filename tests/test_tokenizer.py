@@ -328,7 +328,6 @@ def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: P
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()
     quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "has no tokenizer.json")
-    (model / "vocab.json").touch()
-    quantspec("run", "--model", str(model), "--text", "x").assert_error(
-        1, "has no tokenizer.json", "vocab.json; convert"
-    )
+    for other, remedy in {"tekken.json": "tekken.json, which is not read", "vocab.json": "vocab.json; convert"}.items():
+        (model / other).touch()
+        quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "has no tokenizer.json", remedy)

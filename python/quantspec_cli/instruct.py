@@ -23,6 +23,22 @@ _LOOP_TOKENS = 12
 # Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
+# Keys that change a text and are not supported, each with the value that has no effect; and those of sampled texts alone.
+_UNSUPPORTED = {
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": [],
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+}
+_UNSUPPORTED_SAMPLING = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 # Models of fewer weights tend to repeat a sentence until -n. With these penalties SmolLM2-135M-Instruct ends its summaries;
 # long answers of larger models would suffer.
 _SMALL_WEIGHTS = 1e9
@@ -37,10 +53,14 @@ class Recommended:
     Attributes:
         sampling: options of `GenerateOptions`; empty if the file recommends no sampling, or is missing.
         penalties: penalties for sampled and for greedy texts; empty if the file recommends none.
+        stop: stop strings.
+        unsupported: names of settings that have an effect and are not supported.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
     penalties: dict[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, directory: Path) -> Recommended:
@@ -66,8 +86,14 @@ class Recommended:
         # Without a temperature, sampling uses 1.
         sampling = checked({name: name for name in _SAMPLING}, {"temperature": 1.0, **found}) if samples else {}
         penalties = checked(_PENALTIES, found)
+        if isinstance(stop := found.get("stop_strings"), str):
+            found["stop_strings"] = [stop]
+        others = _UNSUPPORTED | (_UNSUPPORTED_SAMPLING if samples else {})
         return cls(
-            sampling, {name: value for name, value in penalties.items() if value != getattr(GenerateOptions, name)}
+            sampling,
+            {name: value for name, value in penalties.items() if value != getattr(GenerateOptions, name)},
+            checked({"stop_strings": "stop"}, found).get("stop", ()),
+            tuple(name for name, neutral in others.items() if found.get(name, neutral) != neutral),
         )
 
 
@@ -112,6 +138,12 @@ def resolve_defaults(
                 f"penalties of small models without recommended sampling: {listed}; --repetition-penalty 1 turns them off"
             )
             chosen |= _OF_SMALL
+        if model.recommended.stop and "stop" in unset and not options.ignore_eos:
+            chosen["stop"] = model.recommended.stop
+            listed = ", ".join(map(repr, model.recommended.stop))
+            notes.append(f"stop strings from generation_config.json: {listed:.200}; --stop replaces them")
+        if model.recommended.unsupported:
+            notes.append(f"not supported in generation_config.json: {', '.join(model.recommended.unsupported)}")
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
         # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.

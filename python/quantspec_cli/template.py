@@ -107,6 +107,9 @@ def render(
     `special` are the texts of the model's special tokens. `arguments` are further variables of the template; one that it
     does not read is refused. `enable_thinking` is false unless an argument sets it.
     """
+    if template.strip() and "{" not in template:
+        # GGUF files made from Mistral's own format may name a template of llama.cpp instead of holding it.
+        raise _refused(f"the model's chat template is only a name, {template!r:.60}")
     size = sum(len(message["content"]) for message in conversation) + len(json.dumps(arguments))
     request = {
         "template": template,

@@ -253,11 +253,13 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
 
     path = directory / "tokenizer.json"
     if not files.is_file(path):
-        hint = (
-            "it has vocab.json; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
-            if files.is_file(directory / "vocab.json")
-            else "copy the tokenizer.json published with these weights into the directory"
-        )
+        hint = "copy the tokenizer.json published with these weights into the directory"
+        if files.is_file(directory / "vocab.json"):
+            hint = (
+                "it has vocab.json; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+            )
+        elif files.is_file(directory / "tekken.json"):
+            hint = "it has tekken.json, which is not read; take tokenizer.json from a copy of this model that has it"
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here: the library's error for a file without permission does not name the reason.
     raw = files.read(path)
