@@ -264,7 +264,8 @@ impl Scheme {
             || (self.zeros && suffix == zeros)
             || (suffix == groups && self.codes != Codes::Awq)
             || suffix == "weight_shape" && matches!(self.codes, Codes::Words { .. })
-            || matches!(suffix, "input_scale" | "activation_scale") && self.codes == Codes::Fp8
+            || matches!(suffix, "input_scale" | "input_zero_point" | "activation_scale")
+                && matches!(self.codes, Codes::Fp8 | Codes::Int8)
     }
 }
 
