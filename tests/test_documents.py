@@ -396,8 +396,78 @@ def test_clauses_have_the_numbers_that_word_shows() -> None:
     )
     assert text_of(word(body, numbering=numbering, styles=styles)) == (
         "# Article I Parties\n\n  1.1 The seller\n    (a) a shop\n    (b) a person\n  1.2 The buyer\n\n"
-        "# Article II Price\n\n  2.1 In dollars\nArticle IX Anew\n\nNo number"
+        "# Article III Price\n\n  3.1 In dollars\nArticle IX Anew\n\nNo number"
     )
+
+
+def test_lists_that_refer_to_a_style_or_change_a_level_are_counted() -> None:
+    def level(index: int, form: str, text: str, more: str = "") -> str:
+        form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+        return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
+
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="0"><w:styleLink w:val="Legal"/>'
+        + level(0, "upperRoman", "Article %1")
+        + level(1, "decimal", "Section %2", '<w:lvlRestart w:val="0"/>')
+        + level(2, "lowerLetter", "(%3)", '<w:lvlRestart w:val="1"/>')
+        + '</w:abstractNum><w:abstractNum w:abstractNumId="1"><w:numStyleLink w:val="Legal"/></w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>'
+        '<w:num w:numId="2"><w:abstractNumId w:val="1"/></w:num>'
+        f'<w:num w:numId="3"><w:abstractNumId w:val="0"/><w:lvlOverride w:ilvl="0">{level(0, "lowerRoman", "%1)")}'
+        "</w:lvlOverride></w:num></w:numbering>"
+    )
+
+    def at(index: int, number: int = 2) -> str:
+        return f'<w:numPr><w:ilvl w:val="{index}"/><w:numId w:val="{number}"/></w:numPr>'
+
+    body = "".join(
+        p(text, at(index))
+        for text, index in (("a", 0), ("b", 1), ("c", 2), ("d", 1), ("e", 2), ("f", 0), ("g", 1), ("h", 2))
+    )
+    body += p("i", at(0, 1)) + p("j", at(0, 3))
+    assert text_of(word(body, numbering=numbering)) == (
+        "Article I a\n  Section 1 b\n    (a) c\n  Section 2 d\n    (b) e\nArticle II f\n  Section 3 g\n    (a) h\n"
+        "Article I i\nii) j"
+    )
+
+
+def test_breaks_that_a_tracked_change_deletes_join_paragraphs() -> None:
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="0"><w:lvl w:ilvl="0"><w:start w:val="1"/>'
+        '<w:numFmt w:val="decimal"/><w:lvlText w:val="%1."/></w:lvl></w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
+    )
+    at = '<w:numPr><w:numId w:val="1"/></w:numPr>'
+    deleted = f"{at}<w:rPr><w:del/></w:rPr>"
+    gone = f"<w:p><w:pPr>{deleted}</w:pPr><w:del><w:r><w:delText>gone</w:delText></w:r></w:del></w:p>"
+    cell = f"<w:tbl><w:tr><w:tc>{p('x', deleted)}</w:tc><w:tc>{p('y')}</w:tc></w:tr></w:tbl>"
+    # The break was deleted in an earlier version, and exists.
+    kept = f"{at}<w:rPr><w:rPrChange><w:rPr><w:del/></w:rPr></w:rPrChange></w:rPr>"
+    body = p("one", at) + gone + p("The ten", deleted) + p("ant", at) + p("three", kept) + p("end", deleted) + cell
+    assert text_of(word(body + p("last", deleted), numbering=numbering)) == (
+        "1. one\n2. The tenant\n3. three\n\nend\n\nx | y\n\nlast"
+    )
+
+
+def test_choices_in_a_form_are_read() -> None:
+    def field(data: str) -> str:
+        return f'<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:name w:val="f"/>{data}</w:ffData></w:fldChar></w:r>'
+
+    body = "".join(
+        f"<w:p>{field(data)}<w:r><w:t> {text}</w:t></w:r></w:p>"
+        for text, data in (
+            ("on", '<w:checkBox><w:sizeAuto/><w:default w:val="0"/><w:checked/></w:checkBox>'),
+            ("off", '<w:checkBox><w:default w:val="1"/><w:checked w:val="0"/></w:checkBox>'),
+            ("default", '<w:checkBox><w:default w:val="1"/></w:checkBox>'),
+            (
+                "town",
+                '<w:ddList><w:result w:val="1"/><w:listEntry w:val="Rome"/><w:listEntry w:val="Oslo"/></w:ddList>',
+            ),
+            ("first", '<w:ddList><w:listEntry w:val="Rome"/><w:listEntry w:val="Oslo"/></w:ddList>'),
+            ("none", '<w:ddList><w:result w:val="7"/><w:listEntry w:val="Rome"/></w:ddList>'),
+        )
+    )
+    assert text_of(word(body)).split("\n\n") == ["☒ on", "☐ off", "☒ default", "Oslo town", "Rome first", "none"]
 
 
 def test_a_docx_without_text_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .archive import Archive, local
 from .blocks import Blocks
-from .numbering import Numbering
+from .numbering import OFF, Numbering
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +55,7 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
     def story(path: str) -> str:
         reader = _Story(styles, numbering, notes)
         archive.parse(path, reader.start, reader.end, reader.data)
-        return reader.blocks.text()
+        return reader.text()
 
     # Headers and footers, shown on every page, are read once.
     headers = dict.fromkeys(story(path) for path in parts.get("header", []))
@@ -128,6 +128,24 @@ class _Paragraph:
     heading: int | None = None
     number: str | None = None
     level: int | None = None
+    # The break after it is deleted.
+    joins: bool = False
+
+
+@dataclass
+class _Control:
+    """A check box or a list of choices in a form; its text is not in the document."""
+
+    box: bool
+    choice: str = "0"
+    entries: list[str] = field(default_factory=list)
+
+    def shown(self) -> str:
+        """What Word shows."""
+        if self.box:
+            return "\N{BALLOT BOX}" if self.choice in OFF else "\N{BALLOT BOX WITH X}"
+        index = int(self.choice) if self.choice.isascii() and self.choice.isdecimal() and len(self.choice) < 4 else 0
+        return self.entries[index] if index < len(self.entries) else ""
 
 
 class _Story:
@@ -145,21 +163,41 @@ class _Story:
         self._written = 0
         self._alternatives: list[int] = []
         self._note = ""
+        # Text of paragraphs whose break is deleted, for the next paragraph.
+        self._joined: list[str] = []
+        self._in_properties = False
+        self._control: _Control | None = None
+
+    def text(self) -> str:
+        """The text, at the end of the part."""
+        self._release()
+        return self.blocks.text()
+
+    def _release(self) -> None:
+        """Adds text that no paragraph follows."""
+        self._finish(_Paragraph(self._joined))
+        self._joined = []
 
     def start(self, tag: str, values: Mapping[str, str]) -> None:
         """An element begins."""
         name = _short(tag)
+        paragraph = self._paragraphs[-1] if self._paragraphs else None
         if self._unseen or self._is_unseen(name, values):
+            if paragraph is not None and self._in_properties and not self._unseen:
+                paragraph.joins |= name in {"w:del", "w:moveFrom"}
             self._unseen += 1
             return
-        paragraph = self._paragraphs[-1] if self._paragraphs else None
         if name == "w:p":
-            self._paragraphs.append(_Paragraph())
+            self._paragraphs.append(_Paragraph(self._joined))
+            self._joined = []
+        elif name == "w:pPr":
+            self._in_properties = True
         elif name in {"w:t", "m:t"}:
             self._taking = True
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
         elif name == "w:tbl":
+            self._release()
             self.blocks.open_table()
         elif name == "w:tr":
             self.blocks.open_row()
@@ -167,12 +205,23 @@ class _Story:
             self.blocks.open_cell()
         elif name in {"w:footnote", "w:endnote"}:
             self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
+        elif self._control is not None:
+            self._in_control(self._control, name, values)
         elif paragraph is not None:
             self._in_paragraph(paragraph, name, values)
+
+    def _in_control(self, control: _Control, name: str, values: Mapping[str, str]) -> None:
+        # The user's choice follows the default.
+        if name in {"w:default", "w:checked", "w:result"}:
+            control.choice = _value(values)
+        elif name == "w:listEntry":
+            control.entries.append(_value(values))
 
     def _in_paragraph(self, paragraph: _Paragraph, name: str, values: Mapping[str, str]) -> None:
         if name in _INLINE:
             self._write(_INLINE[name])
+        elif name in {"w:checkBox", "w:ddList"}:
+            self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
             self._write(_symbol(_attribute(values, "char")))
         elif name in {"w:footnoteReference", "w:endnoteReference"}:
@@ -194,6 +243,11 @@ class _Story:
         name = _short(tag)
         if name == "w:p":
             self._finish(self._paragraphs.pop())
+        elif name == "w:pPr":
+            self._in_properties = False
+        elif self._control is not None and name in {"w:checkBox", "w:ddList"}:
+            self._write(self._control.shown())
+            self._control = None
         elif name in {"w:t", "m:t"}:
             self._taking = False
         elif name == "mc:AlternateContent":
@@ -203,6 +257,7 @@ class _Story:
         elif name == "w:tr":
             self.blocks.close_row()
         elif name == "w:tc":
+            self._release()
             self.blocks.close_cell()
 
     def data(self, text: str) -> None:
@@ -227,6 +282,9 @@ class _Story:
 
     def _finish(self, paragraph: _Paragraph) -> None:
         """Adds a paragraph with its prefix: the number, or the mark of a list, a heading or a note."""
+        if paragraph.joins:
+            self._joined = paragraph.pieces
+            return
         chain = self._styles.chain(paragraph.style)
         heading = paragraph.heading
         if heading is None:
@@ -256,7 +314,7 @@ class _Story:
                     if level is None:
                         level = self._numbering.level_of(number, name, style.level)
                     break
-        if number is None or not "".join(paragraph.pieces).strip():
+        if number is None:
             return "", 0
         return self._numbering.next(number, level or 0), level or 0
 

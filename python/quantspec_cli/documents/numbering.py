@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from .archive import Archive
 
+# Values of a property that is off.
+OFF = {"0", "false", "off"}
 _LEVELS = 9
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
 _ROMAN_ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
@@ -27,21 +29,49 @@ class _Level:
     text: str = ""
     style: str = ""
     legal: bool = False
+    # The level restarts after a paragraph of one of this many first levels; None: of any level above it.
+    restart: int | None = None
+
+    def set(self, name: str, value: str) -> None:
+        """Sets a property by the name of its element."""
+        if name == "start":
+            self.start = _number(value)
+        elif name == "numFmt":
+            self.form = value
+        elif name == "lvlRestart":
+            self.restart = _number(value, _LEVELS)
+        elif name == "lvlText":
+            self.text = value
+        elif name == "pStyle":
+            self.style = value
+        elif name == "isLgl":
+            self.legal = value not in OFF
+
+
+@dataclass
+class _List:
+    """Levels of a list; `link` is the list style that has them instead."""
+
+    levels: dict[int, _Level] = field(default_factory=dict)
+    link: str = ""
 
 
 @dataclass
 class _Number:
-    """One use of a list: the list, and where its numbers restart."""
+    """One use of a list: the list, where its numbers restart, and levels that count in another way."""
 
     abstract: str = ""
     starts: dict[int, int] = field(default_factory=dict)
+    levels: dict[int, _Level] = field(default_factory=dict)
 
 
 class Numbering:
     """The lists of a document and their current counts."""
 
     def __init__(self, archive: Archive, paths: list[str]) -> None:
-        self._lists: dict[str, dict[int, _Level]] = {}
+        self._lists: dict[str, _List] = {}
+        # The list that defines a list style.
+        self._styles: dict[str, str] = {}
         self._numbers: dict[str, _Number] = {}
         self._counts: dict[str, list[int | None]] = {}
         for path in paths:
@@ -51,22 +81,30 @@ class Numbering:
         """The list level that a style implies."""
         if level is not None:
             return level
-        levels = self._lists.get(self._numbers.get(number, _Number()).abstract, {})
+        levels = self._levels(self._numbers.get(number, _Number()))
         return next((index for index, one in levels.items() if one.style == style), 0)
+
+    def _levels(self, use: _Number) -> dict[int, _Level]:
+        found = self._lists.get(use.abstract, _List())
+        linked = self._lists.get(self._styles.get(found.link, ""), found)
+        return linked.levels | use.levels
 
     def next(self, number: str, level: int) -> str:
         """Counts one paragraph. Returns its prefix: "-" for a bullet, "" for none."""
         use = self._numbers.get(number)
         if use is None:  # number 0 removes a paragraph from its list
             return ""
-        levels = self._lists.get(use.abstract, {})
+        levels = self._levels(use)
         counts = self._counts.setdefault(use.abstract, [None] * _LEVELS)
         if level in use.starts:
             counts[level] = use.starts.pop(level)
         else:
             before = counts[level]
             counts[level] = levels.get(level, _Level()).start if before is None else before + 1
-        counts[level + 1 :] = [None] * (_LEVELS - level - 1)
+        for below in range(level + 1, _LEVELS):
+            restart = levels.get(below, _Level()).restart
+            if restart is None or level < restart:
+                counts[below] = None
         here = levels.get(level)
         if here is None or here.form == "bullet":
             return "-"
@@ -86,17 +124,23 @@ class Numbering:
         level = _Level()
         number = _Number()
         index = 0
+        abstract = ""
 
         def start(tag: str, values: Mapping[str, str]) -> None:
-            nonlocal levels, level, number, index
+            nonlocal levels, level, number, index, abstract
             name = local(tag)
             of = {local(key): value for key, value in values.items()}
             value = of.get("val", "")
             if name == "abstractNum":
-                levels = self._lists.setdefault(of.get("abstractNumId", ""), {})
+                abstract = of.get("abstractNumId", "")
+                levels = self._lists.setdefault(abstract, _List()).levels
+            elif name == "styleLink":
+                self._styles[value] = abstract
+            elif name == "numStyleLink":
+                self._lists.setdefault(abstract, _List()).link = value
             elif name == "num":
                 number = self._numbers.setdefault(of.get("numId", ""), _Number())
-                levels = {}
+                levels = number.levels
             elif name == "abstractNumId":
                 number.abstract = value
             elif name in {"lvl", "lvlOverride"}:
@@ -105,16 +149,8 @@ class Numbering:
                     level = levels[index] = _Level()
             elif name == "startOverride":
                 number.starts[index] = _number(value)
-            elif name == "start":
-                level.start = _number(value)
-            elif name == "numFmt":
-                level.form = value
-            elif name == "lvlText":
-                level.text = value
-            elif name == "pStyle":
-                level.style = value
-            elif name == "isLgl":
-                level.legal = value not in {"0", "false", "off"}
+            else:
+                level.set(name, value)
 
         archive.parse(path, start)
 
