@@ -502,7 +502,9 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     let (factor, old) = (factor("rope.scaling.factor")?, factor("rope.scale_linear")?);
     let kind = kind.unwrap_or_else(|| if old.is_some() { "linear" } else { "none" }.to_string());
     let stretch = factor.or(old);
-    let attention = fields.number("rope.scaling.attn_factor", 1e-6..=1e6)?.unwrap_or(1.0);
+    let attention = |name| fields.number(name, 1e-6..=1e6).map(|factor| factor.unwrap_or(1.0));
+    // The converter stores `attn_factor` of config.json by the second name.
+    let attention = attention("rope.scaling.attn_factor")? * attention("rope.scaling.yarn_attn_factor")?;
     let scaling = match kind.as_str() {
         "none" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: fields.needed("rope.scaling.factor", stretch)? },

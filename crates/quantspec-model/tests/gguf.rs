@@ -445,10 +445,17 @@ fn rope_scaling_is_read() {
     assert_eq!(scaled(&[kind("linear"), factor.clone()]), (RopeScaling::Linear { factor: 4.0 }, 64));
     assert_eq!(scaled(&[("llama.rope.scale_linear", f32_value(2.0))]), (RopeScaling::Linear { factor: 2.0 }, 64));
     let original = ("llama.rope.scaling.original_context_length", u32_value(32));
-    let (yarn, positions) = scaled(&[kind("yarn"), factor, original]);
-    assert_eq!(positions, 128);
-    let expected = 0.1 * 4f64.ln() + 1.0;
-    assert!(matches!(yarn, RopeScaling::Yarn { original: 32, attention_factor, .. } if attention_factor == expected));
+    let yarn = [kind("yarn"), factor, original];
+    let own = 0.1 * 4f64.ln() + 1.0;
+    for (key, expected) in [("attn_factor", 0.5 * own), ("yarn_attn_factor", 0.5 * own), ("finetuned", own)] {
+        let key = format!("llama.rope.scaling.{key}");
+        let (yarn, positions) = scaled(&[&yarn[..], &[(&key, f32_value(0.5))]].concat());
+        assert_eq!(positions, 128);
+        assert!(
+            matches!(yarn, RopeScaling::Yarn { original: 32, attention_factor, .. } if attention_factor == expected),
+            "{key}: {yarn:?}"
+        );
+    }
 
     let mut file = llama();
     let factors = [1.0f32, 8.0].iter().flat_map(|factor| factor.to_le_bytes()).collect();
