@@ -47,7 +47,8 @@ impl Costs {
 
     /// The line through the nearest row counts below and above that were timed at least `times` times, or through two on one
     /// side if the other has none; at least half the lower timing. If there is only one, each further row costs [`SLOPE`], and
-    /// fewer rows cost as much: they may be a plain step, which must not seem fast.
+    /// fewer rows cost as much: they may be a plain step, which must not seem fast. For the same reason, no line through more
+    /// rows limits a timing of fewer.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);
@@ -59,6 +60,7 @@ impl Costs {
         };
         let guess = if rows as f64 > left.0 { SLOPE * left.1 } else { 0.0 };
         let slope = right.map_or(guess, |right| (right.1 - left.1) / (right.0 - left.0)).max(0.0);
+        let slope = if times > 1 && (rows as f64) < left.0 { 0.0 } else { slope };
         Some((left.1 + slope * (rows as f64 - left.0)).max(0.5 * left.1))
     }
 }
@@ -70,5 +72,24 @@ pub(crate) struct Ratio(pub(crate) f64, pub(crate) f64);
 impl Ratio {
     pub(crate) fn add(&mut self, above: f64, below: f64, keep: f64) {
         *self = Ratio(self.0 * keep + above, self.1 * keep + below);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_rows_limit_a_plain_step_to_their_own_time() {
+        let mut costs = Costs::default();
+        for (rows, seconds) in [(2, 12.0), (2, 12.0), (4, 20.0), (4, 20.0)] {
+            costs.0.entry(rows).or_default().observe(seconds, 0);
+        }
+        // The line through them is 8 at one row.
+        for (timed, expected) in [(10.0, 10.0), (30.0, 12.0)] {
+            costs.0.insert(1, Timings::default());
+            costs.0.get_mut(&1).unwrap().observe(timed, 0);
+            assert_eq!(costs.seconds(1), Some(expected));
+        }
     }
 }

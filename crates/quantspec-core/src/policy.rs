@@ -269,9 +269,9 @@ impl Policy {
         let slowest = if candidate.step.recent.len() < RELIABLE { plain } else { f64::INFINITY };
         let cost = (candidate.step.seconds.min(slowest) * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
-        // First timings may be slow by chance, so the first rounds of the first candidate do not overdraw the ledger.
-        let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
-        let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
+        // Two timings may both be interrupted by chance: until a third, one round costs only a part of the initial credit.
+        let unsure = self.verify.0.get(&rows).is_some_and(|own| own.recent.len() <= RELIABLE);
+        let least = if unsure { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
