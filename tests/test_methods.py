@@ -41,7 +41,8 @@ def test_a_method_has_the_memory_of_its_table_entry(name: str, method: Method) -
     options = EngineOptions(method=name, draft_model=draft_model)
     assert (stats["draft_weights_bytes"] > 0) == (method.draft_weights or method.draft_model)
     assert options.weights_of_draft == ("int4" if method.draft_weights else "none")
-    assert options.pages_of_draft == (method.pages or ("auto" if method.chooses else "all"))
+    assert options.pages_of_draft == (method.pages or ("auto" if method.draft_view == "int4" else "all"))
+    assert EngineOptions(method="quantspec", gamma=4).pages_of_draft == "all"
     assert ("by_method" in stats) == method.chooses
     # Without a view of its own, only the target's planes are kept.
     assert stats["cache_lower_bytes"] > 0
@@ -193,7 +194,7 @@ def test_views_of_a_draft_models_cache_that_would_be_ignored_are_refused(quantsp
         ),
         ({"method": "draft-model", "draft_model": str(DEMO), "kv_target": "fp16", "draft_pages": 4}, "model's cache"),
         ({"method": "auto", "draft_model": str(DEMO), "draft_model_kv": "fp16"}, "draft model's cache in FP16"),
-        ({"method": "quantspec", "page_choice": "window"}, "the draft reads all pages"),
+        ({"method": "quantspec", "gamma": 4, "page_choice": "window"}, "the draft reads all pages"),
         ({"method": "auto", "draft_pages": "all", "page_choice": "window"}, "the draft reads all pages"),
         ({"method": "qspec", "draft_weights": "none"}, "4-bit activations"),
         *(

@@ -224,8 +224,10 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """The number of pages a draft reads, as named in reports."""
-        default: Literal["all", "auto"] = "auto" if METHODS[self.method].chooses else "all"
-        return self.draft_pages or METHODS[self.method].pages or default
+        method = METHODS[self.method]
+        # A fixed gamma fixes what a draft reads, too: then rejection repeats its text.
+        measured = method.chooses or (method.draft_view == "int4" and self.gamma == "auto")
+        return self.draft_pages or method.pages or ("auto" if measured else "all")
 
     @property
     def choice_of_pages(self) -> str:
@@ -234,7 +236,7 @@ class EngineOptions:
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
-        pages = self.pages_of_draft if METHODS[self.method].chooses else self.draft_pages
+        pages = self.pages_of_draft
         return {
             "device": self.device,
             "threads": self.threads,
@@ -615,7 +617,8 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens that a draft reads per KV head; auto chooses the number together with gamma.  "
-            f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
+            f"[default: {METHODS['window'].pages} with window and snapkv; auto with auto, and with quantspec and kv4 "
+            "if gamma is auto; else all]",
         ),
         page_choice_flag,
         draft_refresh_flag,
