@@ -239,18 +239,24 @@ fn check_gemms(shapes: &[(usize, usize)]) {
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
 }
 
-/// A matrix whose last rows alone have a lower plane is that of two matrices, in bytes, values and outputs.
 #[test]
 fn planes_of_the_last_rows() {
+    let small = [(96, 64, 200, 0, Dtype::Bf16), (384, 256, 512, 64, Dtype::Bf16), (768, 256, 1376, 128, Dtype::F16)];
+    check_last_rows(&small);
+}
+
+#[test]
+fn planes_of_the_last_rows_of_many_tiles() {
+    check_last_rows(&[(6144, 4096, 4096, 128, Dtype::Bf16)]);
+}
+
+/// A matrix whose last rows alone have a lower plane is that of two matrices, in bytes, values and outputs. Shapes are outputs,
+/// the first with both planes, inputs, width of paired rows, and type.
+fn check_last_rows(shapes: &[(usize, usize, usize, usize, Dtype)]) {
     let Some(device) = device() else { return };
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(12);
-    for (n, both_from, k, paired, dtype) in [
-        (96, 64, 200, 0, Dtype::Bf16),
-        (384, 256, 512, 64, Dtype::Bf16),
-        (768, 256, 1376, 128, Dtype::F16),
-        (6144, 4096, 4096, 128, Dtype::Bf16),
-    ] {
+    for &(n, both_from, k, paired, dtype) in shapes {
         let hierarchies = Hierarchies::new(&device, dtype).unwrap();
         let w = weights(&mut random, n, k, dtype);
         let of_rows = |w: &[f32], both_from: usize| {
