@@ -230,6 +230,13 @@ fn gptq(fields: &Map<String, Value>) -> Result<Scheme> {
         return Err(unsupported(format!("GPTQ with {bits} bits")));
     }
     one_of(fields, "checkpoint_format", &["gptq".into(), "gptq_v2".into()])?;
+    // GPTQModel's rules for some modules. A module that a rule leaves out is stored plainly.
+    for (modules, rule) in present(fields, "dynamic").and_then(Value::as_object).into_iter().flatten() {
+        let differs = |name: &&str| rule.get(name).is_some_and(|value| fields.get(*name) != Some(value));
+        if ["bits", "group_size"].iter().any(differs) {
+            return Err(unsupported(format!("other bits or groups for some modules (dynamic \"{}\")", shown(modules))));
+        }
+    }
     let v1 = present(fields, "checkpoint_format").and_then(Value::as_str) != Some("gptq_v2");
     let block = Block { rows: Some(1), columns: group_size(fields)? };
     Ok(Scheme { codes: Codes::Gptq { bits, v1 }, block: Some(block), zeros: true, through_scales: true })

@@ -237,6 +237,10 @@ fn unsupported_options_are_refused() {
             json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "marlin"}),
             "checkpoint_format \"marlin\"",
         ),
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"-:.*q_proj": {}, ".*k_proj": {"bits": 4}, ".*down_proj": {"bits": 8}}}),
+            "dynamic \".*down_proj\"",
+        ),
         (json!({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"}), "version \"gemv\""),
         (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size 0"),
         (json!({"quant_method": "compressed-tensors", "config_groups": {}}), "config_groups without a group"),
