@@ -204,6 +204,7 @@ def test_every_row_of_a_table_has_its_columns(quantspec: Callable[..., Any], tmp
     arguments = "-p 4 -n 4 -r 1 -g 2 --methods ar,window+ngram --device cpu"
     table = quantspec("bench", "-m", models, *arguments.split()).stdout.splitlines()
     assert (len(table), len(set(map(len, table)))) == (8, 1), table
+    assert not any("±" in line for line in table), "one repetition has no spread"
     path = tmp_path / "rows"
     quantspec("bench", "-m", models, *arguments.split(), "-o", "jsonl", "--output", str(path))
     table = quantspec("bench", "--compare", str(path), str(path)).stdout.splitlines()
@@ -319,6 +320,21 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
     assert found["speedup_repetitions"] == 2
     assert samples.speedup(runs, None)["speedup"] is None
     assert samples.speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
+
+
+def test_copies_are_verified_and_not_drafted() -> None:
+    decoding = measuring.Bench.__new__(measuring.Bench)
+    decoding._model = Model.open("demo")
+    seen = {"pages": 2, "buffer_tokens": 100}
+
+    def flops(copied: int) -> float:
+        stats = {"drafted_tokens": 8, "copied_tokens": copied, "rounds": 2, "draft_pages_mean": None}
+        run = Sample(1.0, 1.0, (1.0, 1.0), processed=10, stats=stats)
+        return decoding._decode_flops(Method("quantspec+ngram", "int8", "auto"), seen, [run])
+
+    # 10 verified rows, and as many rows of drafts as were not copied, for 10 tokens.
+    assert flops(0) == pytest.approx(18 / 10 * flops(8))
+    assert flops(5) == pytest.approx(13 / 10 * flops(8))
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:

@@ -57,7 +57,9 @@ def test_one_repetition_has_no_spread(compare: Callable[..., Outcome]) -> None:
     once = ROW | {"repetitions": 1, "ms_per_token_sd": 0.0}
     [row] = compare([ROW], [once | {"ms_per_token": 9.0}], "--json").json
     assert (row["change"], row["ratio_sd"]) == ("unknown", None)
-    assert compare([ROW], [once]).stdout.splitlines()[2].endswith("? |")
+    line = compare([ROW], [once]).stdout.splitlines()[2]
+    assert line.endswith("? |")
+    assert line.count("±") == 1
 
 
 def test_every_form_of_rows_is_read(compare: Callable[..., Outcome]) -> None:

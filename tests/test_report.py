@@ -15,7 +15,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import report
+from quantspec_cli import render, report
 from quantspec_cli.report import charts
 from quantspec_cli.report.charts import Point, Series
 
@@ -213,6 +213,18 @@ def test_a_page_of_bench() -> None:
         "13 GB",
     ):
         assert text in page.text, text
+
+
+def test_charts_show_the_longest_answers() -> None:
+    short = [row | {"n_gen": 8, "speedup": 77.0, "verify_ms": 98765.0} for row in rows()]
+    for both in (rows() + short, short + rows()):
+        page = parsed(report.bench(both, {}))
+        assert "77.00×" not in page.text
+        assert render.seconds(98.765) not in page.text
+        # Both are in the table of all measurements, and in the roofline, where their names differ.
+        assert (
+            page.text.count("tg8, plain, FP16, after 4,096") == page.text.count("tg192, plain, FP16, after 4,096") > 0
+        )
 
 
 def test_missing_measurements_have_no_chart() -> None:

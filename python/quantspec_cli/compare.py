@@ -36,7 +36,8 @@ KEY = (
 )
 # Fields that may differ between the files, and explain a difference of speed.
 CONDITIONS = ("quantspec", "device_name", "simd", "threads", "weights", "warm_up")
-# Combined standard deviations above which a difference counts as significant: 1 of 20 equal pairs exceeds it.
+# Combined standard deviations of single repetitions above which a difference counts as significant. Of equal pairs, 1 of 10
+# exceeds it with two repetitions each, and 1 of 500 with five.
 DEVIATIONS = 2.0
 
 
@@ -188,8 +189,8 @@ class Compared(tables.Markdown):
             str(row["gamma"]),
             str(row["draft_pages"]),
             tokens + depth + (f" x{row['batch']}" if row["batch"] != 1 else ""),
-            f"{row['a_ms_per_token']:.3f} ± {row['a_ms_per_token_sd']:.3f}",
-            f"{row['b_ms_per_token']:.3f} ± {row['b_ms_per_token_sd']:.3f}",
+            render.with_spread(row["a_ms_per_token"], row["a_ms_per_token_sd"]),
+            render.with_spread(row["b_ms_per_token"], row["b_ms_per_token_sd"]),
             f"{row['ratio']:.3f}" + ("" if spread is None else f" ± {spread:.3f}"),
             {"noise": "", "unknown": "?"}.get(row["change"], row["change"]),
         ]

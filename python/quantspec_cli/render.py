@@ -185,6 +185,11 @@ def groups(ablation: Mapping[str, Any]) -> str:
     return f"keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"
 
 
+def with_spread(mean: float, deviation: float, *, digits: int = 3) -> str:
+    """A mean with its standard deviation, which is 0 if there is one repetition and so no spread."""
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
+
+
 def percent(value: float | None) -> str:
     """A share."""
     return "-" if value is None else f"{value:.1%}"

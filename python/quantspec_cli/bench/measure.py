@@ -240,10 +240,12 @@ class Bench:
         matrix, attention = predict.row_flops(self._model.info, visible)
         drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
         emitted = sum(run.processed for run in runs)
-        drafted = sum(run.stats["drafted_tokens"] for run in runs) / emitted
+        proposed = sum(run.stats["drafted_tokens"] for run in runs) / emitted
+        # Copies of earlier text are verified, and no network computed them.
+        drafted = proposed - sum(run.stats["copied_tokens"] for run in runs) / emitted
         rounds = sum(run.stats["rounds"] for run in runs) / emitted
         drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
-        operations: float = (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+        operations: float = (proposed + rounds) * (matrix + attention) + drafted * drafting * drafts
         return operations
 
     @staticmethod

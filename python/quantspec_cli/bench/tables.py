@@ -147,7 +147,7 @@ class Decoding(Markdown):
             str(row["gamma"]) if method.drafts else "-",
             str(row["draft_pages"]) if method.draft_view else "-",
             tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else "") + (f" x{row['batch']}" * (row["batch"] > 1)),
-            f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
+            render.with_spread(row["ms_per_token"], row["ms_per_token_sd"], digits=2),
             render.number(row["tokens_per_s"]),
             "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",
             f"{row['bytes_per_token'] / 1e6:.1f}",

@@ -52,7 +52,7 @@ def opened(path: str | None, inputs: Iterable[str], other: str | None = None) ->
 
 def bench(rows: Sequence[Row], memory: Mapping[str, Row]) -> str:
     """The page of `bench`: its rows, and the statistics of each model's engine."""
-    decoded = [row for row in rows if row["test"] == "tg"]
+    decoded = _longest_answers(rows)
     sections = [
         *_speedups(decoded),
         *_acceptance_by_gamma(decoded),
@@ -214,6 +214,16 @@ def _version() -> str:
     return __version__ if _native.COMMIT is None else f"{__version__}, commit {_native.COMMIT}"
 
 
+def _longest_answers(rows: Sequence[Row]) -> list[Row]:
+    """Decoding, of each measurement the longest answers, as a chart's labels do not have their length."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row["model"], _test(row))
+        if row["test"] == "tg" and (key not in found or found[key]["n_gen"] < row["n_gen"]):
+            found[key] = row
+    return list(found.values())
+
+
 def _unique(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
@@ -238,7 +248,7 @@ def _test(row: Row) -> str:
 
 
 def _grid(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[str], list[Series]]:
-    """Values by context (the categories) and method (the series). The last answer length counts."""
+    """Values by context (the categories) and method (the series)."""
     models = len({row["model"] for row in rows}) > 1
     categories = _unique(_category(row, models=models) for row in rows)
     found = {(_method(row), _category(row, models=models)): value(row) for row in rows}
@@ -375,7 +385,7 @@ def _roofline(rows: Sequence[Row]) -> list[Section]:
     for row in known:
         name = "prompt" if row["test"] == "pp" else _method(row)
         flops = row["flops_per_token"]
-        place = f"{name}, after {row['n_depth']:,}"
+        place = f"{row['test']}{row['n_prompt'] or row['n_gen']}, " + _test(row).replace(_method(row), name, 1)
         rate = flops * 1e3 / row["ms_per_token"]
         points.append(Point(flops / row["bytes_per_token"], rate, place, names.index(name)))
     bandwidth = max(row["bandwidth_gb_per_s"] for row in known) * 1e9
@@ -503,7 +513,7 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
             "any" if row["test"] == "pp" else _method(row),
             row["test"] + str(row["n_prompt"] or row["n_gen"]),
             f"{row['n_depth']:,}",
-            f"{row['ms_per_token']:.3f} ± {row['ms_per_token_sd']:.3f}",
+            render.with_spread(row["ms_per_token"], row["ms_per_token_sd"]),
             render.number(row["tokens_per_s"]),
             f"{row['gb_per_s']:.1f}",
             render.percent(row["bandwidth_share"]),
@@ -522,5 +532,8 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         "of read",
         "accepted",
     ]
-    text = "pp is prefill of this many tokens, tg decoding; all fields are in bench --json."
+    text = (
+        "pp is prefill of this many tokens, tg decoding. Charts of decoding show the longest answers. All fields are in "
+        "bench --json."
+    )
     return [Section("All measurements", text, None, [], Table(head, listed))]
