@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,10 +88,44 @@ def test_unscorable_texts_are_refused() -> None:
             engine.score(Prompt([1] * 51))
         # The slot is free again.
         assert engine.score(Prompt([1] * 50)).shape == (49,)
-        with engine.stream("Once", max_new_tokens=40, ignore_eos=True) as stream:
-            next(stream)
-            with pytest.raises(UsageError, match="all 1 slots"):
-                engine.score(Prompt([1, 2]))
+
+
+def test_a_score_waits_for_a_slot_and_ends_with_its_caller() -> None:
+    class Interrupted(KeyboardInterrupt):
+        pass
+
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise Interrupted
+
+    with Engine.load(context=20_000) as engine:
+        alone = engine.score(TEXT)
+        stream = engine.stream("Once", max_new_tokens=200, ignore_eos=True)
+        assert (engine.score(TEXT) == alone).all()
+        assert stream.new_tokens == 200
+
+        refused: list[str] = []
+
+        def on_prefill(_done: int, _total: int) -> None:
+            with pytest.raises(UsageError, match="a callback of an answer scores a text") as caught:
+                engine.score(TEXT)
+            refused.append(caught.value.message)
+
+        engine.generate("Once", max_new_tokens=1, on_prefill=on_prefill)
+        assert refused
+
+        # It would take many seconds.
+        previous = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(Interrupted):
+                engine.score(Prompt([1] * 20_000))
+            began = time.monotonic()
+            engine.statistics()
+            assert time.monotonic() - began < 2
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+        assert (engine.score(TEXT) == alone).all()
 
 
 def test_logprobs_in_json(quantspec: Run) -> None:

@@ -153,8 +153,10 @@ class Engine:
         """Log-probabilities of the tokens that the slot emitted after the previous call, each with those of the most likely
         tokens at its position."""
 
-    def score(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
+    def score(self, tokens: Sequence[int], on_progress: Callable[[int, int], object] | None = None) -> list[float]:
+        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot. `on_progress`
+        as in `prefill`.
+        """
 
     def has_room(self, prompt: Sequence[int], max_new_tokens: int) -> bool:
         """True if `add` would succeed now: a slot is free, and so are the pages that the prompt does not share with a running

@@ -643,7 +643,7 @@ class Engine:
         nats.
 
         The text is teacher-forced through the cache as in `quantspec eval`, under the target's view (`kv_target`), with
-        any method. It uses a free slot, and other sequences wait until it is done.
+        any method. It waits for a free slot, and other sequences wait until it is done.
         """
         import numpy as np
 
@@ -657,11 +657,7 @@ class Engine:
                 "give a text of at least 2 tokens",
             )
 
-        def scored() -> list[float]:
-            with native_errors():
-                return self.native.score(prompt.ids)
-
-        return np.array(self._lease.scheduler.call(scored))
+        return np.array(self._lease.scheduler.score(prompt.ids))
 
     def statistics(self) -> Statistics:
         """Counters and times after loading, over all sequences."""

@@ -67,6 +67,25 @@ class Request:
 
 
 @dataclass(eq=False)
+class _Scoring:
+    """A text to score, in a slot of its own.
+
+    Attributes:
+        ids: token ids of the text.
+        cancelled: set by `Scheduler.cancel`.
+        done: the log-probabilities.
+    """
+
+    ids: Sequence[int]
+    cancelled: bool = False
+    done: Future[list[float]] = field(default_factory=Future)
+
+    def deliver(self, error: BaseException, _last: bool) -> None:
+        """Ends the wait for the log-probabilities."""
+        self.done.set_exception(error)
+
+
+@dataclass(eq=False)
 class _Call:
     """Work of a caller to run between two rounds."""
 
@@ -100,13 +119,13 @@ class Scheduler:
         self.engine_s = 0.0
         self.longest_chunk_s = 0.0
         self._free = slots
-        self._commands: SimpleQueue[Sequence[Request] | _Call | None] = SimpleQueue()
-        self._waiting: deque[Request] = deque()
+        self._commands: SimpleQueue[Sequence[Request | _Scoring] | _Call | None] = SimpleQueue()
+        self._waiting: deque[Request | _Scoring] = deque()
         self._running: dict[int, Request] = {}
         # The slot in prefill; one at a time.
         self._prefilling: int | None = None
         # The request for which too few pages are free until a sequence ends.
-        self._too_large: Request | None = None
+        self._too_large: Request | _Scoring | None = None
         self._chunk_rows = _FIRST_ROWS
         # Seconds of the last round.
         self._round_s = 0.0
@@ -117,7 +136,7 @@ class Scheduler:
         self._stopped = False
         self._process = os.getpid()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request | _Scoring]) -> None:
         """Enqueues requests together; they get slots in this order."""
         self.check()
         with self._lock:
@@ -127,7 +146,22 @@ class Scheduler:
                 self._thread.start()
             self._commands.put(requests)
 
-    def cancel(self, requests: Sequence[Request], *, wait: bool = True) -> None:
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of a text's tokens from the second on; waits for a free slot and pages, in order of arrival."""
+        self.check()
+        if self.is_inside():
+            raise UsageError("a callback of an answer scores a text", "score it after the callback")
+        scoring = _Scoring(ids)
+        try:
+            self.submit([scoring])
+            while not wait([scoring.done], WAIT_S).done:
+                pass
+        except BaseException:
+            self.cancel([scoring], wait=False)
+            raise
+        return scoring.done.result()
+
+    def cancel(self, requests: Sequence[Request | _Scoring], *, wait: bool = True) -> None:
         """Ends requests immediately. Their slots are free on return, except when called from a callback of the engine."""
         for request in requests:
             request.cancelled = True
@@ -235,9 +269,10 @@ class Scheduler:
         for slot, request in list(self._running.items()):
             if request.cancelled:
                 self._end(slot)
-        for request in [request for request in self._waiting if request.cancelled]:
-            self._waiting.remove(request)
-            _interrupted(request)
+        for waiting in [waiting for waiting in self._waiting if waiting.cancelled]:
+            self._waiting.remove(waiting)
+            if isinstance(waiting, Request):
+                _interrupted(waiting)
 
     def _admit(self) -> None:
         """Admits the next request once there are pages for its prompt and answer; later requests wait with it.
@@ -248,6 +283,9 @@ class Scheduler:
             return
         request = self._waiting[0]
         if request is self._too_large:
+            return
+        if isinstance(request, _Scoring):
+            self._score(request)
             return
         try:
             with self._engine():
@@ -263,6 +301,25 @@ class Scheduler:
         self._free -= 1
         self._running[slot] = request
         self._prefilling = slot
+
+    def _score(self, scoring: _Scoring) -> None:
+        """Scores the first waiting text, unless too few pages are free until a sequence ends."""
+
+        def on_progress(_done: int, _total: int) -> None:
+            if scoring.cancelled:
+                raise _CancelledError
+
+        try:
+            with self._engine():
+                scoring.done.set_result(self.native.score(scoring.ids, on_progress))
+        except _CancelledError:
+            pass
+        except Exception as error:
+            if isinstance(error, UsageError) and self._running:
+                self._too_large = scoring
+                return
+            scoring.deliver(error if isinstance(error, QuantspecError) else internal(error), True)
+        self._waiting.popleft()
 
     def _prefill_chunk(self) -> None:
         """Prefills a chunk of the current prompt, or all of it if no other sequence decodes."""

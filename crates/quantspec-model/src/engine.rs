@@ -358,7 +358,12 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if no slot or too few pages are free, [`quantspec_core::ErrorKind::DoesNotFit`]
     /// beyond the capacity, and those of [`evaluate::score`].
-    pub fn score(&mut self, tokens: &[u32], step_rows: usize) -> Result<Vec<f64>> {
+    pub fn score(
+        &mut self,
+        tokens: &[u32],
+        step_rows: usize,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Vec<f64>> {
         if tokens.len() > self.capacity {
             return Err(Error::does_not_fit(
                 format!("a text of {} tokens exceeds the capacity of {}", tokens.len(), self.capacity),
@@ -367,7 +372,7 @@ impl<B: Backend> Engine<B> {
         }
         let slot = self.free_slot()?;
         self.check_room(tokens.len(), None)?;
-        evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows)
+        evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows, progress)
     }
 
     fn free_slot(&self) -> Result<usize> {

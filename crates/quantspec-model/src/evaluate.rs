@@ -388,7 +388,8 @@ fn means(
 }
 
 /// Log-probabilities of `tokens` from the second on, each given the tokens before it, under one view of the target: `[tokens
-/// − 1]`, in nats. `slot` is free before and after. A step has `step_rows` rows.
+/// − 1]`, in nats. `slot` is free before and after. A step has `step_rows` rows; `progress` gets (rows done, total rows) after
+/// each.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens, [`quantspec_core::ErrorKind::Model`] for ids outside the
@@ -399,6 +400,7 @@ pub fn score<B: Backend>(
     slot: usize,
     tokens: &[u32],
     step_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<f64>> {
     if tokens.len() < 2 {
         return Err(Error::usage(
@@ -408,7 +410,7 @@ pub fn score<B: Backend>(
     }
     check_ids(tokens, backend.config().vocab)?;
     backend.open(slot, tokens.len())?;
-    let scored = feed_all(backend, view, slot, tokens, step_rows.clamp(1, WINDOW_ROWS));
+    let scored = feed_all(backend, view, slot, tokens, step_rows.clamp(1, WINDOW_ROWS), progress);
     backend.close(slot);
     scored
 }
@@ -420,6 +422,7 @@ fn feed_all<B: Backend>(
     slot: usize,
     tokens: &[u32],
     step_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<f64>> {
     let mut extent = Extent::default();
     let mut scored = Vec::with_capacity(tokens.len() - 1);
@@ -435,6 +438,8 @@ fn feed_all<B: Backend>(
             scored.push(found);
         }
         commit(backend, slot, &mut extent, window.len())?;
+        progress(scored.len(), fed.len());
+        backend.poll()?;
     }
     Ok(scored)
 }

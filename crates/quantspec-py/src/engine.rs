@@ -280,9 +280,11 @@ impl PyEngine {
     }
 
     /// Log-probabilities of `tokens` from the second on under the target's view, teacher-forced, in a free slot.
-    fn score(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<Vec<f64>> {
+    #[pyo3(signature = (tokens, on_progress=None))]
+    fn score(&self, py: Python<'_>, tokens: Vec<u32>, on_progress: Option<Py<PyAny>>) -> PyResult<Vec<f64>> {
         let rows = self.step_rows;
-        self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
+        let mut show = progress(on_progress, self.raised.clone());
+        self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows, &mut show)))
     }
 
     /// Returns true if a prompt can be added now.
