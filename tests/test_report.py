@@ -182,6 +182,7 @@ def parsed(text: str) -> Page:
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert page.addresses == []
+    assert "</svg>" not in text.replace("</svg></div>", ""), "a narrow window scrolls every chart"
     assert "url(" not in text
     assert "@import" not in text
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
@@ -225,6 +226,12 @@ def test_charts_show_the_longest_answers() -> None:
         assert (
             page.text.count("tg8, plain, FP16, after 4,096") == page.text.count("tg192, plain, FP16, after 4,096") > 0
         )
+
+
+def test_every_measurement_has_its_batch() -> None:
+    page = parsed(report.bench([row | {"batch": 2, "speedup": None} for row in rows()], {}))
+    _, table = page.text.split("All measurements")
+    assert table.count("4,096 × 2") == sum(row["n_depth"] == 4096 for row in rows())
 
 
 def test_missing_measurements_have_no_chart() -> None:

@@ -512,7 +512,7 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
             *([row["model"]] if models else []),
             "any" if row["test"] == "pp" else _method(row),
             row["test"] + str(row["n_prompt"] or row["n_gen"]),
-            f"{row['n_depth']:,}",
+            _category(row, models=False),
             render.with_spread(row["ms_per_token"], row["ms_per_token_sd"]),
             render.number(row["tokens_per_s"]),
             f"{row['gb_per_s']:.1f}",

@@ -29,7 +29,7 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 code { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
 ul.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; list-style: none; margin: 8px 0; padding: 0; font-size: 13px; }
 ul.legend span { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
-figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
+figure { margin: 0; } svg { display: block; width: 100%; min-width: 600px; height: auto; }
 svg text { fill: var(--soft); font-size: 12px; } svg text.value { fill: var(--ink); font-size: 11px; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); } .reference { stroke: var(--ink); stroke-dasharray: 5 4; }
 .pale { opacity: 0.5; } .roof { fill: none; stroke: var(--soft); stroke-width: 2; }
@@ -86,7 +86,9 @@ class Section:
         shown = f'<ul class="legend">{legend}</ul>' if len(self.legend) > 1 else ""
         numbers = self.table.html()
         if self.chart is not None:
-            numbers = f"{shown}\n{self.chart}\n<details><summary>Numbers</summary>{numbers}</details>"
+            numbers = (
+                f'{shown}\n<div class="wide">{self.chart}</div>\n<details><summary>Numbers</summary>{numbers}</details>'
+            )
         head = f"<h2>{escaped(self.title)}</h2>\n<p>{escaped(self.text)}</p>"
         return f"<section>\n{head}\n<figure>{numbers}</figure>\n</section>"
 
