@@ -85,7 +85,7 @@ def test_speedups_of_the_readme_are_those_of_the_json() -> None:
     ms = {(row["method"], row["kv_target"], row["draft_pages"], row["n_depth"]): row["ms_per_token"] for row in rows}
     depths = sorted({row["n_depth"] for row in rows})
     speedups = [
-        f"{ms['ar', plain, 'all', depth] / ms['quantspec', 'int8', 64, depth]:.2f}"
+        f"{ms['ar', plain, 'all', depth] / ms['quantspec', 'int8', 'auto', depth]:.2f}"
         for plain in ("int8", "fp16")
         for depth in depths
     ]
