@@ -329,6 +329,17 @@ def test_closing_an_engine_ends_the_streams_of_other_threads(engine: Engine, fak
     assert endings == ["the engine is closed"] * 5
 
 
+def test_closing_an_engine_ends_a_long_prompt_of_another_thread(engine: Engine, fake: Any) -> None:
+    fake.prefill_s = 30
+    begun = threading.Event()
+    thread, failures = in_background(lambda: engine.generate("one", on_prefill=lambda *_: begun.set()))
+    assert begun.wait(10)
+    engine.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert [str(failure) for failure in failures] == ["the engine is closed (load it again)"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [0, 1])
 def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any, answers: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,14 @@ def test_a_score_waits_for_a_slot_and_ends_with_its_caller() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         assert (engine.score(TEXT) == alone).all()
+
+        closing = threading.Timer(0.3, engine.close)
+        closing.start()
+        began = time.monotonic()
+        with pytest.raises(UsageError, match="the engine is closed"):
+            engine.score(Prompt([1] * 20_000))
+        closing.join()
+        assert time.monotonic() - began < 2
 
 
 def test_logprobs_in_json(quantspec: Run) -> None:

@@ -94,7 +94,7 @@ class _Call:
 
 
 class _CancelledError(KeyboardInterrupt):
-    """Ends a prefill from its callback, as Ctrl-C does."""
+    """Ends a prefill or a score from its callback, as Ctrl-C does."""
 
 
 class Scheduler:
@@ -210,11 +210,14 @@ class Scheduler:
         if os.getpid() != self._process:
             return
         with self._lock:
-            stopped, self._stopped = self._stopped, True
+            stopped = self._stopped
+            if not stopped and self._thread is not None:
+                self._commands.put(None)
+            # After the command, which must be there when a prompt or a score ends because of this.
+            self._stopped = True
         if stopped:
             return
         if self._thread is not None:
-            self._commands.put(None)
             if self.is_inside():
                 return
             while self._thread.is_alive():
@@ -306,14 +309,14 @@ class Scheduler:
         """Scores the first waiting text, unless too few pages are free until a sequence ends."""
 
         def on_progress(_done: int, _total: int) -> None:
-            if scoring.cancelled:
+            if scoring.cancelled or self._stopped:
                 raise _CancelledError
 
         try:
             with self._engine():
                 scoring.done.set_result(self.native.score(scoring.ids, on_progress))
         except _CancelledError:
-            pass
+            scoring.deliver(_closed(), True)
         except Exception as error:
             if isinstance(error, UsageError) and self._running:
                 self._too_large = scoring
@@ -333,7 +336,8 @@ class Scheduler:
             with self._engine():
                 first = self.native.prefill_chunk(slot, rows, self._progress(request))
         except _CancelledError:
-            self._end(slot)
+            if request.cancelled:
+                self._end(slot)
         except BaseException as error:  # includes a callback's exceptions
             self._remove(slot).deliver(error, True)
         else:
@@ -359,7 +363,7 @@ class Scheduler:
                 called(done, total)
                 # A callback that raises is reported once, not for every block of rows.
                 request.on_prefill = called
-            if request.cancelled:
+            if request.cancelled or self._stopped:
                 raise _CancelledError
 
         return on_prefill
