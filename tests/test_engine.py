@@ -334,9 +334,11 @@ def test_closing_an_engine_ends_a_long_prompt_of_another_thread(engine: Engine, 
     begun = threading.Event()
     thread, failures = in_background(lambda: engine.generate("one", on_prefill=lambda *_: begun.set()))
     assert begun.wait(10)
+    closed_at = time.monotonic()
     engine.close()
-    thread.join(5)
+    thread.join(10)
     assert not thread.is_alive()
+    assert time.monotonic() - closed_at < 10
     assert [str(failure) for failure in failures] == ["the engine is closed (load it again)"]
 
 
