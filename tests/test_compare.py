@@ -78,11 +78,15 @@ def test_models_of_one_file_each_need_no_common_name(compare: Callable[..., Outc
     assert [row["model"] for row in compare(two, two, "--json").json] == ["demo", "other"]
 
 
-def test_other_weights_are_noted(compare: Callable[..., Outcome]) -> None:
-    a, b = ROW | {"weights": "checkpoint", "threads": 2}, ROW | {"weights": "int8", "threads": 2}
+@pytest.mark.parametrize(
+    ("field", "one", "other"),
+    [("weights", "checkpoint", "int8"), ("draft_refresh", 0, 4), ("draft_model_kv", "int8", "fp16")],
+)
+def test_other_settings_are_noted(compare: Callable[..., Outcome], field: str, one: Any, other: Any) -> None:
+    a, b = ROW | {field: one, "threads": 2}, ROW | {field: other, "threads": 2}
     outcome = compare([a], [b], "--json")
     assert outcome.code == 0
-    assert outcome.stderr == "note: weights is checkpoint in A and int8 in B\n"
+    assert outcome.stderr == f"note: {field} is {one} in A and {other} in B\n"
     assert compare([a], [a]).stderr == ""
     assert compare([a], [ROW]).stderr == "", "an older file has no such field"
 

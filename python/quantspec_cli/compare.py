@@ -35,7 +35,16 @@ KEY = (
     "n_depth",
 )
 # Fields that may differ between the files, and explain a difference of speed.
-CONDITIONS = ("quantspec", "device_name", "simd", "threads", "weights", "warm_up")
+CONDITIONS = (
+    "quantspec",
+    "device_name",
+    "simd",
+    "threads",
+    "weights",
+    "warm_up",
+    "draft_refresh",
+    "draft_model_kv",
+)
 # Combined standard deviations of single repetitions above which a difference counts as significant. Of equal pairs, 1 of 10
 # exceeds it with two repetitions each, and 1 of 500 with five.
 DEVIATIONS = 2.0
