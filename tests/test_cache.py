@@ -63,7 +63,7 @@ def test_errors_are_one_line(quantspec: Run, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "file"))
     outcome = quantspec("cache")
     assert (outcome.code, outcome.stdout) == (1, "")
-    assert "error: cannot read the cache of draft weights" in outcome.stderr
+    assert f"error: cannot read the cache of draft weights {tmp_path / 'file'}: not a directory\n" in outcome.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root removes from any folder")

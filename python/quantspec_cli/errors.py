@@ -171,7 +171,8 @@ def native_errors() -> Iterator[None]:
 
 def reason(error: OSError) -> str:
     """The operating system's message, without number and path."""
-    return (error.strerror or str(error)).lower()
+    # Errors of Rust code have the number in their text.
+    return (error.strerror or str(error).partition(" (os error ")[0]).lower()
 
 
 def one_line(text: str) -> str:
