@@ -352,6 +352,20 @@ def test_text_that_python_docx_omits_is_read() -> None:
     )
 
 
+def test_hidden_text_of_a_docx_is_left_out() -> None:
+    def run(text: str, properties: str = "") -> str:
+        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
+
+    box = f"<w:r><w:rPr><w:vanish/></w:rPr><w:txbxContent>{p('in a box')}</w:txbxContent><w:t>after it</w:t></w:r>"
+    mark = "<w:pPr><w:rPr><w:vanish/></w:rPr></w:pPr>"
+    body = (
+        f"<w:p>{run('seen ')}{run('hidden ', '<w:vanish/>')}"
+        + run("shown ", '<w:vanish w:val="0"/>')
+        + f"{run('on paper', '<w:webHidden/>')}</w:p><w:p>{mark}{run('a hidden mark')}{box}</w:p>"
+    )
+    assert text_of(word(body)) == "seen shown on paper\n\na hidden mark"
+
+
 def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:
     document = prompts.from_bytes("x", word(p("text"), aFChunk="<html/>", chart="<c/>"))
     assert document.text == "text"

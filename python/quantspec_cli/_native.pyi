@@ -154,8 +154,8 @@ class Engine:
         tokens at its position."""
 
     def score(self, tokens: Sequence[int], on_progress: Callable[[int, int], object] | None = None) -> list[float]:
-        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot. `on_progress`
-        as in `prefill`.
+        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot.
+        `on_progress` as in `prefill`.
         """
 
     def has_room(self, prompt: Sequence[int], max_new_tokens: int) -> bool:

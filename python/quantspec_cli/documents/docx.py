@@ -1,7 +1,7 @@
 """DOCX: body, tables, text boxes, notes, headers and footers, as Word shows them with all changes accepted.
 
-The XML is read as a stream of events. Deleted text, field codes and comments are left out. Clause numbers, which Word
-computes, are computed here.
+The XML is read as a stream of events. Deleted and hidden text, field codes and comments are left out. Clause numbers, which
+Word computes, are computed here.
 """
 
 from __future__ import annotations
@@ -166,6 +166,8 @@ class _Story:
         # Text of paragraphs whose break is deleted, for the next paragraph.
         self._joined: list[str] = []
         self._in_properties = False
+        # Of each run around the current element, as a run may have a text box with runs.
+        self._hidden: list[bool] = []
         self._control: _Control | None = None
 
     def text(self) -> str:
@@ -220,6 +222,10 @@ class _Story:
     def _in_paragraph(self, paragraph: _Paragraph, name: str, values: Mapping[str, str]) -> None:
         if name in _INLINE:
             self._write(_INLINE[name])
+        elif name == "w:r":
+            self._hidden.append(False)
+        elif name == "w:vanish" and self._hidden and not self._in_properties:
+            self._hidden[-1] = _value(values) not in OFF
         elif name in {"w:checkBox", "w:ddList"}:
             self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
@@ -245,6 +251,8 @@ class _Story:
             self._finish(self._paragraphs.pop())
         elif name == "w:pPr":
             self._in_properties = False
+        elif name == "w:r" and self._hidden:
+            self._hidden.pop()
         elif self._control is not None and name in {"w:checkBox", "w:ddList"}:
             self._write(self._control.shown())
             self._control = None
@@ -276,6 +284,8 @@ class _Story:
         return self._notes.setdefault((kind, identifier), len(self._notes) + 1)
 
     def _write(self, text: str) -> None:
+        if any(self._hidden):
+            return
         self._written += len(text)
         if self._paragraphs:
             self._paragraphs[-1].pieces.append(text)
