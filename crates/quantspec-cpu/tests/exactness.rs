@@ -323,7 +323,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
 
 /// Tokens of an answer under penalties or a grammar.
 fn ruled_tokens() -> usize {
-    if long() { 160 } else { 100 }
+    if long() { 160 } else { 60 }
 }
 
 /// Every case under one of the penalties and samplers.
