@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from quantspec_cli import batch, batch_plan, batch_view, documents, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
+from quantspec_cli.options import EngineOptions
 
 Run = Callable[..., Outcome]
 Start = Callable[..., Child]
@@ -650,6 +651,20 @@ def test_a_glob_does_not_follow_loops(fake: Any, quantspec: Run, docs: Path, tmp
     assert found("**/er/**/*") == ["deep/er/c.txt"]
     assert found("**/.hidden/*") == [".hidden/d.txt"]
     assert found("deep/*/*.txt") == ["er/c.txt", "link/e.txt"]
+
+
+def test_a_dry_run_predicts_the_speed_of_the_pages_that_are_read() -> None:
+    rates = (("ar", 10.0), ("quantspec", 12.0), ("quantspec", 15.0), ("window", 14.0), ("kv4", None))
+    rows = [{"method": method, "decode_tokens_per_s": rate} for method, rate in rates]
+    for options, expected in (
+        ({}, 15),
+        ({"gamma": 4}, 12),
+        ({"draft_pages": "all"}, 12),
+        ({"method": "window"}, 14),
+        ({"method": "kv4"}, 10),
+        ({"method": "quantspec+ngram"}, 10),
+    ):
+        assert batch_plan._decode_rate(rows, EngineOptions(**options)) == expected  # type: ignore[arg-type]
 
 
 def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

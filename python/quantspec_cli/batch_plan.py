@@ -571,9 +571,19 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
     predicted = found["predicted"]
     if predicted is None or predicted["prefill_tokens_per_s"] is None:
         return None
-    # A method's first row reads all pages, or its own choice.
-    decode = {row["method"]: row["decode_tokens_per_s"] for row in reversed(found["methods"])}
     return {
         "prefill_tokens_per_s": predicted["prefill_tokens_per_s"],
-        "decode_tokens_per_s": decode.get(options.method) or decode["ar"],
+        "decode_tokens_per_s": _decode_rate(found["methods"], options),
     }
+
+
+def _decode_rate(rows: Sequence[Mapping[str, Any]], options: EngineOptions) -> float:
+    """Predicted tokens/s of the options' method: of its fastest row with `--draft-pages auto`, else of its first one, which
+    reads all pages or the method's own choice. Of plain decoding if the method is not predicted.
+    """
+
+    def predicted(method: str) -> list[float]:
+        return [row["decode_tokens_per_s"] for row in rows if row["method"] == method and row["decode_tokens_per_s"]]
+
+    rates = predicted(options.method) or predicted("ar")
+    return max(rates) if options.pages_of_draft == "auto" else rates[0]
