@@ -403,18 +403,8 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if reuse.slow
-            && let Storage::Disk { at, slow, .. } = &mut self.storage
-        {
-            *slow = true;
-            let note = format!(
-                "prompts are not cached: writing to {} takes longer than processing a prompt; leave out --prompt-cache, or name a \
-                 folder on a faster disk",
-                at.folder.display()
-            );
-            self.add_note(note);
-        }
-        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.storage) {
+        if let (Some(error), Storage::Disk { at, slow, .. }) = (reuse.failed.take(), &mut self.storage) {
+            *slow |= reuse.slow;
             let note = unusable(&at.folder, &error);
             self.add_note(note);
         }
@@ -590,6 +580,7 @@ impl Reuse {
                 self.writing += began.elapsed();
                 let computing = self.started.elapsed().saturating_sub(self.writing);
                 if self.writing.as_secs_f64() > computing.as_secs_f64() + *patience_s {
+                    self.failed = Some(io::Error::other("writing takes longer than processing a prompt"));
                     (self.slow, self.recorder) = (true, None);
                 }
             }
