@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import template
 from .errors import UsageError
-from .options import items, shown
+from .options import as_list, shown
 from .prompts import check_utf8
 from .text import Thinking
 
@@ -25,7 +25,7 @@ _TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 def checked(messages: object) -> list[dict[str, str]]:
     """The messages of a conversation, the last one the user's."""
-    given = None if isinstance(messages, Mapping) else items(messages)
+    given = None if isinstance(messages, Mapping) else as_list(messages)
     if given is None:
         raise UsageError(f"messages is {shown(messages):.60}", 'give a list such as [{"role": "user", "content": "…"}]')
     turns = [_turn(f"message {number}", message) for number, message in enumerate(given, 1)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 from . import schema, settings
 from .errors import UsageError, native_errors
 from .model import Model, Prompt
-from .options import EngineOptions, GenerateOptions, boolean, items, shown, whole
+from .options import EngineOptions, GenerateOptions, as_list, boolean, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
 from .signals import WAIT_S
@@ -533,7 +533,7 @@ class Engine:
         """Starts decoding prompts, as many at once as there are slots. All prompts are checked before any is added."""
         self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
-        given = items(prompts)
+        given = as_list(prompts)
         if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
             wrong = prompts if given is None else next(one for one in given if not isinstance(one, str | Prompt))
             raise UsageError(f"a prompt is {shown(wrong):.60}", "give texts, or what engine.model.prompt returns")

@@ -303,7 +303,7 @@ class GenerateOptions:
                 raise UsageError(
                     "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
                 )
-        stops = items(self.stop)
+        stops = as_list(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
             raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
         object.__setattr__(self, "stop", tuple(stops))
@@ -387,7 +387,7 @@ def boolean(name: str, value: object) -> None:
         raise UsageError(f"{name} is {shown(value):.60}", "use True or False", option=name)
 
 
-def items(value: object) -> list[Any] | None:
+def as_list(value: object) -> list[Any] | None:
     """The items of an iterable, which is read once, because a generator yields them only once. None for a text, and for what
     cannot be iterated, such as an array without a dimension.
     """
