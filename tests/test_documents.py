@@ -372,11 +372,12 @@ def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:
     assert document.warnings == ("1 inserted file not read", "1 chart not read")
 
 
-def test_clauses_have_the_numbers_that_word_shows() -> None:
-    def level(index: int, form: str, text: str, more: str = "") -> str:
-        form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
-        return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
+def level(index: int, form: str, text: str, more: str = "") -> str:
+    form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+    return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
 
+
+def test_clauses_have_the_numbers_that_word_shows() -> None:
     numbering = (
         f'<w:numbering {W}><w:abstractNum w:abstractNumId="5">'
         + level(0, "upperRoman", "Article %1", '<w:pStyle w:val="Clause"/>')
@@ -415,10 +416,6 @@ def test_clauses_have_the_numbers_that_word_shows() -> None:
 
 
 def test_lists_that_refer_to_a_style_or_change_a_level_are_counted() -> None:
-    def level(index: int, form: str, text: str, more: str = "") -> str:
-        form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
-        return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
-
     numbering = (
         f'<w:numbering {W}><w:abstractNum w:abstractNumId="0"><w:styleLink w:val="Legal"/>'
         + level(0, "upperRoman", "Article %1")
