@@ -224,12 +224,13 @@ const TABLES: [(&str, &str, &str, &[&str]); 8] = [
 ];
 
 /// Numbers shared by kernels and launchers.
-const NUMBERS: [(&str, &[&str]); 15] = [
+const NUMBERS: [(&str, &[&str]); 16] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
     ("linear_wide.cuh", &["WIDE_THREADS"]),
     ("panel.cuh", &["PANEL_ROWS"]),
-    ("attend.cu", &["CHOICE_THREADS", "MERGE_SHARED"]),
+    ("attend.cu", &["MERGE_SHARED"]),
+    ("pages.cu", &["CHOICE_THREADS"]),
     ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_CHUNK_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),
     ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS", "COMMIT_TOKENS", "NGRAM_MAX", "WINDOW_MAX"]),
     ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS", "SAMPLE_VOCAB_MAX", "CUT_BYTES", "RACE_BYTES"]),

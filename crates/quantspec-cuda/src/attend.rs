@@ -1,16 +1,18 @@
 //! Launches of decode attention (kernels/attend.cu).
 
+mod pages;
 mod slices;
 
+pub use self::pages::PageChoice;
+use self::pages::PageKernels;
 use self::slices::Division;
 pub(crate) use self::slices::SLICE_ROWS;
 pub use self::slices::{Chosen, Merged, QueryTile, Span, StepSlice};
-use crate::args;
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::images;
 use crate::linear::{DRAFT_GROUP, name};
-use crate::shapes::{self, CHOICE_THREADS};
+use crate::shapes;
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
@@ -24,27 +26,6 @@ const SHARED_MAX: usize = 227 << 10;
 /// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends: 8 MB on 132 SMs. A step
 /// is faster with 4 and with 8 MB, and slower with 16 MB.
 const PREFETCH_BYTES: usize = 64 << 10;
-/// Input of a page choice; `PageChoice` in kernels/attend.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PageChoice {
-    /// Row of q whose group chooses.
-    pub row: i32,
-    /// Slot.
-    pub slot: i32,
-    /// Visible pages.
-    pub pages: i32,
-    /// Pages that are chosen among; those after them are all listed.
-    pub scored: i32,
-    /// Index of the list's scores: the slot, or at a refresh the number of slots plus the slot.
-    pub scores: i32,
-}
-
-const _: () = assert!(size_of::<PageChoice>() == 20);
-
-// SAFETY: thirty-two-bit numbers only.
-unsafe impl Plain for PageChoice {}
-
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
@@ -263,9 +244,7 @@ pub struct Attend {
     half_sm: Vec<Variant>,
     /// By output type (bf16, f16, f32, int8): for few blocks, and for more blocks than SMs.
     merge: [[Kernel; 2]; 4],
-    /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
-    bounds: [(Kernel, usize); 2],
-    select: Kernel,
+    pages: PageKernels,
 }
 
 impl Attend {
@@ -313,18 +292,13 @@ impl Attend {
         let merge = |out: &str| -> Result<[Kernel; 2]> {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
-        let bounds = |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS / d));
         Ok(Attend {
             upper: split(View::Upper)?,
             both: split(View::Both)?,
             full: split(View::Full)?,
             half_sm: half_sm.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
-            bounds: match config.group() {
-                1 => [bounds("bounds_1_4", 4)?; 2],
-                _ => [bounds("bounds_4_2", 2)?, bounds("bounds_4_4", 4)?],
-            },
-            select: device.kernel("select", 0)?,
+            pages: PageKernels::new(device, config)?,
             device: device.clone(),
             kv_heads: config.kv_heads,
             group: config.group(),
@@ -498,64 +472,6 @@ impl Attend {
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
-        }
-    }
-
-    /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, and all after
-    /// [`PageChoice::scored`], into the lists of their slots. The first `scoring` choices are scored before. With `scores` 0, the
-    /// newest count as best.
-    ///
-    /// # Errors
-    /// Device errors of the two launches, named by the kernel.
-    ///
-    /// # Safety
-    /// As [`Attend::run`]; `choices` are `count` [`PageChoice`]s, `scores` f32 `[PageChoice::scores][kv_heads][table_pitch]` or 0.
-    #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
-    pub unsafe fn choose(
-        &self,
-        choices: u64,
-        [count, scoring]: [usize; 2],
-        pages: usize,
-        n: usize,
-        q: u64,
-        scores: u64,
-        layer: &Layer,
-        addresses: &SliceAddresses,
-    ) -> Result<()> {
-        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
-        unsafe {
-            if scores != 0 && scoring > 0 {
-                let arguments = args![
-                    layer.upper,
-                    addresses.tables,
-                    addresses.table_pitch,
-                    q,
-                    choices,
-                    scores,
-                    addresses.table_pitch,
-                    self.kv_heads,
-                    self.group,
-                    self.head_dim,
-                    self.centre
-                ];
-                let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * scoring;
-                let few = blocks(self.bounds[0].1) <= self.device.info.sms;
-                let (bounds, of) = self.bounds[usize::from(!few)];
-                let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, scoring as u32];
-                self.device.launch(
-                    bounds,
-                    Launch { grid, block: CHOICE_THREADS as u32, shared: 0, overlap: true },
-                    &arguments,
-                )?;
-            }
-            let arguments =
-                args![scores, addresses.table_pitch, choices, layer.lists, addresses.list_pitch, self.kv_heads, n];
-            let grid = [self.kv_heads as u32, count as u32, 1];
-            self.device.launch(
-                self.select,
-                Launch { grid, block: CHOICE_THREADS as u32, shared: 0, overlap: true },
-                &arguments,
-            )
         }
     }
 }
