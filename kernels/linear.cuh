@@ -140,10 +140,107 @@ DEV float add_group(float acc, float sum, float scale, float x_scale, float zero
 }
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must be exact in f32");
 
+// The activations of a block of `linear_quant`. STAGED: they are copied to shared memory after the weights,
+// [row][groups * 128 + 64 bytes], then their scales [row][groups]. A step of a single row is a chain of memory
+// latencies; this removes one per block.
+template <int NT, bool STAGED>
+struct QuantInputs {
+  const int8_t* x;
+  const float2* xs;
+  int rows, groups;
+  int pitch;                // bytes of a staged row: its pieces and its neighbour's are in different banks
+  uint32_t staged, scales;  // shared memory
+  uint4 b[NT][2];
+  float2 sx[NT][2];  // {scale, sum} of rows 2c and 2c + 1
+
+  DEV QuantInputs(const int8_t* x, const float2* xs, int rows, int groups, uint32_t shared)
+      : x(x), xs(xs), rows(rows), groups(groups), pitch(groups * 128 + 64), staged(shared) {
+    scales = staged + rows * pitch;
+    if constexpr (STAGED) copy_to_shared();
+  }
+
+  DEV void copy_to_shared() {
+    for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32)
+      sts128(staged + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
+    for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
+      const float2 v = __ldcg(xs + i);
+      sts32(scales + i * 8, __float_as_uint(v.x));
+      sts32(scales + i * 8 + 4, __float_as_uint(v.y));
+    }
+    __syncthreads();
+  }
+
+  // Loads b and sx of a group.
+  DEV void load(int group, int g, int c) {
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+      b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0);
+      sx[t][0] = sx[t][1] = make_float2(0, 0);
+      if (t * 8 + g < rows) {
+        if (STAGED) {
+          const uint32_t codes = staged + g * pitch + group * 128 + c * 16;
+          b[t][0] = lds128(codes);
+          b[t][1] = lds128(codes + 64);
+        } else {
+          const int8_t* codes = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
+          b[t][0] = ldg_plain(codes);
+          b[t][1] = ldg_plain(codes + 64);
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (t * 8 + 2 * c + e < rows) {
+          if (STAGED) {
+            const uint2 v = lds64(scales + ((2 * c + e) * groups + group) * 8);
+            sx[t][e] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+          } else {
+            sx[t][e] = __ldcg(xs + (size_t)(t * 8 + 2 * c + e) * groups + group);
+          }
+        }
+    }
+  }
+};
+
+// acc plus the products of one block of weights, in shared memory, and its inputs.
+template <int BITS, int NT, bool STAGED>
+DEV void add_block(float (&acc)[NT][4], uint32_t block, const QuantInputs<NT, STAGED>& in, int lane) {
+  int d[NT][4];
+#pragma unroll
+  for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = INTEGER_BIAS_BITS;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if constexpr (BITS == 4) {
+      const uint4 v = lds128(block + (h * 32 + lane) * 16);
+      constexpr uint32_t L = LOW_NIBBLES, H = HIGH_NIBBLES;  // high nibbles enter as 16 * code, with scale / 16
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        mma_u8s8(d[t], v.x & L, v.x & H, v.y & L, v.y & H, in.b[t][h].x, in.b[t][h].y);
+        mma_u8s8(d[t], v.z & L, v.z & H, v.w & L, v.w & H, in.b[t][h].z, in.b[t][h].w);
+      }
+    } else {
+      const uint4 v0 = lds128(block + (2 * h * 32 + lane) * 16);
+      const uint4 v1 = lds128(block + ((2 * h + 1) * 32 + lane) * 16);
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        mma_u8s8(d[t], v0.x, v0.y, v0.z, v0.w, in.b[t][h].x, in.b[t][h].y);
+        mma_u8s8(d[t], v1.x, v1.y, v1.z, v1.w, in.b[t][h].z, in.b[t][h].w);
+      }
+    }
+  }
+  const uint2 params = lds64(block + QUANT_BLOCK<BITS> - QUANT_PARAMS + (lane >> 2) * 8);
+  const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);  // of outputs g and g + 8
+  const float high_scale = BITS == 4 ? high.x * 0.0625f : high.x;
+#pragma unroll
+  for (int t = 0; t < NT; t++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float2 s = in.sx[t][e & 1];
+      acc[t][e] = add_group(acc[t][e], __fadd_rn(__int_as_float(d[t][e]), -integer_bias()), e < 2 ? low.x : high_scale,
+                            s.x, e < 2 ? low.y : high.y, s.y);
+    }
+}
+
 // The few-row GEMM of draft weights. x int8 [row][groups * 128]; xs [row][groups] {sx, sx * sum(xq)}; y f32 [row][n].
-//
-// STAGED: the block first copies the activations to shared memory after the weights, [row][groups * 128 + 64 bytes],
-// then their scales [row][groups]. A step of a single row is a chain of memory latencies; this removes one per block.
 template <int BITS, int NT, int STAGES, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles,
                       int n, int rows) {
@@ -178,19 +275,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   xs += (size_t)blockIdx.y * NT * 8 * groups;
   y += (size_t)blockIdx.y * NT * 8 * n;
   rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
-  const int pitch = groups * 128 + 64;  // a row's pieces and its neighbour's are in different banks
-  const uint32_t staged_x = shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK;
-  const uint32_t staged_scales = staged_x + rows * pitch;
-  if (STAGED) {
-    for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32)
-      sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
-    for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
-      const float2 v = __ldcg(xs + i);
-      sts32(staged_scales + i * 8, __float_as_uint(v.x));
-      sts32(staged_scales + i * 8 + 4, __float_as_uint(v.y));
-    }
-    __syncthreads();
-  }
+  QuantInputs<NT, STAGED> in(x, xs, rows, groups, shared_address(shared) + LINEAR_WARPS * STAGES * BLOCK);
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float acc[NT][4];
@@ -198,79 +283,13 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
     for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
 #pragma unroll 1
     for (int i = 0; i < own_groups; i++) {
-      // ---- inputs of the group ----
-      const int group = i * LINEAR_WARPS + warp;
-      uint4 b[NT][2];
-      float2 sx[NT][2];  // {scale, sum} of rows 2c and 2c + 1
-#pragma unroll
-      for (int t = 0; t < NT; t++) {
-        b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0);
-        sx[t][0] = sx[t][1] = make_float2(0, 0);
-        if (t * 8 + g < rows) {
-          if (STAGED) {
-            const uint32_t codes = staged_x + g * pitch + group * 128 + c * 16;
-            b[t][0] = lds128(codes);
-            b[t][1] = lds128(codes + 64);
-          } else {
-            const int8_t* codes = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
-            b[t][0] = ldg_plain(codes);
-            b[t][1] = ldg_plain(codes + 64);
-          }
-        }
-#pragma unroll
-        for (int e = 0; e < 2; e++)
-          if (t * 8 + 2 * c + e < rows) {
-            if (STAGED) {
-              const uint2 v = lds64(staged_scales + ((2 * c + e) * groups + group) * 8);
-              sx[t][e] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-            } else {
-              sx[t][e] = __ldcg(xs + (size_t)(t * 8 + 2 * c + e) * groups + group);
-            }
-          }
-      }
-      // ---- weights of the group ----
+      in.load(i * LINEAR_WARPS + warp, g, c);
       __syncwarp();  // all lanes have read the stage that `load` overwrites
       load();
       copy_wait<STAGES - 1>();
       __syncwarp();
-      const uint32_t block = stages_at + stage * BLOCK;
+      add_block<BITS>(acc, stages_at + stage * BLOCK, in, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      // ---- codes times inputs ----
-      int d[NT][4];
-#pragma unroll
-      for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = INTEGER_BIAS_BITS;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        if constexpr (BITS == 4) {
-          const uint4 v = lds128(block + (h * 32 + lane) * 16);
-          constexpr uint32_t L = LOW_NIBBLES, H = HIGH_NIBBLES;  // high nibbles enter as 16 * code, with scale / 16
-#pragma unroll
-          for (int t = 0; t < NT; t++) {
-            mma_u8s8(d[t], v.x & L, v.x & H, v.y & L, v.y & H, b[t][h].x, b[t][h].y);
-            mma_u8s8(d[t], v.z & L, v.z & H, v.w & L, v.w & H, b[t][h].z, b[t][h].w);
-          }
-        } else {
-          const uint4 v0 = lds128(block + (2 * h * 32 + lane) * 16);
-          const uint4 v1 = lds128(block + ((2 * h + 1) * 32 + lane) * 16);
-#pragma unroll
-          for (int t = 0; t < NT; t++) {
-            mma_u8s8(d[t], v0.x, v0.y, v0.z, v0.w, b[t][h].x, b[t][h].y);
-            mma_u8s8(d[t], v1.x, v1.y, v1.z, v1.w, b[t][h].z, b[t][h].w);
-          }
-        }
-      }
-      // ---- scales and zeros ----
-      const uint2 params = lds64(block + BLOCK - QUANT_PARAMS + g * 8);
-      const float2 low = unpack_half2(params.x), high = unpack_half2(params.y);  // of outputs g and g + 8
-      const float high_scale = BITS == 4 ? high.x * 0.0625f : high.x;
-#pragma unroll
-      for (int t = 0; t < NT; t++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float2 s = sx[t][e & 1];
-          acc[t][e] = add_group(acc[t][e], __fadd_rn(__int_as_float(d[t][e]), -integer_bias()),
-                                e < 2 ? low.x : high_scale, s.x, e < 2 ? low.y : high.y, s.y);
-        }
     }
     reduce_store<NT>(sums, acc, y, tile, n, rows);
   }

@@ -145,17 +145,157 @@ DEV void store_output(const Shared<D>& at, const TensorMap* O, float (&o)[D / 2]
   }
 }
 
+// A consumer warpgroup's 64 rows. A thread has two of them, 8 apart.
+template <int D, bool LOCAL>
+struct Consumer {
+  static constexpr int BYTES = Tile<D>::BYTES, SLICE = Tile<D>::SLICE;
+  const Shared<D>& at;
+  int w, warp, lane;  // warpgroup, and indices in it
+  int first_key, reach;
+  int query;  // position of the thread's first row
+  // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
+  int unmasked, shown;
+  uint64_t q_desc;
+  float scale_log2;
+  float s[64], o[D / 2];  // scores of a tile, outputs
+  uint32_t p[32];         // weights of a tile
+  float max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
+  float keep0, keep1;  // factors of earlier sums and outputs
+
+  DEV Consumer(const Shared<D>& at, int w, int q0, int row0, int first_key, float scale_log2, int reach)
+      : at(at), w(w), first_key(first_key), reach(reach), scale_log2(scale_log2) {
+    lane = threadIdx.x & 31;
+    warp = threadIdx.x >> 5 & 3;
+    query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);
+    unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
+    shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
+    q_desc = desc_kmajor(at.q + w * 64 * 128);
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0;
+  }
+
+  // Issues s = Q K^T.
+  DEV void score(int stage) {
+    const uint64_t k_desc = desc_kmajor(at.k + stage * BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      const int step = (k >> 2) * (SLICE >> 4) + (k & 3) * 2;
+      Wgmma<Half>::shared(s, q_desc + step, k_desc + step, k != 0);
+    }
+    wgmma_commit();
+  }
+
+  // Issues o += P V.
+  DEV void accumulate(int stage) {
+    const uint64_t v_desc = desc_nmajor(at.v + stage * BYTES, SLICE);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
+    wgmma_commit();
+  }
+
+  DEV void mask(int tile) {
+    if (tile >= unmasked || (LOCAL && tile < shown))
+#pragma unroll
+      for (int i = 0; i < 64; i++) {
+        const int key = first_key + tile * KEYS + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = query + (i & 2) * 4;
+        if (key > row || (LOCAL && key <= row - reach)) s[i] = hidden_score<LOCAL>();
+      }
+  }
+
+  // s of this tile becomes 2^(s - max + P_SHIFT).
+  DEV void softmax(int tile) {
+    mask(tile);
+    float m0 = max0, m1 = max1;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      m0 = fmaxf(m0, fmaxf(s[i], s[i + 1]));
+      m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
+    }
+    quad_max(m0, m1);
+    const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
+    // Exactly 1 where the maximum stays.
+    keep0 = exp2_fast((max0 - m0) * scale_log2);
+    keep1 = exp2_fast((max1 - m1) * scale_log2);
+    max0 = m0;
+    max1 = m1;
+    sum0 *= keep0;
+    sum1 *= keep1;
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -shift0));
+      s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -shift0));
+      s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -shift1));
+      s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -shift1));
+      sum0 += s[i] + s[i + 1];
+      sum1 += s[i + 2] + s[i + 3];
+    }
+  }
+
+  // Only if a maximum of the warp moved; otherwise the factors are exactly 1.
+  DEV void rescale() {
+    if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
+#pragma unroll
+      for (int i = 0; i < D / 2; i += 4) {
+        o[i] *= keep0;
+        o[i + 1] *= keep0;
+        o[i + 2] *= keep1;
+        o[i + 3] *= keep1;
+      }
+  }
+
+  DEV void pack() {
+#pragma unroll
+    for (int i = 0; i < 32; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
+  }
+
+  // The loop over tiles: S of tile j next to P V of tile j - 1.
+  DEV void run(int tiles) {
+    mbar_wait(at.q_full, 0);
+    mbar_wait(at.k_full, 0);
+    score(0);
+    wgmma_wait<0>();
+    if (lane == 0) mbar_arrive(at.k_empty);
+    softmax(0);
+    pack();
+    int ks = 1 % STAGES, k_parity = 1 / STAGES & 1, vs = 0, v_parity = 0;
+    for (int j = 1; j < tiles; j++) {
+      mbar_wait(at.k_full + 8 * ks, k_parity);
+      score(ks);
+      mbar_wait(at.v_full + 8 * vs, v_parity);
+      accumulate(vs);
+      wgmma_wait<1>();
+      if (lane == 0) mbar_arrive(at.k_empty + 8 * ks);
+      softmax(j);
+      wgmma_wait<0>();
+      if (lane == 0) mbar_arrive(at.v_empty + 8 * vs);
+      rescale();
+      pack();
+      if (++ks == STAGES) {
+        ks = 0;
+        k_parity ^= 1;
+      }
+      if (++vs == STAGES) {
+        vs = 0;
+        v_parity ^= 1;
+      }
+    }
+    mbar_wait(at.v_full + 8 * vs, v_parity);
+    accumulate(vs);
+    quad_sum(sum0, sum1);
+  }
+};
+
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1};
 // O: box {64, 64, 1}. Q and O have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer,
 // the second half of Q's box is loaded in vain.
 template <int D, bool LOCAL, int CONSUMERS, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0,
                 int group, float scale_log2, int reach) {
-  constexpr int BYTES = Tile<D>::BYTES;
-  constexpr int SLICE = Tile<D>::SLICE;
   constexpr int ROWS = 64 * CONSUMERS;
   constexpr int WARPS = 4 * CONSUMERS;
-  static_assert((1 + 2 * STAGES) * BYTES == PROMPT_WGMMA_CHANNEL * D &&
+  static_assert((1 + 2 * STAGES) * Tile<D>::BYTES == PROMPT_WGMMA_CHANNEL * D &&
                 8 * (1 + 4 * STAGES) + 1024 == PROMPT_WGMMA_MORE);
   extern __shared__ char raw[];
   const Shared<D> at(shared_address(raw));
@@ -180,117 +320,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     if (threadIdx.x == 128 * CONSUMERS) load_tiles<D>(at, Q, K, V, place, first_key, tiles);
   } else {
     if constexpr (CONSUMERS > 1) registers_take<CONSUMER_REGISTERS>();
-    const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
-    // Position of this thread's first row; the second is 8 later.
-    const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);
-    // Tiles before `unmasked` have no key after one of the 64 rows, tiles from `shown` on none before one's reach.
-    const int unmasked = (q0 + row0 + w * 64 + 1 - first_key) / KEYS;
-    const int shown = LOCAL ? (first_visible(q0 + row0 + w * 64 + 63, reach) - first_key + KEYS - 1) / KEYS : 0;
-    const uint64_t q_desc = desc_kmajor(at.q + w * 64 * 128);
-    float s[64], o[D / 2];
-    float max0 = LOG_ZERO, max1 = LOG_ZERO, sum0 = 0, sum1 = 0;
-    uint32_t p[32];
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] = 0;
-    auto scores = [&](int stage) {  // s = Q K^T
-      const uint64_t k_desc = desc_kmajor(at.k + stage * BYTES);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        const int step = (k >> 2) * (SLICE >> 4) + (k & 3) * 2;
-        Wgmma<Half>::shared(s, q_desc + step, k_desc + step, k != 0);
-      }
-      wgmma_commit();
-    };
-    auto values = [&](int stage) {  // o += P V
-      const uint64_t v_desc = desc_nmajor(at.v + stage * BYTES, SLICE);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
-      wgmma_commit();
-    };
-    // s of tile j becomes 2^(s - max + P_SHIFT). keep: the factor for the earlier sums.
-    auto softmax = [&](int j, float& keep0, float& keep1) {
-      if (j >= unmasked || (LOCAL && j < shown)) {
-#pragma unroll
-        for (int i = 0; i < 64; i++) {
-          const int key = first_key + j * KEYS + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1), row = query + (i & 2) * 4;
-          if (key > row || (LOCAL && key <= row - reach)) s[i] = hidden_score<LOCAL>();
-        }
-      }
-      float m0 = max0, m1 = max1;
-#pragma unroll
-      for (int i = 0; i < 64; i += 4) {
-        m0 = fmaxf(m0, fmaxf(s[i], s[i + 1]));
-        m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
-      }
-      quad_max(m0, m1);
-      const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
-      // Exactly 1 where the maximum stays.
-      keep0 = exp2_fast((max0 - m0) * scale_log2);
-      keep1 = exp2_fast((max1 - m1) * scale_log2);
-      max0 = m0;
-      max1 = m1;
-      sum0 *= keep0;
-      sum1 *= keep1;
-#pragma unroll
-      for (int i = 0; i < 64; i += 4) {
-        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -shift0));
-        s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -shift0));
-        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -shift1));
-        s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -shift1));
-        sum0 += s[i] + s[i + 1];
-        sum1 += s[i + 2] + s[i + 3];
-      }
-    };
-    auto pack = [&]() {
-#pragma unroll
-      for (int i = 0; i < 32; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
-    };
-
-    // ---- the loop over tiles: S of tile j next to P V of tile j - 1 ----
-    float keep0, keep1;
-    mbar_wait(at.q_full, 0);
-    mbar_wait(at.k_full, 0);
-    scores(0);
-    wgmma_wait<0>();
-    if (lane == 0) mbar_arrive(at.k_empty);
-    softmax(0, keep0, keep1);
-    pack();
-    int ks = 1 % STAGES, k_parity = 1 / STAGES & 1, vs = 0, v_parity = 0;
-    for (int j = 1; j < tiles; j++) {
-      mbar_wait(at.k_full + 8 * ks, k_parity);
-      scores(ks);
-      mbar_wait(at.v_full + 8 * vs, v_parity);
-      values(vs);
-      wgmma_wait<1>();
-      if (lane == 0) mbar_arrive(at.k_empty + 8 * ks);
-      softmax(j, keep0, keep1);
-      wgmma_wait<0>();
-      if (lane == 0) mbar_arrive(at.v_empty + 8 * vs);
-      // Only if a maximum of the warp moved; otherwise the factor is exactly 1.
-      if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
-#pragma unroll
-        for (int i = 0; i < D / 2; i += 4) {
-          o[i] *= keep0;
-          o[i + 1] *= keep0;
-          o[i + 2] *= keep1;
-          o[i + 3] *= keep1;
-        }
-      pack();
-      if (++ks == STAGES) {
-        ks = 0;
-        k_parity ^= 1;
-      }
-      if (++vs == STAGES) {
-        vs = 0;
-        v_parity ^= 1;
-      }
-    }
-    mbar_wait(at.v_full + 8 * vs, v_parity);
-    values(vs);
-    quad_sum(sum0, sum1);
-    store_output<D, T>(at, O, o, sum0, sum1, row0, place.head, w, warp, lane);
+    Consumer<D, LOCAL> rows(at, warpgroup, q0, row0, first_key, scale_log2, reach);
+    rows.run(tiles);
+    store_output<D, T>(at, O, rows.o, rows.sum0, rows.sum1, row0, place.head, warpgroup, rows.warp, rows.lane);
   }
 }
 
@@ -337,48 +369,36 @@ DEV void arrived() {
   __syncthreads();
 }
 
-// store(row, column, x, y) stores two neighbouring outputs. Other arguments as below.
-template <int D, bool LOCAL, class Store>
-DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row,
-                int64_t kv_row, float scale_log2, int reach, Store store) {
-  constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;  // blocks of 16 rows of a warp
-  constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
-  static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
-  extern __shared__ __align__(128) char raw[];
-  const uint32_t base = shared_address(raw);
-  const Place place = place_of_block<ROWS>(n, group);
-  const int row0 = place.row0, head = place.head;
-  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
-  const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
-  const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
-  auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
-    for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
-      copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8,
-                     first + i < end);
-    copy_commit();
-  };
-  const uint16_t *k_head = K + place.kv_head * D, *v_head = V + place.kv_head * D;
-  const uint32_t q_at = base + warp * 16 * BLOCKS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
-  load(base, Q + head * D, q_row, row0, n, ROWS);
-  load(k_at, k_head, kv_row, first_key, keys, KEYS);
-  // Rows query + 16 m + 8 h. `unmasked` and `shown` as in `wgmma_attention`, for the warp's rows.
-  const int first_row = q0 + row0 + warp * 16 * BLOCKS;
-  const int query = first_row + (lane >> 2);
-  const int unmasked = (first_row + 1 - first_key) / KEYS;
-  const int shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
-  float o[BLOCKS][D / 8][4], top[BLOCKS][2], sum[BLOCKS][2];
+// A warp's rows. A thread has rows query + 16 m + 8 h, h in {0, 1}, of each block m of 16 rows.
+template <int D, bool LOCAL>
+struct Rows {
+  static constexpr int BLOCKS = D > 128 ? 1 : 2;
+  int lane, first_key, reach;
+  int query;
+  int unmasked, shown;  // as in `wgmma_attention`, for the warp's rows
+  float scale_log2;
+  float s[BLOCKS][8][4];      // scores of a tile
+  uint32_t p[BLOCKS][4][4];   // weights of a tile
+  float o[BLOCKS][D / 8][4];  // outputs
+  float top[BLOCKS][2], sum[BLOCKS][2];
+
+  DEV Rows(int first_row, int first_key, float scale_log2, int reach)
+      : first_key(first_key), reach(reach), scale_log2(scale_log2) {
+    lane = threadIdx.x & 31;
+    query = first_row + (lane >> 2);
+    unmasked = (first_row + 1 - first_key) / KEYS;
+    shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
 #pragma unroll
-  for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
+    for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
 #pragma unroll
-  for (int i = 0; i < 2 * BLOCKS; i++) {
-    top[i >> 1][i & 1] = LOG_ZERO;
-    sum[i >> 1][i & 1] = 0;
+    for (int i = 0; i < 2 * BLOCKS; i++) {
+      top[i >> 1][i & 1] = LOG_ZERO;
+      sum[i >> 1][i & 1] = 0;
+    }
   }
-  for (int j = 0; j < tiles; j++) {
-    arrived();  // K of tile j; V of tile j - 1 has been used
-    load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
-    // ---- S = Q K^T ----
-    float s[BLOCKS][8][4];
+
+  // s = Q K^T.
+  DEV void score(uint32_t q_at, uint32_t k_at) {
 #pragma unroll
     for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
 #pragma unroll
@@ -397,18 +417,20 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         }
       }
     }
-    arrived();  // V of tile j; K of tile j has been used
-    if (j + 1 < tiles) load(k_at, k_head, kv_row, first_key + (j + 1) * KEYS, keys, KEYS);
-    if (j >= unmasked || (LOCAL && j < shown)) {
+  }
+
+  DEV void mask(int tile) {
+    if (tile >= unmasked || (LOCAL && tile < shown))
 #pragma unroll
       for (int i = 0; i < 32 * BLOCKS; i++) {
-        const int key = first_key + j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
+        const int key = first_key + tile * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
         const int row = query + (i >> 5) * 16 + (i & 2) * 4;
         if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
       }
-    }
-    // ---- P = 2^(S - max + P_SHIFT); earlier sums and outputs are rescaled if a maximum moved ----
-    uint32_t p[BLOCKS][4][4];
+  }
+
+  // p = 2^(s - max + P_SHIFT). Earlier sums and outputs are rescaled if a maximum moved.
+  DEV void softmax() {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++) {
       float m0 = top[m][0], m1 = top[m][1];
@@ -444,7 +466,10 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
       }
     }
-    // ---- O += P V ----
+  }
+
+  // o += P V.
+  DEV void accumulate(uint32_t v_at) {
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -458,21 +483,63 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         }
       }
   }
-  // ---- O / sum ----
+
+  // Stores O / sum of rows before n. row0: index of the warp's first row; column: of the head's first channel.
+  template <class Store>
+  DEV void store_output(int row0, int column, int n, Store store) {
 #pragma unroll
-  for (int m = 0; m < BLOCKS; m++)
+    for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float total = sum[m][h];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
-      const float f = 1.f / total;
-      const int row = row0 + warp * 16 * BLOCKS + 16 * m + 8 * h + (lane >> 2);
-      if (row < n)
+      for (int h = 0; h < 2; h++) {
+        float total = sum[m][h];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        const float f = 1.f / total;
+        const int row = row0 + 16 * m + 8 * h + (lane >> 2);
+        if (row < n)
 #pragma unroll
-        for (int i = 0; i < D / 8; i++)
-          store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
-    }
+          for (int i = 0; i < D / 8; i++)
+            store(row, column + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
+      }
+  }
+};
+
+// store(row, column, x, y) stores two neighbouring outputs. Other arguments as below.
+template <int D, bool LOCAL, class Store>
+DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row,
+                int64_t kv_row, float scale_log2, int reach, Store store) {
+  constexpr int WARP_ROWS = 16 * Rows<D, LOCAL>::BLOCKS, ROWS = 4 * WARP_ROWS;
+  constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
+  static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
+  extern __shared__ __align__(128) char raw[];
+  const uint32_t base = shared_address(raw);
+  const Place place = place_of_block<ROWS>(n, group);
+  const int row0 = place.row0, head = place.head;
+  const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
+  const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
+  const int keys = q0 + n, t = threadIdx.x, warp = t >> 5, piece = t % PIECES;
+  auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
+    for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
+      copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8,
+                     first + i < end);
+    copy_commit();
+  };
+  const uint16_t *k_head = K + place.kv_head * D, *v_head = V + place.kv_head * D;
+  const uint32_t q_at = base + warp * WARP_ROWS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
+  load(base, Q + head * D, q_row, row0, n, ROWS);
+  load(k_at, k_head, kv_row, first_key, keys, KEYS);
+  Rows<D, LOCAL> rows(q0 + row0 + warp * WARP_ROWS, first_key, scale_log2, reach);
+  for (int j = 0; j < tiles; j++) {
+    arrived();  // K of tile j; V of tile j - 1 has been used
+    load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
+    rows.score(q_at, k_at);
+    arrived();  // V of tile j; K of tile j has been used
+    if (j + 1 < tiles) load(k_at, k_head, kv_row, first_key + (j + 1) * KEYS, keys, KEYS);
+    rows.mask(j);
+    rows.softmax();
+    rows.accumulate(v_at);
+  }
+  rows.store_output(row0 + warp * WARP_ROWS, head * D, n, store);
 }
 
 }  // namespace mma_attention
