@@ -29,7 +29,7 @@ laws:
         echo "$path" && QUANTSPEC_LAWS=long QUANTSPEC_SIMD=$path cargo test --release -p quantspec-cpu --test exactness || exit; \
     done
     QUANTSPEC_LAWS=long cargo test --release -p quantspec-model --test fuzz
-    QUANTSPEC_LAWS=long python -m pytest -q --timeout 3600 tests/test_batch.py tests/test_documents.py tests/test_lower_bound.py tests/test_output.py tests/test_text.py tests/test_tokenizer.py
+    QUANTSPEC_LAWS=long python -m pytest -q --timeout 3600 tests/test_batch*.py tests/test_mapreduce.py tests/test_documents.py tests/test_lower_bound.py tests/test_output.py tests/test_text.py tests/test_tokenizer.py
 
 # The SIMD paths of this machine, the best first
 _paths:

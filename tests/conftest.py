@@ -179,6 +179,24 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """Three documents in two folders."""
+    folder = tmp_path / "docs"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "a.txt").write_text("It was a dark and stormy night.")
+    (folder / "b.md").write_text("# Title\n\nThe rain fell in torrents.")
+    (folder / "deep" / "er" / "c.txt").write_text("Except at occasional intervals. " * 5)
+    return folder
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The objects of results.jsonl, which has complete lines only."""
+    raw = (out / "results.jsonl").read_bytes()
+    assert raw == b"" or raw.endswith(b"\n")
+    return [json.loads(line) for line in raw.decode().splitlines()]
+
+
 def answers(out: Path) -> dict[str, bytes]:
     """Every file below OUT that is an answer."""
     return {
@@ -186,6 +204,12 @@ def answers(out: Path) -> dict[str, bytes]:
         for path in out.rglob("*")
         if path.is_file() and sources.STATE not in path.parts and path.name != "results.jsonl"
     }
+
+
+def written(out: Path) -> int:
+    """Complete lines of results.jsonl."""
+    path = out / "results.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def rest_of(terminal: int) -> bytes:

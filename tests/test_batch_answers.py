@@ -1,0 +1,214 @@
+"""Files of the output folder: an answer is the batch's own, and no other file is replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child, Outcome, answers, lines, written
+
+from quantspec_cli import journal, sources
+
+Run = Callable[..., Outcome]
+Start = Callable[..., Child]
+
+
+def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / "deep").symlink_to(elsewhere)
+    outcome = quantspec("batch", str(docs), "--out", str(out), "-n", "3", "--json")
+    assert outcome.code == 4
+    (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
+    assert failed["document"] == "deep/er/c.txt"
+    assert "leads out of" in failed["error"]["message"]
+    assert list(elsewhere.iterdir()) == []
+    assert list((out / sources.STATE / "tmp").iterdir()) == []
+
+
+def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a.txt.md").write_text("precious")
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    outcome = quantspec(*command)
+    assert (outcome.code, outcome.json["done"]) == (4, 2)
+    assert (out / "a.txt.md").read_text() == "precious"
+    assert quantspec(*command, "--no-resume").json["done"] == 3
+    assert (out / "a.txt.md").read_text() != "precious"
+
+    # An edited answer belongs to its editor.
+    (out / "b.md.md").write_text("corrected by hand")
+    again = quantspec(*command[:-1])
+    assert again.code == 0
+    assert "b.md was changed after it was written" in again.stderr
+    (docs / "new\n\x1bline.txt").write_text("x")
+    assert quantspec(*command).json["done"] == 1
+    (out / "new\n\x1bline.txt.md").write_text("corrected by hand")
+    assert "new \N{REPLACEMENT CHARACTER}line.txt was changed" in quantspec(*command).stderr
+    assert (out / "b.md.md").read_text() == "corrected by hand"
+
+
+def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a.txt.md").write_text("precious")
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
+        (refused,) = [row for row in quantspec(*command, *flags, "--dry-run").json["results"] if row["error"]]
+        assert "exists and is not as this batch wrote it" in refused["error"]["message"]
+        assert quantspec(*command, *flags, "--dry-run", "--no-resume").json["refused"] == 0
+        assert quantspec(*command, *flags).json["failed"] == 1
+        assert (out / "a.txt.md").read_text() == "precious"
+    # The remedy named by the error suffices.
+    (out / "a.txt.md").unlink()
+    assert quantspec(*command, "-n", "4").json["failed"] == 0
+
+
+def test_an_answer_by_hand_to_a_failed_document_is_not_overwritten(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (docs / "long.txt").write_text("word " * 1000)
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    assert quantspec(*command, "-n", "3", "-c", "600").json["failed"] == 1
+    (out / "long.txt.md").write_text("by hand")
+    for _ in range(2):
+        report = quantspec(*command, "-n", "3").json
+        (failed,) = [line["error"]["message"] for line in report["results"] if line["error"]]
+        assert "exists and is not as this batch wrote it" in failed
+        assert (out / "long.txt.md").read_text() == "by hand"
+    (out / "long.txt.md").unlink()
+    assert quantspec(*command, "-n", "3").json["failed"] == 0
+    # An earlier answer of the batch is replaced, also if the document failed in between.
+    assert quantspec(*command, "-n", "4", "-c", "600").json["failed"] == 1
+    assert quantspec(*command, "-n", "4").json["failed"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_answer_by_hand_after_an_interrupt_is_not_overwritten(
+    start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "40"]
+    child = start(*command, script={"round_s": 1.0})
+    child.until("verify")
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    (out / "a.txt.md").write_text("by hand")
+    report = quantspec(*command, "--json").json
+    assert (report["done"], report["failed"]) == (2, 1)
+    assert (out / "a.txt.md").read_text() == "by hand"
+
+
+def test_a_file_that_appears_during_a_run_is_not_overwritten(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody writes it, or two names are one on the file system of the answers, as a.txt and A.txt may be."""
+    out = tmp_path / "out"
+    write = journal.Journal.write
+
+    def writing(kept: Any, name: str, output: str, text: str) -> int:
+        if name == "a.txt":
+            (out / output).write_text("by hand")
+        return write(kept, name, output, text)
+
+    monkeypatch.setattr(journal.Journal, "write", writing)
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    report = quantspec(*command).json
+    (error,) = [line["error"]["message"] for line in report["results"] if line["error"]]
+    assert (report["done"], error) == (2, f"{out}/a.txt.md exists and is not as this batch wrote it")
+    assert (out / "a.txt.md").read_text() == "by hand"
+    assert quantspec(*command, "--no-resume").json["done"] == 3
+
+
+def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    quantspec(*command, "-n", "3")
+    (out / "b.md.md").write_text("corrected by hand")
+    for flags in (["-n", "4"], ["-n", "5"]):
+        report = quantspec(*command, *flags).json
+        assert (report["done"], report["failed"]) == (2, 1)
+        assert (out / "b.md.md").read_text() == "corrected by hand"
+        assert sorted(line["document"] for line in lines(out)) == ["a.txt", "b.md", "deep/er/c.txt"]
+    assert quantspec(*command, "-n", "5", "--no-resume").json["done"] == 3
+
+
+def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    assert quantspec(*command).json["done"] == 3
+    (out / "a.txt.txt").write_text("precious")
+    report = quantspec(*command, "--suffix", ".txt").json
+    assert (report["done"], report["failed"], report["skipped"]) == (2, 1, 0)
+    assert (out / "a.txt.txt").read_text() == "precious"
+    # The earlier answers are still there.
+    assert quantspec(*command).json["skipped"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_other_options_by_mistake_lose_nothing(
+    start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "--parallel", "1", "--json"]
+    first = quantspec(*command, "-n", "12").json
+    before = answers(out), lines(out)
+    for flags in (["-n", "40"], ["-n", "40", "--suffix", ".txt"]):
+        child = start(*command, *flags, script={"round_s": 1.0})
+        child.until("verify")
+        assert lines(out) == []
+        child.send_signal(number)
+        child.communicate(timeout=20)
+        again = quantspec(*command, "-n", "12").json
+        assert (again["done"], again["skipped"], again["results"]) == (0, 3, first["results"])
+        assert (answers(out), lines(out)) == before
+    # Only the documents that got another answer are repeated.
+    child = start(*command, "-n", "40", script={"round_s": 0.1})
+    child.until("verify")
+    while not written(out):
+        time.sleep(0.01)
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    again = quantspec(*command, "-n", "12").json
+    assert 0 < again["done"] < 3
+    assert again["done"] + again["skipped"] == 3
+    assert answers(out) == before[0]
+    # Without a chance to go back, nothing is kept.
+    child = start(*command, "-n", "12", "--no-resume", script={"round_s": 1.0})
+    child.until("verify")
+    child.send_signal(number)
+    child.communicate(timeout=20)
+    assert quantspec(*command, "-n", "12").json["done"] == 3
+
+
+def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    docs, out = tmp_path / "work" / "docs", ["--out", str(tmp_path / "out"), "-n", "3"]
+    docs.mkdir(parents=True)
+    (docs / "results").write_text("It was a dark and stormy night.")
+    (tmp_path / "above.txt").write_text("x")
+    quantspec("batch", str(docs), *out, "--suffix", ".jsonl").assert_error(2, "results.jsonl", "--suffix")
+    report = str(tmp_path / "out" / "results.jsonl")
+    assert quantspec("batch", str(docs), *out, "--report", report).code == 2
+    shutil.rmtree(tmp_path / "out")
+    quantspec("batch", str(tmp_path / "work" / "*" / ".." / ".." / "above*"), *out).assert_error(2, "above.txt")
+    (docs / "a.md").mkdir()
+    (docs / "a.md" / "b.txt").write_text("x")
+    (docs / "a").write_text("The rain fell in torrents.")
+    quantspec("batch", str(docs), *out).assert_error(2, "the answer to a would be a.md, the folder of", "a.md/b.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_may_have_any_name(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / os.fsdecode(b"100%?\xff#")), "-n", "3", "--json"]
+    assert quantspec(*command).json["done"] == 3
+    assert quantspec(*command, "--dry-run").json["skipped"] == 3

@@ -1,0 +1,144 @@
+"""Which documents a directory, a file, a glob or a list names, and the places of their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome, answers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantspec_cli import sources
+from quantspec_cli.errors import InputError, UsageError
+
+Run = Callable[..., Outcome]
+
+
+def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    def found(*arguments: str) -> list[str]:
+        out = tmp_path / f"out{time.monotonic_ns()}"
+        outcome = quantspec("batch", *arguments, "--out", str(out), "-n", "3", "--json")
+        assert outcome.code == 0, outcome
+        return sorted(answers(out))
+
+    assert found(str(docs / "**" / "*.txt")) == ["a.txt.md", "deep/er/c.txt.md"]
+    assert found(str(docs / "a.txt"), str(docs / "deep")) == ["a.txt.md", "er/c.txt.md"]
+    assert found(str(docs / "a.txt"), str(docs / "a.txt")) == ["a.txt.md"]
+    listed = tmp_path / "list.jsonl"
+    rows = [{"path": "docs/a.txt"}, {"path": str(docs / "b.md")}, {"id": "x/y", "text": "A literal."}]
+    listed.write_text("\n".join(map(json.dumps, [*rows, {"id": "z", "path": "docs/a.txt"}])) + "\n\n")
+    absolute = str(docs / "b.md").lstrip("/") + ".md"
+    assert found(str(listed)) == sorted(["docs/a.txt.md", absolute, "x/y.md", "z.md"])
+
+
+def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "list.jsonl"
+    listed.write_text(json.dumps({"path": "docs"}))
+    outcome = quantspec("batch", str(listed), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    (result,) = outcome.json["results"]
+    assert (outcome.code, result["error"]["message"]) == (4, "docs is a directory")
+    assert "as files" in result["error"]["hint"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1 of"),
+        ("[1]", "no object"),
+        ('{"path": 5}', "'path' in line 1"),
+        ('{"path": ""}', "not empty"),
+        ('{"text": "x"}', "no id"),
+        ('{"id": "x"}', "neither path and text"),
+        ('{"path": "x", "text": "y", "id": "z"}', "both path and text"),
+        ('{"path": "x", "prompt": "y"}', "unknown field 'prompt'"),
+        ('{"path": "../x"}', "leaves the output folder"),
+        ('{"id": "a/../../x", "text": "y"}', "leaves the output folder"),
+        ('{"id": "/", "text": "y"}', "cannot be that of an answer"),
+        ('{"id": ".quantspec/journal.sqlite", "text": "y"}', "cannot be that of an answer"),
+        ('{"id": "a\\u0000b", "text": "y"}', "'id' in line 1"),
+        ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
+    ],
+)
+def test_a_malformed_line_of_a_list_is_one_error(
+    fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str
+) -> None:
+    listed = tmp_path / "list.jsonl"
+    listed.write_text(line)
+    quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+    command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
+    assert quantspec(*command).json["documents"] == 3
+    assert quantspec(*command).json["documents"] == 3
+    pattern = ["batch", str(docs / "**" / "*"), *command[2:]]
+    assert quantspec(*pattern).json["documents"] == 3
+
+
+def test_answers_may_go_above_the_documents(
+    fake: Any, quantspec: Run, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(docs.parent)
+    names = ["a.txt", "deep/er/c.txt"]
+    for arguments in (["docs"], ["docs/**/*.txt"]):
+        report = quantspec("batch", *arguments, "--out", ".", "-n", "3", "--dry-run", "--json").json
+        assert [row["document"] for row in report["results"] if row["document"] != "b.md"] == names
+    quantspec("batch", "*", "--out", ".").assert_error(2, "--out . is also a directory of documents")
+
+
+def test_a_glob_does_not_follow_loops(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "loop").symlink_to(".")
+    (docs / ".hidden").mkdir()
+    (docs / ".hidden" / "d.txt").write_text("Hidden.")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "e.txt").write_text("In a linked folder.")
+    (docs / "deep" / "link").symlink_to(linked)
+
+    def found(pattern: str) -> list[str]:
+        out = str(tmp_path / "out")
+        report = quantspec("batch", str(docs / pattern), "--out", out, "-n", "3", "--dry-run", "--json").json
+        return [row["document"] for row in report["results"]]
+
+    assert found("**/*.txt") == ["a.txt", "deep/er/c.txt", "deep/link/e.txt"]
+    assert found("**") == ["a.txt", "b.md", "deep/er/c.txt", "deep/link/e.txt"]
+    assert found("**/er/**/*") == ["deep/er/c.txt"]
+    assert found("**/.hidden/*") == [".hidden/d.txt"]
+    assert found("deep/*/*.txt") == ["er/c.txt", "link/e.txt"]
+
+
+def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    deep = docs
+    for _ in range(201):
+        deep /= "d"
+        deep.mkdir()
+    (deep / "lost.txt").write_text("x")
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    assert (outcome.code, outcome.json["done"], outcome.json["failed"]) == (4, 3, 1)
+    assert "200 levels deep" in outcome.json["results"][0]["error"]["message"]
+
+
+@given(st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=300))
+def test_every_name_has_a_place(name: str) -> None:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return
+    place = sources.output_name(name, ".md")
+    assert len(os.fsencode(place)) <= 255
+    assert place.endswith(".md")
+    assert place == name + ".md" or len(os.fsencode(name)) > 252
+
+
+def test_sources_say_what_they_cannot_find(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the name of a document is empty"):
+        sources.find([""], tmp_path)
+    with pytest.raises(InputError, match="does not exist"):
+        sources.Source("x", str(tmp_path / "x")).read()
