@@ -154,6 +154,40 @@ def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: 
     assert quantspec(*command).json["skipped"] == 2
 
 
+def test_a_suffix_may_change_and_change_back(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    """Files of both suffixes are the batch's own, and each is replaced only by a run with its suffix."""
+    out = tmp_path / "out"
+
+    def done(tokens: str, suffix: str, *flags: str) -> tuple[int, int, int]:
+        command = ["batch", str(docs), "--out", str(out), "-n", tokens, "--suffix", suffix, *flags, "--json"]
+        report = quantspec(*command).json
+        return report.get("done"), report["failed"], report["skipped"]
+
+    assert done("3", ".md") == done("5", ".txt") == (3, 0, 0)
+    short, longer = ((out / f"a.txt{suffix}").read_text() for suffix in (".md", ".txt"))
+    assert short != longer
+    assert done("5", ".md", "--dry-run") == (None, 0, 0)
+    assert done("5", ".md") == (3, 0, 0)
+    assert (out / "a.txt.md").read_text() == longer
+    assert done("5", ".txt") == done("5", ".md") == (0, 0, 3)
+    # Someone else's file is still refused.
+    (out / "a.txt.txt").write_text("precious")
+    assert done("3", ".txt") == (2, 1, 0)
+    assert (out / "a.txt.txt").read_text() == "precious"
+
+
+def test_an_answer_of_another_suffix_and_of_equal_size_is_no_answer(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs / "a.txt"), "--out", str(out), "-n", "3", "--json"]
+    for token, suffix in ((17, ".md"), (18, ".txt"), (18, ".md")):
+        fake.answer = [token, token, token]
+        report = quantspec(*command, "--suffix", suffix, "--seed", str(token), "--temperature", "1").json
+        assert (report["done"], report["skipped"]) == (1, 0)
+    assert (out / "a.txt.md").read_text() == (out / "a.txt.txt").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_other_options_by_mistake_lose_nothing(

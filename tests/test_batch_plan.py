@@ -19,12 +19,24 @@ Run = Callable[..., Outcome]
 
 
 def test_a_dry_run_predicts_the_speed_of_the_pages_that_are_read() -> None:
-    rates = (("ar", 10.0), ("quantspec", 12.0), ("quantspec", 15.0), ("window", 14.0), ("kv4", None))
-    rows = [{"method": method, "decode_tokens_per_s": rate} for method, rate in rates]
+    rates: tuple[tuple[str, int | str, float | None], ...] = (
+        ("ar", "all", 10.0),
+        ("quantspec", "all", 12.0),
+        ("window", 16, 14.0),
+        ("kv4", "all", None),
+        ("quantspec", 16, 15.0),
+        ("quantspec", 64, 13.0),
+    )
+    rows = [{"method": name, "draft_pages": pages, "decode_tokens_per_s": rate} for name, pages, rate in rates]
     for options, expected in (
         ({}, 15),
         ({"gamma": 4}, 12),
         ({"draft_pages": "all"}, 12),
+        ({"draft_pages": 16}, 15),
+        ({"draft_pages": 8, "gamma": 4}, 15),
+        ({"draft_pages": 17}, 13),
+        ({"draft_pages": 65}, 12),
+        ({"draft_pages": 65, "method": "window"}, 14),
         ({"method": "window"}, 14),
         ({"method": "kv4"}, 10),
         ({"method": "quantspec+ngram"}, 10),

@@ -123,6 +123,18 @@ def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: P
         assert (out / "results.jsonl").read_bytes() == whole
 
 
+def test_a_resumed_run_reads_no_results(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of 100,000 answers take gigabytes as Python's objects."""
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3"]
+    quantspec(*command)
+
+    monkeypatch.setattr(journal, "json", None)
+    for flags in ([], ["--dry-run", "--json"]):
+        assert quantspec(*command, *flags).code == 0
+
+
 def test_results_are_a_file_of_the_folder(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     out.mkdir()

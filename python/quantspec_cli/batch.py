@@ -177,17 +177,16 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     )
     places = {source: outputs[source.name] for source in found}
     if request.dry_run:
-        rows, rates = journal.peek(out)
-        workload = find_work(request, places, rows, fingerprints)
-        sizes = {row.output: row.size for row in rows.values()}
+        known, rates = journal.peek(out)
+        workload = find_work(request, places, known, fingerprints)
         todo = {job.source.name: job.output for job in workload.todo}
-        workload.foreign = set(journal.foreign(out, todo, sizes)) if request.resume else set()
+        workload.foreign = set(journal.foreign(out, todo, known.sizes())) if request.resume else set()
         return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [str(source.path) for source in found if source.path]
     taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
     with Journal(out, replace=not request.resume) as kept, report.opened(request.report, taken) as page:
-        workload = find_work(request, places, kept.rows(), fingerprints)
+        workload = find_work(request, places, kept.contents(), fingerprints)
         return _Run(request, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
 
 
@@ -545,10 +544,13 @@ class _Run:
         interrupted: bool,
         failure: QuantspecError | None,
     ) -> output.Done:
-        results = self.journal.results(source.name for source in found)
+        names = [source.name for source in found]
         # The journal's rows, as an error may come between an answer and its row.
-        done = sum(result["status"] == "done" for result in results) - len(self.workload.skipped)
-        failed = [result for result in results if result["status"] == "failed"]
+        done = self.journal.count(names, "done") - len(self.workload.skipped)
+        failed = self.journal.results(names, "failed")
+        # The tokens of a large folder take gigabytes, so results are read only if they are shown.
+        shown = self.request.as_json or self._page is not None
+        results = self.journal.results(names) if shown else []
         stats: dict[str, Any] = {}
         if isinstance(engine, Cluster):
             stats = engine.statistics()
@@ -556,9 +558,9 @@ class _Run:
             stats = dict(engine.statistics())
             if not self.request.quiet:
                 render.note_of_prompts(engine)
-            names = ("prefill_tokens_per_s", "decode_tokens_per_s")
-            if all(stats[name] for name in names):
-                rates = {name: stats[name] for name in names}
+            kinds = ("prefill_tokens_per_s", "decode_tokens_per_s")
+            if all(stats[kind] for kind in kinds):
+                rates = {kind: stats[kind] for kind in kinds}
                 # Few documents, which decode alone, are slower than the whole folder.
                 most = 2 * done >= len(found)
                 try:

@@ -8,6 +8,7 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from . import _native
     from .engine import Stream
-    from .journal import Row
+    from .journal import Answer, Contents, Row
     from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
@@ -131,30 +132,28 @@ class Workload:
     foreign: set[str] = field(default_factory=set)
 
 
-def find_work(
-    request: Request, places: Mapping[Source, str], rows: Mapping[str, Row], fingerprints: Fingerprints
-) -> Workload:
+def find_work(request: Request, places: Mapping[Source, str], known: Contents, fingerprints: Fingerprints) -> Workload:
     """Finds the pending documents: new, changed, or interrupted."""
     workload = Workload()
     with render.progress("looking at documents", shown=not request.quiet) as on_progress:
         for number, (source, place) in enumerate(places.items(), 1):
             if on_progress is not None:
                 on_progress(number, len(places))
-            row, job = rows.get(source.name), Job(source, place)
-            if row is not None and row.result is not None and request.resume:
+            row, job = known.rows.get(source.name), Job(source, place)
+            if row is not None and row.finished and request.resume:
                 try:
                     job.sha256 = hashlib.sha256(source.read()).hexdigest()
                 except QuantspecError:
                     job.sha256 = None  # reading it again says why
                 same = job.sha256 is not None and row.sha256 == job.sha256
-                size = _size(Path(request.out) / job.output)
-                made_so = row.fingerprint == fingerprints.of(row.result)
-                status = row.result["status"]
-                if status == "done" and same and made_so and _in_place(row, place, size):
-                    workload.skipped.append(source)
-                    workload.edited += [source.shown] if size != row.size else []
-                    continue
-                if status == "failed" and same and made_so and not request.retry_failed:
+                status = fingerprints.status(row.fingerprint) if same else None
+                if status == "done":
+                    size = _size(Path(request.out) / place)
+                    if _in_place(row, place, size, known.earlier.get(place)):
+                        workload.skipped.append(source)
+                        workload.edited += [source.shown] if size != row.size else []
+                        continue
+                if status == "failed" and not request.retry_failed:
                     workload.failed.append(source)
                     continue
                 workload.again += row.status == "done"
@@ -162,11 +161,13 @@ def find_work(
     return workload
 
 
-def _in_place(row: Row, place: str, size: int | None) -> bool:
+def _in_place(row: Row, place: str, size: int | None, earlier: Answer | None) -> bool:
     """True if the file of this size at a place is the row's answer, perhaps edited. It is not edited if a run with another
-    --suffix or other options has been there.
+    --suffix or other options has been there. `earlier` is the answer that a run with this --suffix put there.
     """
-    return size is not None and (row.size == size or (row.output == place and row.status == "done"))
+    if size is None or row.output == place:
+        return size is not None and (row.size == size or row.status == "done")
+    return row.size == size and earlier in (None, (row.sha256, row.fingerprint, size))
 
 
 def _size(path: Path) -> int | None:
@@ -203,6 +204,11 @@ class Fingerprints:
     answer: str
     split: str
     failure: str
+
+    def status(self, fingerprint: str | None) -> str | None:
+        """The status of a result with a fingerprint; None if this run's result may be another one."""
+        found: dict[str | None, str] = {self.answer: "done", self.split: "done", self.failure: "failed"}
+        return found.get(fingerprint)
 
     def of(self, result: Mapping[str, Any]) -> str:
         """The fingerprint of a result of this run."""
@@ -578,12 +584,21 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
 
 
 def _decode_rate(rows: Sequence[Mapping[str, Any]], options: EngineOptions) -> float:
-    """Predicted tokens/s of the options' method: of its fastest row with `--draft-pages auto`, else of its first one, which
-    reads all pages or the method's own choice. Of plain decoding if the method is not predicted.
+    """Predicted tokens/s of the options' method: with `--draft-pages auto` of its fastest row, else of the row with the
+    fewest pages that are at least those of the draft. Of plain decoding if the method is not predicted.
     """
 
-    def predicted(method: str) -> list[float]:
-        return [row["decode_tokens_per_s"] for row in rows if row["method"] == method and row["decode_tokens_per_s"]]
+    def predicted(method: str) -> dict[float, float]:
+        """Rates by pages; all pages are infinitely many."""
+        return {
+            inf if row["draft_pages"] == "all" else row["draft_pages"]: row["decode_tokens_per_s"]
+            for row in rows
+            if row["method"] == method and row["decode_tokens_per_s"]
+        }
 
     rates = predicted(options.method) or predicted("ar")
-    return max(rates) if options.pages_of_draft == "auto" else rates[0]
+    pages = options.pages_of_draft
+    if pages == "auto":
+        return max(rates.values())
+    least = inf if pages == "all" else pages
+    return rates[min((number for number in rates if number >= least), default=max(rates))]

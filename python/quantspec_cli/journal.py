@@ -23,7 +23,7 @@ from .errors import FileError, QuantspecError, one_line, reason
 from .sources import STATE, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
 
 RESULTS = "results.jsonl"
@@ -43,6 +43,12 @@ CREATE TABLE IF NOT EXISTS documents (
     result TEXT       -- the line of results.jsonl, kept while pending
 );
 CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
+CREATE TABLE IF NOT EXISTS earlier ( -- answers that stay where another --suffix put them
+    output BLOB PRIMARY KEY,
+    sha256 TEXT,
+    fingerprint TEXT,
+    size INTEGER
+);
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
 """
 
@@ -57,7 +63,7 @@ class Row(NamedTuple):
         fingerprint: of model, options and version.
         size: of the file at its place, in bytes; -1 if none is the journal's; None if a process died while it moved an
             answer there.
-        result: the last object of results.jsonl; None if there was none, or another answer has been moved to the place.
+        finished: True if results.jsonl has had its object, and no other answer has been moved to the place since.
     """
 
     output: str
@@ -65,7 +71,32 @@ class Row(NamedTuple):
     sha256: str | None
     fingerprint: str | None
     size: int | None
-    result: dict[str, Any] | None
+    finished: bool
+
+
+class Answer(NamedTuple):
+    """An answer at a document's place of another --suffix; the fields are as in `Row`."""
+
+    sha256: str | None
+    fingerprint: str | None
+    size: int | None
+
+
+class Contents(NamedTuple):
+    """What a journal knows.
+
+    Attributes:
+        rows: of all documents, by name.
+        earlier: answers by their paths below the folder.
+    """
+
+    rows: dict[str, Row]
+    earlier: dict[str, Answer]
+
+    def sizes(self) -> dict[str, int | None]:
+        """Bytes of the journal's files, by path below the folder; see `Row.size`."""
+        sizes = {output: answer.size for output, answer in self.earlier.items()}
+        return sizes | {row.output: row.size for row in self.rows.values()}
 
 
 class Journal:
@@ -147,10 +178,10 @@ class Journal:
     ) -> None:
         self.close()
 
-    def rows(self) -> dict[str, Row]:
-        """The rows of all documents, by name."""
+    def contents(self) -> Contents:
+        """All rows."""
         with self._reported():
-            return _rows(self._connection)
+            return _contents(self._connection)
 
     def begin(self, outputs: Mapping[str, str], finished: Mapping[str, str]) -> list[str]:
         """Marks documents (name to output) as pending, and `finished` ones (name to status) as such. Then results.jsonl has
@@ -162,12 +193,13 @@ class Journal:
         Returns the names whose output exists and was not written by this journal; the caller must refuse them.
         """
         with self._reported():
-            found = self._connection.execute("SELECT output, size FROM documents")
-            sizes = {os.fsdecode(output): size for output, size in found}
+            sizes = _contents(self._connection).sizes()
             refused = [] if self._replace else foreign(self.out, outputs, sizes)
             with_result = self._connection.execute("SELECT name FROM documents WHERE result IS NOT NULL")
             kept = set() if self._replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
+            new = {name: output for name, output in outputs.items() if name not in kept}
             with self._transaction():
+                self._leave(new)
                 self._connection.executemany(
                     "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
                 )
@@ -181,8 +213,7 @@ class Journal:
                     "sha256 = NULL, fingerprint = NULL, finished = NULL, result = NULL",
                     [
                         (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
-                        for name, output in outputs.items()
-                        if name not in kept
+                        for name, output in new.items()
                     ],
                 )
         self._rewrite()
@@ -233,7 +264,8 @@ class Journal:
                 os.fsync(file.fileno())
             target.parent.mkdir(parents=True, exist_ok=True)
             # If the process dies before `finish`, the file may be the earlier one or this answer.
-            with self._reported():
+            with self._reported(), self._transaction():
+                self._leave({name: output})
                 self._connection.execute(
                     "UPDATE documents SET output = ?, size = NULL, result = NULL WHERE name = ?",
                     (os.fsencode(output), os.fsencode(name)),
@@ -258,15 +290,37 @@ class Journal:
                 [(device, model, name, value) for name, value in rates.items()],
             )
 
-    def results(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        """The results of these documents, in the order in which they finished."""
+    def results(self, names: Iterable[str], status: str | None = None) -> list[dict[str, Any]]:
+        """The results of these documents, in the order in which they finished; with a status, only those that have it."""
         wanted = {os.fsencode(name) for name in names}
-        return [json.loads(line) for name, line in self._finished() if name in wanted]
+        return [json.loads(line) for name, line in self._finished(status) if name in wanted]
+
+    def count(self, names: Iterable[str], status: str) -> int:
+        """How many of these documents have a status."""
+        wanted = {os.fsencode(name) for name in names}
+        with self._reported():
+            found = self._connection.execute("SELECT name FROM documents WHERE status = ?", (status,))
+            return sum(name in wanted for (name,) in found)
+
+    def _leave(self, outputs: Mapping[str, str]) -> None:
+        """Notes the answers of documents (name to output) that move to another place, as their files stay."""
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO earlier SELECT output, sha256, fingerprint, size FROM documents "
+            "WHERE name = ? AND output NOT IN (?, x'') AND size IS NOT -1",
+            [(os.fsencode(name), os.fsencode(output)) for name, output in outputs.items()],
+        )
+        self._connection.executemany(
+            "DELETE FROM earlier WHERE output = ?", [(os.fsencode(output),) for output in outputs.values()]
+        )
 
     def _check_own(self, name: str, output: str) -> None:
         """Refuses to replace a file that somebody wrote since `begin`."""
         with self._reported():
-            found = self._connection.execute("SELECT output, size FROM documents WHERE name = ?", (os.fsencode(name),))
+            found = self._connection.execute(
+                "SELECT output, size FROM earlier WHERE output = ? "
+                "UNION ALL SELECT output, size FROM documents WHERE name = ?",
+                (os.fsencode(output), os.fsencode(name)),
+            )
             sizes = {os.fsdecode(place): size for place, size in found}
         if not self._replace and foreign(self.out, {name: output}, sizes):
             raise not_own(self.out, output)
@@ -280,37 +334,41 @@ class Journal:
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
 
-    def _finished(self) -> Sequence[tuple[bytes, str]]:
+    def _finished(self, status: str | None = None) -> Iterator[tuple[bytes, str]]:
+        """Names and lines of documents that are not pending; the lines of a large folder need not fit into memory."""
         with self._reported():
-            return self._connection.execute(
-                "SELECT name, result FROM documents WHERE status != 'pending' ORDER BY finished"
-            ).fetchall()
+            yield from self._connection.execute(
+                "SELECT name, result FROM documents WHERE status != 'pending' AND status = coalesce(?, status) "
+                "ORDER BY finished",
+                (status,),
+            )
 
     def _rewrite(self) -> None:
         """Rewrites results.jsonl from the journal, replacing whatever a dead process left."""
-        text = "".join(line + "\n" for _, line in self._finished()).encode()
         path = self.out / RESULTS
         temporary = self._new_temporary()
         try:
-            if (
-                path.is_file()
-                and not path.is_symlink()
-                and path.stat().st_size == len(text)
-                and path.read_bytes() == text
-            ):
+            if path.is_file() and not path.is_symlink() and self._is_written(path):
                 return
             with temporary.open("wb") as file:
-                file.write(text)
+                file.writelines(_raw(line) for _, line in self._finished())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
             raise _refused(path, error) from error
 
+    def _is_written(self, path: Path) -> bool:
+        """True if a file has the journal's lines and nothing else."""
+        with path.open("rb") as file:
+            return all(
+                file.read(len(raw)) == raw for raw in (_raw(line) for _, line in self._finished())
+            ) and not file.read(1)
+
     def _append(self, line: str) -> None:
         """Appends a whole line; removes the part that a full disk accepted."""
         path = self.out / RESULTS
-        raw = (line + "\n").encode()
+        raw = _raw(line)
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -376,11 +434,11 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float]]]]:
-    """Rows and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
+def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
+    """Contents and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
     path = out / STATE / "journal.sqlite"
     if not path.is_file():
-        return {}, {}
+        return Contents({}, {}), {}
     rates: dict[str, dict[str, dict[str, float]]] = {}
     # A closed journal is one file, which can be read in a read-only folder.
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
@@ -388,21 +446,27 @@ def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float
         with contextlib.closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?{how}", uri=True)) as connection:
             for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
                 rates.setdefault(model, {}).setdefault(device, {})[name] = value
-            return _rows(connection), rates
+            return _contents(connection), rates
     except sqlite3.Error as error:
         raise FileError(
             f"journal {path} cannot be used: {error}", "a damaged journal is replaced by --no-resume"
         ) from error
 
 
-def _rows(connection: sqlite3.Connection) -> dict[str, Row]:
-    found = connection.execute("SELECT name, output, status, sha256, fingerprint, size, result FROM documents")
-    return {
-        os.fsdecode(name): Row(
-            os.fsdecode(output), status, sha256, fingerprint, size, None if result is None else json.loads(result)
-        )
-        for name, output, status, sha256, fingerprint, size, result in found.fetchall()
-    }
+def _contents(connection: sqlite3.Connection) -> Contents:
+    rows = connection.execute(
+        "SELECT name, output, status, sha256, fingerprint, size, result IS NOT NULL FROM documents"
+    )
+    # A folder of an earlier build, which `peek` does not change, lacks the table.
+    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'earlier'").fetchone() is not None
+    earlier = connection.execute("SELECT output, sha256, fingerprint, size FROM earlier") if known else ()
+    return Contents(
+        {
+            os.fsdecode(name): Row(os.fsdecode(output), status, sha256, fingerprint, size, bool(finished))
+            for name, output, status, sha256, fingerprint, size, finished in rows
+        },
+        {os.fsdecode(output): Answer(*found) for output, *found in earlier},
+    )
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -424,6 +488,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _raw(line: str) -> bytes:
+    return (line + "\n").encode()
 
 
 def _sync_folder(folder: Path) -> None:
