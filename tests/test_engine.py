@@ -663,6 +663,8 @@ def test_ids_may_be_an_array(engine: Engine) -> None:
     for ids in (5, None, "abc", b"abc", np.array(5)):
         with pytest.raises(UsageError, match="the ids of the prompt are"):
             Prompt(ids)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the thinking of the prompt is 5"):
+        Prompt([1], thinking=5)  # type: ignore[arg-type]
 
 
 def test_a_request_that_does_not_fit_names_one_that_does(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -104,16 +105,43 @@ def _parsed(value: str) -> Any:
 
 def render(
     source: str, turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer, arguments: Mapping[str, Any]
-) -> tuple[str, Thinking | None]:
-    """A conversation rendered for the model, and how its answer marks thinking (None: the model has no thinking blocks)."""
+) -> tuple[list[str], Thinking | None]:
+    """A conversation rendered for the model, in the parts that are encoded, and how its answer marks thinking (None: the
+    model has no thinking blocks).
+    """
+    turns, mark = _marked(turns, tokenizer.control_tokens, source + json.dumps(arguments, ensure_ascii=False))
     rendered = template.render(source, turns, tokenizer.special, arguments)
+    parts = rendered.text.split(mark) if mark else [rendered.text]
     switch = template.THINKING in rendered.variables
     written = [tags for tags in _TAGS if any(tag in source for tag in tags)]
     known = written or [tags for tags in _TAGS if any(tokenizer.id_of(tag) is not None for tag in tags)]
     if not (known or switch):
-        return rendered.text, None
+        return parts, None
     opens, closes = known[0] if known else _TAGS[0]
-    begun = rendered.text.rstrip().endswith(opens)
+    begun = parts[-1].rstrip().endswith(opens)
     # Without a switch in the template, the model decides.
     on = not switch or arguments.get(template.THINKING, False) is not False
-    return rendered.text, Thinking(opens, closes, begun=begun, on=on, expected=bool(written or switch))
+    return parts, Thinking(opens, closes, begun=begun, on=on, expected=bool(written or switch))
+
+
+def _marked(
+    turns: Sequence[Mapping[str, str]], tokens: Iterable[str], other: str
+) -> tuple[Sequence[Mapping[str, str]], str]:
+    """The turns with a mark after the first character of each control token that users, documents and system prompts contain,
+    and the mark; "" if they contain none. `other` text has no mark either. Encoded in parts, such a token is text: a document
+    cannot end its own turn.
+    """
+    contents = [turn["content"] for turn in turns if turn["role"] != "assistant"]
+    found = {token for token in tokens if len(token) > 1 and any(token in content for content in contents)}
+    if not found:
+        return turns, ""
+    texts = [other, *(turn["content"] for turn in turns)]
+    # Of the private use area: a template passes it through.
+    mark = next(mark for mark in map(chr, range(0xF8FF, 0xDFFF, -1)) if not any(mark in text for text in texts))
+    begins = re.compile(f"(?=(?:{'|'.join(map(re.escape, found))}))(.)", re.DOTALL)
+
+    def marked(turn: Mapping[str, str]) -> dict[str, str]:
+        content = turn["content"]
+        return {**turn, "content": content if turn["role"] == "assistant" else begins.sub(rf"\1{mark}", content)}
+
+    return [marked(turn) for turn in turns], mark

@@ -53,6 +53,11 @@ class Prompt:
         if listed is None:
             raise UsageError(f"the ids of {self.name} are {shown(ids):.60}", "give a list of token ids")
         object.__setattr__(self, "ids", listed)
+        if not isinstance(self.thinking, Thinking | None):
+            raise UsageError(
+                f"the thinking of {self.name} is {shown(self.thinking):.60}",
+                "take the prompt from Model.prompt, or leave it out",
+            )
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,11 @@ class Written:
     """A prompt as text, in the model's format.
 
     Attributes:
-        text: what is encoded; if it continues, the tokenizer adds its BOS.
+        parts: what is encoded, each part by itself; if it continues, the tokenizer adds its BOS to its only part.
         continues, name, thinking: as in `Prompt`.
     """
 
-    text: str
+    parts: Sequence[str]
     continues: bool = True
     name: str = "the prompt"
     thinking: Thinking | None = None
@@ -215,11 +220,10 @@ class Model:
         ids: list[list[int]] = [[]] * len(texts)
         for special in (True, False):
             places = [place for place, text in enumerate(texts) if text.continues is special]
-            found = (
-                self.tokenizer.encode_all([texts[place].text for place in places], special=special) if places else []
-            )
-            for place, of_text in zip(places, found, strict=True):
-                ids[place] = of_text
+            parts = [part for place in places for part in texts[place].parts]
+            found = iter(self.tokenizer.encode_all(parts, special=special) if parts else ())
+            for place in places:
+                ids[place] = [id for _ in texts[place].parts for id in next(found)]
         return [
             Prompt(of_text, continues=text.continues, name=text.name, thinking=text.thinking)
             for of_text, text in zip(ids, texts, strict=True)
@@ -257,10 +261,9 @@ class Model:
         converses = turns is not None or instruction is not None or system_prompt is not None
         if converses and self.chat_template is not None:
             turns = turns or template.messages(document, instruction, system_prompt)
-            text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            found = Written(text, continues=False, name=name, thinking=thinking)
-            self._check_length(name, document, found.text, limit)
-            return found
+            parts, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
+            self._check_length(name, document, "".join(parts), limit)
+            return Written(parts, continues=False, name=name, thinking=thinking)
         if turns is not None or arguments:
             what = "template arguments" if turns is None else "messages"
             why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
@@ -270,7 +273,7 @@ class Model:
             raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
         text = template.plain(document, instruction, system_prompt) if converses else document
         self._check_length(name, document, text, limit)
-        return Written(text, name=name)
+        return Written([text], name=name)
 
     def _check_length(self, name: str, document: str, text: str, limit: int) -> None:
         """Refuses a document if its prompt's text, or a part of that, cannot fit. Encoding would take over 100 bytes of

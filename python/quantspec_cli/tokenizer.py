@@ -195,6 +195,11 @@ class Tokenizer:
         found = self._inner.token_to_id(token) if token else None
         return None if found is None else int(found)
 
+    @property
+    def control_tokens(self) -> list[str]:
+        """Texts of the special tokens, which are encoded as such wherever a text has them."""
+        return [self._inner.id_to_token(id) for id in self._hidden]
+
     @cached_property
     def longest_token_bytes(self) -> int:
         """Bytes of the longest token of the vocabulary."""
