@@ -150,6 +150,10 @@ def test_memory_bounds_the_context_and_the_number_at_once(
     assert failed["document"] == "long.txt"
     assert "600 fit into memory" in failed["error"]["message"]
     assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 3)
+    # With this document alone, nothing is loaded.
+    loads = len(fake.engines)
+    assert quantspec(*command).json["results"][-1]["error"] == failed["error"]
+    assert len(fake.engines) == loads
     # The remedy named by the error suffices.
     fake.memory_bytes = 10**12
     assert quantspec(*command).json["done"] == 1

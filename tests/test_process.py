@@ -184,6 +184,20 @@ def test_a_document_that_has_begun_is_finished(start: Start, arguments: list[str
     assert "error" not in json.loads(out)
 
 
+def test_a_signal_after_the_document_changes_no_exit_code(start: Start) -> None:
+    """Python needs some 20 ms to end."""
+    codes = []
+    for pause_ms in range(0, 30, 3):
+        child = start("run", "--text", "x", "-n", "3", "--json")
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["results"]
+        time.sleep(pause_ms / 1000)
+        child.send_signal(signal.SIGTERM)
+        _, err = child.communicate(timeout=30)
+        codes.append((child.returncode, err))
+    assert codes == [(0, b"")] * len(codes)
+
+
 def test_a_second_signal_ends_a_command_without_a_reader(start: Start) -> None:
     child = start("run", "--text", "x", "-n", "3000", "--json")
     until_it_prints(child)
@@ -566,6 +580,28 @@ def test_progress_appears_on_a_terminal_and_ctrl_c_still_works(toy_command: list
     # The bar is gone, and the cursor is visible.
     assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
+
+
+@pytest.mark.parametrize("command", [["run", "book.txt"], ["batch", "book.txt", "--out", "out"]])
+def test_a_terminal_that_cannot_be_redrawn_gets_lines(
+    toy_command: list[str], tmp_path: Path, command: list[str]
+) -> None:
+    import pty
+
+    (tmp_path / "book.txt").write_text("The rain fell.")
+    terminal, end = pty.openpty()
+    child = subprocess.Popen(
+        [*toy_command, *command, "-n", "3"],
+        stdout=subprocess.DEVNULL,
+        stderr=end,
+        env={**os.environ, "TERM": "dumb"},
+        cwd=tmp_path,
+    )
+    os.close(end)
+    seen = rest_of(terminal).decode().splitlines()
+    assert child.wait(timeout=30) == 0
+    assert all(line.strip() for line in seen), seen
+    assert command[0] == "run" or any(line.startswith("done    book.txt") for line in seen)
 
 
 @pytest.mark.parametrize("command", [["run", "-o"], ["batch", "--out"]])

@@ -43,6 +43,7 @@ from .batch_plan import (
     Opening,
     Reader,
     Request,
+    Room,
     Workload,
     dry_run,
     examined,
@@ -329,9 +330,8 @@ class _Run:
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
         if ready:
-            engine, parallel = self._opened(engine_options, opening, ready)
-            # Longest first, so that no long document decodes alone at the end.
-            self._waiting.extend(sorted(ready, key=lambda job: -(job.tokens or 0)))
+            engine, parallel = self._opened(engine_options, opening, ready, view)
+        if engine is not None:
             try:
                 with view, _switching():
                     self._decode(engine, parallel, view)
@@ -348,15 +348,26 @@ class _Run:
                 engine.close()
 
     def _opened(
-        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
-    ) -> tuple[Engine | Cluster, int]:
-        """The engine, and how many documents decode together."""
+        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job], view: batch_view.View
+    ) -> tuple[Engine | Cluster | None, int]:
+        """The engine, and how many documents decode together; they wait for it. No engine if memory holds no document."""
         request, reader = self.request, self.reader
+        # Longest first, so that no long document decodes alone at the end.
+        ready = sorted(ready, key=lambda job: -(job.tokens or 0))
         if request.ray is not None:
+            self._waiting.extend(ready)
             model_print = self._fingerprints.model
             return _cluster(request.ray, request, engine_options, reader, ready, model_print=model_print)
         assert opening is not None
-        return _engine(request, engine_options, reader, opening, ready)
+        device = opening.take()
+        fit = room(request, engine_options, reader, ready, device)
+        reader.limit(fit.context, fit.wanted)
+        for job in ready:
+            if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
+                self._waiting.append(job)
+            else:
+                view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
+        return (_engine(request, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
 
     def _examined(self, view: batch_view.View, opening: Opening | None) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
@@ -642,24 +653,19 @@ def _cluster(
     return cluster, min(cluster.parallel, len(todo))
 
 
-def _engine(
-    request: Request, engine_options: EngineOptions, reader: Reader, opening: Opening, todo: Sequence[Job]
-) -> tuple[Engine, int]:
-    """An engine with room for the longest document that fits, and the number of documents that decode together."""
-    opened = opening.take()
-    context, parallel, pool, wanted = room(request, engine_options, reader, todo, opened)
+def _engine(request: Request, engine_options: EngineOptions, reader: Reader, fit: Room) -> Engine:
+    """An engine of this size."""
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
             reader.model,
             engine_options,
-            context=context,
-            longest_prompt=max(1, context - reader.options.max_new_tokens),
-            batch=parallel,
-            pool=pool,
+            context=fit.context,
+            longest_prompt=max(1, fit.context - reader.options.max_new_tokens),
+            batch=fit.parallel,
+            pool=fit.pool,
             prompt_cache=request.prompt_cache or True,
             on_loading=on_loading,
         )
-    reader.limit(context, wanted)
     if not request.quiet:
         render.note_of_drafts(engine.info)
-    return engine, parallel
+    return engine

@@ -182,13 +182,6 @@ class BeyondMemoryError(DoesNotFitError):
     """A document needs more memory than there is here and now: unlike other failures, this one is not remembered."""
 
 
-def _beyond_memory(name: str, needed: int, fitting: int) -> BeyondMemoryError:
-    return BeyondMemoryError(
-        f"{name} and its answer need {needed} tokens; {fitting} fit into memory",
-        "use a machine with more memory, or --long map-reduce",
-    )
-
-
 @dataclass(frozen=True)
 class Fingerprints:
     """Fingerprints of a run.
@@ -304,10 +297,19 @@ class Reader:
         """Tokens of a text's prompt."""
         return len(self.prompt(name, text).ids)
 
+    def beyond_memory(self, name: str, tokens: int | None) -> BeyondMemoryError | None:
+        """The error of a document whose prompt has so many tokens, if memory is too small for it."""
+        if self.may_split or not self._bound_by_memory or tokens is None or tokens <= self.budget:
+            return None
+        return BeyondMemoryError(
+            f"{name} and its answer need {tokens + self.options.max_new_tokens} tokens; {self.context} fit into memory",
+            "use a machine with more memory, or --long map-reduce",
+        )
+
     def check(self, prompt: Prompt) -> None:
         """Refuses a prompt beyond the context."""
-        if self._bound_by_memory and len(prompt.ids) > self.budget:
-            raise _beyond_memory(prompt.name, len(prompt.ids) + self.options.max_new_tokens, self.context)
+        if (beyond := self.beyond_memory(prompt.name, len(prompt.ids))) is not None:
+            raise beyond
         try:
             self.model.check_fits(prompt, self.options.max_new_tokens, self.context)
         except DoesNotFitError as error:
@@ -518,11 +520,10 @@ def dry_run(
     opened = opening.take()
     context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
-    if context < wanted and not reader.may_split:
-        for row in rows:
-            needed = (row["prompt_tokens"] or 0) + row["new_tokens"]
-            if row["error"] is None and needed > context:
-                row["error"] = _beyond_memory(row["document"], needed, context).to_json()["error"]
+    reader.limit(context, wanted)
+    for row in rows:
+        if row["error"] is None and (error := reader.beyond_memory(row["document"], row["prompt_tokens"])) is not None:
+            row["error"] = error.to_json()["error"]
     possible = [row for row in rows if row["error"] is None]
     document = {
         "quantspec": __version__,

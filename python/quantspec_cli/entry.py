@@ -51,6 +51,7 @@ def main() -> int:
         sys.stderr.flush()
     except OSError:  # notes without a reader
         redirect_to_null(sys.stderr)
+    SIGNALS.ignore()
     return code
 
 
@@ -170,11 +171,13 @@ def _line(document: object) -> str:
 
 
 def _write(document: str) -> None:
-    """Writes the document of `--json`. Nothing follows it on standard output, even if writing fails."""
+    """Writes the document of `--json`. Nothing follows it on standard output, even if writing fails. Signals stay held back:
+    the document has the outcome.
+    """
+    SIGNALS.hold()
     try:
-        with SIGNALS.held():
-            sys.stdout.write(document)
-            sys.stdout.flush()
+        sys.stdout.write(document)
+        sys.stdout.flush()
     except BaseException:
         redirect_to_null(sys.stdout)
         raise

@@ -211,8 +211,8 @@ def _count(value: int, what: str) -> str:
 
 
 def on_terminal() -> bool:
-    """True if stderr is a terminal."""
-    return sys.stderr.isatty()
+    """True if stderr is a terminal that can be redrawn."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}
 
 
 @contextmanager

@@ -70,6 +70,13 @@ class Signals:
         # Time for a document to reach its reader.
         self._echo_until = max(self._echo_until, time.monotonic() + ECHO_S)
 
+    def ignore(self) -> None:
+        """The command's exit code is decided. As it ends, Python would restore the default of a signal with a handler, and
+        the signal would replace the exit code.
+        """
+        for number in self._answers:
+            signal.signal(number, signal.SIG_IGN)
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """The body completes despite a first signal; see `hold`."""
