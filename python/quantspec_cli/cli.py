@@ -12,6 +12,27 @@ from click.core import ParameterSource
 
 from . import __version__, settings
 from .errors import QuantspecError, UsageError
+from .flags import (
+    Lists,
+    NumberOr,
+    chat_flags,
+    choice_flag,
+    device_flags,
+    draft_model_flag,
+    draft_model_kv_flag,
+    draft_precision_flag,
+    draft_refresh_flag,
+    engine_flags,
+    file_flag,
+    json_flag,
+    model_flags,
+    output_flag,
+    page_choice_flag,
+    prompt_cache_flag,
+    report_flag,
+    sampling_flags,
+    stop_flag,
+)
 from .options import (
     ACCEPTANCE,
     AXES,
@@ -24,27 +45,13 @@ from .options import (
     WEIGHTS,
     EngineOptions,
     GenerateOptions,
-    Lists,
-    NumberOr,
-    Verbatim,
-    chat_flags,
-    device_flags,
-    draft_model_flag,
-    draft_model_kv_flag,
-    draft_precision_flag,
-    draft_refresh_flag,
-    engine_flags,
-    json_flag,
-    model_flags,
     no_draft_model,
-    page_choice_flag,
-    sampling_flags,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from .options import Command
+    from .flags import Command
     from .output import Done
 
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -55,54 +62,6 @@ _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
 (nothing was cut), 4 batch finished with failed documents, 130 interrupted
 (129 SIGHUP, 143 SIGTERM), 141 standard output was closed."""
-
-
-def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
-    """The one name given for a flag. click alone would silently use the last of several."""
-    if len(names) > 1:
-        flag = settings.flag_of(parameter)
-        raise UsageError(f"{flag} is given {len(names)} times", f"give {flag} once")
-    return names[0] if names else None
-
-
-def _unless_stdout(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
-    """`--output -` is standard output, as `--prompt -` is standard input; so is /dev/stdout."""
-    from .output import descriptor
-
-    name = _once(ctx, parameter, names)
-    return None if name == "-" or (name is not None and descriptor(name) == 1) else name
-
-
-def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _once) -> Callable[[Command], Command]:
-    """A flag for one file, of this invocation only."""
-    return click.option(*flags, multiple=True, metavar="FILE", callback=callback, allow_from_autoenv=False, help=text)
-
-
-def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
-    return _file_flag(*flags, text=text, callback=_unless_stdout)
-
-
-_report_flag = _file_flag("--report", text="Also write a page of charts: one self-contained HTML file.")
-
-_stop_flag = click.option(
-    "--stop",
-    multiple=True,
-    type=Verbatim(),
-    metavar="TEXT",
-    help="End before this text, even inside a token. Repeatable.",
-)
-
-
-def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
-    """A flag with fixed choices; the first is the default."""
-    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
-
-
-_prompt_cache_flag = click.option(
-    "--prompt-cache",
-    metavar="DIR",
-    help="Keep processed prompts in this folder: a second question about a document skips its prefill.",
-)
 
 
 # Flags that chat templates alone use.
@@ -182,14 +141,14 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("--instruction", metavar="TEXT", help="What to do with each document, through the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt, for the model's chat template.")
 @chat_flags
-@_output_flag(
+@output_flag(
     *("-o", "--output", "output"),
     text="Write the answer to this file instead of stdout; it appears when complete. Ctrl-C keeps the text so far.",
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
-@_stop_flag
-@_prompt_cache_flag
+@stop_flag
+@prompt_cache_flag
 @click.option(
     "--logprobs",
     type=int,
@@ -247,7 +206,7 @@ def run(
 @click.option("--instruction", metavar="TEXT", help="What to do with each document, through the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt, for the model's chat template.")
 @chat_flags
-@_choice_flag(
+@choice_flag(
     "--long", ("refuse", "map-reduce"), text="A document beyond the context: refuse it, or answer it in parts."
 )
 @click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Suffix of the answer files.")
@@ -269,11 +228,11 @@ def run(
 )
 @click.option("--retry-failed", is_flag=True, help="Retry failed documents even if unchanged.")
 @click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print the work to do, and stop.")
-@_report_flag
+@report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
-@_stop_flag
-@_prompt_cache_flag
+@stop_flag
+@prompt_cache_flag
 @engine_flags
 @device_flags
 @json_flag
@@ -364,7 +323,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT, short_help="Verify that speculation changes no token.")
 @model_flags
-@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
+@choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @draft_model_flag("Also test drafts of this checkpoint, which has the same tokenizer.")
 @device_flags
 @json_flag
@@ -389,8 +348,8 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     allow_from_autoenv=False,
     help="Sequences that decode together.",
 )
-@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
-@_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
+@choice_flag("--weights", WEIGHTS, text="The target's weights.")
+@choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
 @click.option(
     "--acceptance",
     type=float,
@@ -481,7 +440,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Measure prefill and decoding.")
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
-@_file_flag("--prompt", text="Text for the tests, - for standard input.  [default: a shipped novel]")
+@file_flag("--prompt", text="Text for the tests, - for standard input.  [default: a shipped novel]")
 @_list_flag(
     "-p",
     "--n-prompt",
@@ -512,7 +471,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @draft_model_flag()
 @draft_model_kv_flag
 @draft_refresh_flag
-@_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
+@choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
     "--methods",
     "--method",
@@ -521,8 +480,8 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     text="Methods, each alone or with the target's view of the cache: METHOD-int8 (the same as METHOD), METHOD-fp16 "
     "or METHOD-int4.",
 )
-@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
-@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="Rounding of keys and values.")
+@choice_flag("--weights", WEIGHTS, text="The target's weights.")
+@choice_flag("--kv-rounding", KV_ROUNDINGS, text="Rounding of keys and values.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of the first repetition.")
@@ -534,8 +493,8 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     show_default=True,
     help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
-@_output_flag("--output", text="Write to this file instead of stdout; the document of --json still goes to stdout.")
-@_report_flag
+@output_flag("--output", text="Write to this file instead of stdout; the document of --json still goes to stdout.")
+@report_flag
 @click.option(
     "--compare",
     nargs=2,
@@ -598,7 +557,7 @@ def bench(
     "eval", context_settings=_CONTEXT, epilog=_EXIT_CODES, short_help="Score a text: views of the cache, and drafts."
 )
 @model_flags
-@_file_flag("-p", "--prompt", "prompt", text="Text to score, - for standard input.  [default: a shipped sample]")
+@file_flag("-p", "--prompt", "prompt", text="Text to score, - for standard input.  [default: a shipped sample]")
 @click.option("--tokens", type=int, metavar="N", help="Score the first N tokens of the text.  [default: all]")
 @click.option(
     "--context",
@@ -627,8 +586,8 @@ def bench(
 )
 @draft_model_flag("With --decode: also drafts of this checkpoint, which has the same tokenizer.")
 @draft_model_kv_flag
-@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score. int8 and int4 are also compared with the checkpoint's.")
-@_choice_flag(
+@choice_flag("--weights", WEIGHTS[:3], text="Weights to score. int8 and int4 are also compared with the checkpoint's.")
+@choice_flag(
     "--kv-rounding",
     (*KV_ROUNDINGS, TRUNCATE),
     text="Rounding of keys and values. truncate is an ablation: drafts read the least code of 16, not the centre (CPU).",
@@ -651,8 +610,8 @@ def bench(
     is_flag=True,
     help="As --sensitivity, and with each matrix of each layer alone in the target's precision (CPU; slow).",
 )
-@_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
-@_report_flag
+@output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
+@report_flag
 @device_flags
 @json_flag
 def evaluate(
