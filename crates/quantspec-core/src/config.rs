@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "olmo2", "ministral3" or "gemma3_text".
+    /// `model_type` of config.json, or the architecture of a GGUF file.
     pub family: String,
     /// Decoder layers.
     pub layers: usize,
@@ -51,6 +51,38 @@ pub struct ModelConfig {
     pub dtype: Dtype,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
+}
+
+impl Default for ModelConfig {
+    /// A Llama of one layer with one head of 64 channels, from which other shapes are varied.
+    fn default() -> Self {
+        ModelConfig {
+            family: "llama".to_owned(),
+            layers: 1,
+            hidden: 64,
+            intermediate: 64,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 64,
+            vocab: 64,
+            max_positions: 1 << 20,
+            rms_eps: 1e-5,
+            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None, query_scale: None },
+            no_rope: Vec::new(),
+            local: None,
+            scales: Scales::NONE,
+            activation: Activation::Silu,
+            norms_less_one: false,
+            tied_embeddings: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: QkNorm::None,
+            norms: LayerNorms::Before,
+            dtype: Dtype::F32,
+            eos: Vec::new(),
+        }
+    }
 }
 
 impl ModelConfig {

@@ -128,11 +128,10 @@ pub fn largest_fitting(most: usize, bytes: usize, needed_bytes: impl Fn(usize) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Activation, Dtype, LayerNorms, QkNorm, Rope, RopeScaling, Scales, View};
+    use crate::config::{Dtype, View};
 
     fn llama_8b() -> ModelConfig {
         ModelConfig {
-            family: "llama".into(),
             layers: 32,
             hidden: 4096,
             intermediate: 14_336,
@@ -141,21 +140,8 @@ mod tests {
             head_dim: 128,
             vocab: 128_256,
             max_positions: 131_072,
-            rms_eps: 1e-5,
-            rope: Rope { theta: 5e5, dim: 128, scaling: RopeScaling::None, query_scale: None },
-            no_rope: Vec::new(),
-            local: None,
-            activation: Activation::Silu,
-            norms_less_one: false,
-            scales: Scales::NONE,
-            tied_embeddings: false,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            qk_norm: QkNorm::None,
-            norms: LayerNorms::Before,
             dtype: Dtype::Bf16,
-            eos: vec![],
+            ..ModelConfig::default()
         }
     }
 

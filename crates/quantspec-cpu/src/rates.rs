@@ -350,7 +350,7 @@ fn median<T>(times: &[T], part: impl Fn(&T) -> f64) -> f64 {
 mod tests {
     use super::*;
     use quantspec_core::Error;
-    use quantspec_core::config::{Activation, Dtype, LayerNorms, Local, QkNorm, Rope, RopeScaling, Scales};
+    use quantspec_core::config::{Dtype, Local};
     use std::sync::Arc;
     use std::sync::atomic::AtomicUsize;
     use std::sync::atomic::Ordering::Relaxed;
@@ -358,30 +358,15 @@ mod tests {
     /// A model of two layers with heads of 64.
     fn small() -> ModelConfig {
         ModelConfig {
-            family: "llama".into(),
             layers: 2,
             hidden: 192,
             intermediate: 416,
             heads: 4,
             kv_heads: 2,
-            head_dim: 64,
             vocab: 300,
             max_positions: 4096,
-            rms_eps: 1e-5,
-            rope: Rope { theta: 1e4, dim: 64, scaling: RopeScaling::None, query_scale: None },
-            no_rope: Vec::new(),
-            local: None,
-            activation: Activation::Silu,
-            norms_less_one: false,
-            scales: Scales::NONE,
             tied_embeddings: true,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            qk_norm: QkNorm::None,
-            norms: LayerNorms::Before,
-            dtype: Dtype::F32,
-            eos: vec![],
+            ..ModelConfig::default()
         }
     }
 

@@ -41,7 +41,7 @@ pub enum Encoding {
 const K: usize = 256;
 
 /// Supported types: number in the file, encoding, name, values and bytes of a block.
-const READ: [(u32, Encoding, &str, usize, usize); 13] = [
+const READ: &[(u32, Encoding, &str, usize, usize)] = &[
     (0, Encoding::F32, "F32", 1, 4),
     (1, Encoding::F16, "F16", 1, 2),
     (30, Encoding::Bf16, "BF16", 1, 2),
@@ -58,7 +58,7 @@ const READ: [(u32, Encoding, &str, usize, usize); 13] = [
 ];
 
 /// Known types that are not supported; errors print their names.
-const OTHERS: [(u32, &str); 18] = [
+const OTHERS: &[(u32, &str)] = &[
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -93,7 +93,7 @@ impl Encoding {
 
     /// The names of all supported types, for hints.
     pub fn names() -> String {
-        READ.map(|entry| entry.2).join(", ")
+        READ.iter().map(|entry| entry.2).collect::<Vec<_>>().join(", ")
     }
 
     /// The type's name in llama.cpp.
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn every_type_fills_its_block() {
-        for (number, encoding, name, values, bytes) in READ {
+        for &(number, encoding, name, values, bytes) in READ {
             assert_eq!(
                 (Encoding::of(number), encoding.name(), encoding.block()),
                 (Ok(encoding), name, (values, bytes))

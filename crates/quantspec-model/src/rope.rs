@@ -147,39 +147,15 @@ impl RopeTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Activation, Dtype, LayerNorms, QkNorm, Rope, Scales};
+    use quantspec_core::config::Rope;
 
     fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
         RopeTable::new(&model(head_dim, scaling))
     }
 
     fn model(head_dim: usize, scaling: RopeScaling) -> ModelConfig {
-        ModelConfig {
-            family: "llama".to_string(),
-            layers: 1,
-            hidden: head_dim,
-            intermediate: 1,
-            heads: 1,
-            kv_heads: 1,
-            head_dim,
-            vocab: 1,
-            max_positions: 1 << 20,
-            rms_eps: 1e-5,
-            rope: Rope { theta: 10_000.0, dim: head_dim, scaling, query_scale: None },
-            no_rope: Vec::new(),
-            local: None,
-            activation: Activation::Silu,
-            norms_less_one: false,
-            scales: Scales::NONE,
-            tied_embeddings: false,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            qk_norm: QkNorm::None,
-            norms: LayerNorms::Before,
-            dtype: Dtype::F32,
-            eos: Vec::new(),
-        }
+        let rope = Rope { theta: 10_000.0, dim: head_dim, scaling, query_scale: None };
+        ModelConfig { head_dim, rope, ..ModelConfig::default() }
     }
 
     fn fill(table: &RopeTable, position: usize, length: usize) -> (Vec<f32>, Vec<f32>) {
