@@ -96,7 +96,7 @@ const COMMON: Family = Family {
     window: Window::Stated,
 };
 
-const FAMILIES: [Family; 10] = [
+const FAMILIES: &[Family] = &[
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
     Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
     Family {
@@ -164,7 +164,7 @@ pub(crate) const SMOLLM3_INTERVAL: usize = 4;
 const PHI_ORIGINAL: usize = 4096;
 
 /// Models with a vision tower; `text_config` describes their language model.
-const WRAPPERS: [&str; 2] = ["mistral3", "gemma3"];
+const WRAPPERS: &[&str] = &["mistral3", "gemma3"];
 
 /// Parses the bytes of `config.json` and of the optional `generation_config.json`.
 ///
@@ -712,72 +712,70 @@ fn scaled(
     stated_positions: usize,
     original: impl Fn() -> Result<usize>,
 ) -> Result<(RopeScaling, usize)> {
-    let positive = |name: &str, default| -> Result<f64> {
-        let value = inner.number(name, default)?;
-        if (1e-6..=1e6).contains(&value) {
-            Ok(value)
-        } else {
-            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.object)))
-        }
-    };
-    // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
-    let stretched =
-        |factor: f64, original: usize| stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end());
-    Ok(match kind {
-        "default" => (RopeScaling::None, stated_positions),
+    match kind {
+        "default" => Ok((RopeScaling::None, stated_positions)),
         // Dynamic scaling starts at the stated context; `original_max_position_embeddings` is not used.
         "dynamic" => {
             let factor = stretch(inner, None)?;
-            (RopeScaling::Dynamic { factor, original: stated_positions }, stretched(factor, stated_positions))
+            let scaling = RopeScaling::Dynamic { factor, original: stated_positions };
+            Ok((scaling, stretched(stated_positions, factor, stated_positions)))
         }
-        "llama3" => {
-            let (low, high) = (positive("low_freq_factor", None)?, positive("high_freq_factor", None)?);
-            if low >= high {
-                return Err(absurd(format!(
-                    "{}: low_freq_factor {low} is not below high_freq_factor {high}",
-                    inner.object
-                )));
-            }
-            let scaling = RopeScaling::Llama3 {
-                factor: stretch(inner, None)?,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original: original()?,
-            };
-            (scaling, stated_positions)
-        }
-        "yarn" => {
-            let original = original()?;
-            let factor = stretch(inner, Some(stated_positions as f64 / original as f64))?;
-            let scaling = RopeScaling::Yarn {
-                factor,
-                original,
-                beta_fast: positive("beta_fast", Some(32.0))?,
-                beta_slow: positive("beta_slow", Some(1.0))?,
-                attention_factor: yarn_attention_factor(inner, factor)?,
-                truncate: inner.flag("truncate", true)?,
-            };
-            (scaling, stretched(factor, original))
-        }
-        "longrope" => {
-            let original = original()?;
-            let short = stretches(inner, "short_factor", dim / 2)?;
-            let long = stretches(inner, "long_factor", dim / 2)?;
-            // A model for more than its original context always uses the long factors. Depending on the length of a text, as in
-            // transformers, they would change under the keys that a growing text has cached.
-            let factors = if stated_positions > original { long } else { short };
-            let factor = positive("factor", Some(stated_positions as f64 / original as f64))?;
-            let own = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
-            let attention_factor = attention_factor(inner, own)?;
-            (RopeScaling::Factors { factors, attention_factor }, stated_positions)
-        }
-        other => {
-            return Err(Error::model(
-                format!("RoPE type \"{}\" is not supported", shown(other)),
-                "supported RoPE types are default, linear, dynamic, llama3, yarn and longrope",
-            ));
-        }
-    })
+        "llama3" => Ok((llama3(inner, original()?)?, stated_positions)),
+        "yarn" => yarn(inner, stated_positions, original()?),
+        "longrope" => Ok((long_rope(inner, dim, stated_positions, original()?)?, stated_positions)),
+        other => Err(Error::model(
+            format!("RoPE type \"{}\" is not supported", shown(other)),
+            "supported RoPE types are default, linear, dynamic, llama3, yarn and longrope",
+        )),
+    }
+}
+
+/// A positive number of moderate size.
+fn positive(fields: &Fields, name: &str, default: Option<f64>) -> Result<f64> {
+    let value = fields.number(name, default)?;
+    if (1e-6..=1e6).contains(&value) {
+        Ok(value)
+    } else {
+        Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", fields.object)))
+    }
+}
+
+/// The longest context. YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
+fn stretched(stated_positions: usize, factor: f64, original: usize) -> usize {
+    stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end())
+}
+
+fn llama3(inner: &Fields, original: usize) -> Result<RopeScaling> {
+    let (low, high) = (positive(inner, "low_freq_factor", None)?, positive(inner, "high_freq_factor", None)?);
+    if low >= high {
+        return Err(absurd(format!("{}: low_freq_factor {low} is not below high_freq_factor {high}", inner.object)));
+    }
+    let factor = stretch(inner, None)?;
+    Ok(RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original })
+}
+
+fn yarn(inner: &Fields, stated_positions: usize, original: usize) -> Result<(RopeScaling, usize)> {
+    let factor = stretch(inner, Some(stated_positions as f64 / original as f64))?;
+    let scaling = RopeScaling::Yarn {
+        factor,
+        original,
+        beta_fast: positive(inner, "beta_fast", Some(32.0))?,
+        beta_slow: positive(inner, "beta_slow", Some(1.0))?,
+        attention_factor: yarn_attention_factor(inner, factor)?,
+        truncate: inner.flag("truncate", true)?,
+    };
+    Ok((scaling, stretched(stated_positions, factor, original)))
+}
+
+/// A model for more than its original context always uses the long factors. Depending on the length of a text, as in
+/// transformers, they would change under the keys that a growing text has cached.
+fn long_rope(inner: &Fields, dim: usize, stated_positions: usize, original: usize) -> Result<RopeScaling> {
+    let short = stretches(inner, "short_factor", dim / 2)?;
+    let long = stretches(inner, "long_factor", dim / 2)?;
+    let factors = if stated_positions > original { long } else { short };
+    let factor = positive(inner, "factor", Some(stated_positions as f64 / original as f64))?;
+    let own = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+    Ok(RopeScaling::Factors { factors, attention_factor: attention_factor(inner, own)? })
 }
 
 /// LongRoPE's stretch of each of `pairs` rotated pairs.

@@ -22,9 +22,59 @@ use std::ops::RangeInclusive;
 /// What may be loaded, for hints.
 const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), mistral3 (Ministral 3), qwen2, qwen3, smollm3, granite, olmo2, phi3 and gemma3 networks";
 
-/// Architectures that may be loaded.
-const ARCHITECTURES: [&str; 9] =
-    ["llama", "mistral3", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma3"];
+/// An architecture that may be loaded, with what its files do not state.
+struct Architecture {
+    /// `general.architecture`.
+    name: &'static str,
+    /// llama.cpp orders the rows of Q and K for pairs (2i, 2i + 1).
+    interleaved: bool,
+    /// Its keys among [`NEUTRAL`].
+    keys: &'static [&'static str],
+    /// Q, K and V have biases.
+    qkv_bias: bool,
+    qk_norm: QkNorm,
+    norms: LayerNorms,
+    /// Some layers have no position embedding.
+    no_rope: bool,
+    /// Granite's multipliers.
+    multipliers: bool,
+    /// Phi-3's partial rotation, LongRoPE, and a window that bounds the context.
+    phi: bool,
+    /// Gemma's local layers, its scale of scores, and GELU.
+    gemma: bool,
+}
+
+/// What most architectures share.
+const COMMON: Architecture = Architecture {
+    name: "",
+    interleaved: false,
+    keys: &[],
+    qkv_bias: false,
+    qk_norm: QkNorm::None,
+    norms: LayerNorms::Before,
+    no_rope: false,
+    multipliers: false,
+    phi: false,
+    gemma: false,
+};
+
+const ARCHITECTURES: &[Architecture] = &[
+    Architecture { name: "llama", interleaved: true, ..COMMON },
+    Architecture { name: "mistral3", interleaved: true, keys: &[QUERY_SCALE], ..COMMON },
+    Architecture { name: "qwen2", qkv_bias: true, ..COMMON },
+    Architecture { name: "qwen3", qk_norm: QkNorm::Heads, ..COMMON },
+    Architecture { name: "smollm3", interleaved: true, no_rope: true, ..COMMON },
+    Architecture {
+        name: "granite",
+        interleaved: true,
+        keys: &["attention.scale", "logit_scale", "residual_scale", "embedding_scale"],
+        multipliers: true,
+        ..COMMON
+    },
+    Architecture { name: "olmo2", qk_norm: QkNorm::Projection, norms: LayerNorms::After, ..COMMON },
+    Architecture { name: "phi3", phi: true, ..COMMON },
+    Architecture { name: "gemma3", qk_norm: QkNorm::Heads, norms: LayerNorms::Both, gemma: true, ..COMMON },
+];
 
 /// RoPE's base, and its default.
 const FREQ_BASE: &str = "rope.freq_base";
@@ -37,17 +87,8 @@ const ROPE_FACTORS: &str = "rope_freqs.weight";
 const LONG_FACTORS: &str = "rope_factors_long.weight";
 const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
-/// Architectures of which llama.cpp orders the rows of Q and K for pairs (2i, 2i + 1).
-const INTERLEAVED: [&str; 4] = ["llama", "mistral3", "smollm3", "granite"];
-
-/// Keys of [`NEUTRAL`] that an architecture has.
-fn own_keys(architecture: &str) -> &'static [&'static str] {
-    match architecture {
-        "granite" => &["attention.scale", "logit_scale", "residual_scale", "embedding_scale"],
-        "mistral3" => &[QUERY_SCALE],
-        _ => &[],
-    }
-}
+/// Key of the tokens of a sliding window.
+const WINDOW: &str = "attention.sliding_window";
 
 /// Key of the growth of Ministral 3's queries with their position.
 const QUERY_SCALE: &str = "attention.temperature_scale";
@@ -61,7 +102,7 @@ const GEMMA_LOCAL_THETA: f64 = 10_000.0;
 const GEMMA_27B_LAYERS: usize = 62;
 
 /// Keys (after the architecture's name) that change the network, each with the value that has no effect.
-const NEUTRAL: [(&str, f64); 10] = [
+const NEUTRAL: &[(&str, f64)] = &[
     ("expert_count", 0.0),
     ("attention.clamp_kqv", 0.0),
     ("attention.max_alibi_bias", 0.0),
@@ -155,11 +196,12 @@ pub(crate) fn tensor_name(architecture: &str, part: Part) -> String {
 
 /// Configuration and weights of a file.
 pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> {
-    let mut config = config(gguf)?;
+    let architecture = architecture(gguf)?;
+    let mut config = config(&Fields { gguf, architecture })?;
     let parts = Part::all(&config);
     let name_of = |part| tensor_name(&config.family, part);
     let names: HashSet<String> = parts.iter().map(|&part| name_of(part)).collect();
-    let factors: &[&str] = if config.family == "phi3" { &[LONG_FACTORS, SHORT_FACTORS] } else { &[ROPE_FACTORS] };
+    let factors: &[&str] = if architecture.phi { &[LONG_FACTORS, SHORT_FACTORS] } else { &[ROPE_FACTORS] };
     let foreign = gguf.tensors().keys().find(|name| !names.contains(*name) && !factors.contains(&name.as_str()));
     if let Some(name) = foreign {
         return Err(Error::model(
@@ -172,8 +214,7 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
         let (first, rows) = rows_within(part, &config);
         let extents = if part.is_vector() { vec![rows] } else { vec![rows, part.shape(&config).1] };
         let (number, tensor) = tensor(gguf, &name_of(part), &extents)?;
-        let permuted =
-            matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && INTERLEAVED.contains(&config.family.as_str());
+        let permuted = architecture.interleaved && matches!(part, Part::Layer(_, kind) if is_permuted(kind));
         let order = match (part, permuted) {
             (_, true) => RowOrder::Interleaved(config.head_dim),
             (Part::Layer(_, LayerPart::Q | LayerPart::K), _) if config.rope.dim < config.head_dim => {
@@ -261,12 +302,12 @@ fn common_dtype(matrices: impl Iterator<Item = Encoding> + Clone) -> Dtype {
 /// Typed access to the metadata of one architecture.
 struct Fields<'a> {
     gguf: &'a Gguf,
-    architecture: &'a str,
+    architecture: &'static Architecture,
 }
 
 impl Fields<'_> {
     fn key(&self, name: &str) -> String {
-        format!("{}.{name}", self.architecture)
+        format!("{}.{name}", self.architecture.name)
     }
 
     fn get(&self, name: &str) -> Option<Value> {
@@ -301,62 +342,51 @@ impl Fields<'_> {
     }
 }
 
-fn config(gguf: &Gguf) -> Result<ModelConfig> {
-    let architecture = gguf.text("general.architecture")?;
-    let Some(architecture) = architecture else {
+/// The architecture of a file.
+fn architecture(gguf: &Gguf) -> Result<&'static Architecture> {
+    let Some(name) = gguf.text("general.architecture")? else {
         return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
     };
-    let fields = Fields { gguf, architecture: &architecture };
-    if !ARCHITECTURES.contains(&architecture.as_str()) {
-        return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
-    }
-    let gemma = architecture == "gemma3";
-    refuse_others(&fields)?;
+    ARCHITECTURES.iter().find(|architecture| architecture.name == name).ok_or_else(|| {
+        Error::model(format!("{}: architecture \"{}\" is not supported", gguf.name(), shown(&name)), SUPPORTED)
+    })
+}
+
+fn config(fields: &Fields) -> Result<ModelConfig> {
+    let Fields { gguf, architecture } = fields;
+    refuse_others(fields)?;
     let size = |name, range| fields.size(name, range).and_then(|size| fields.needed(name, size));
     let (hidden, layers) = (size("embedding_length", HIDDEN)?, size("block_count", LAYERS)?);
     let heads = size("attention.head_count", HEADS)?;
     let kv_heads = fields.size("attention.head_count_kv", HEADS)?.unwrap_or(heads);
-    let head_dim = head_dim(&fields, hidden, heads)?;
+    let head_dim = head_dim(fields, hidden, heads)?;
     if heads % kv_heads != 0 {
         return Err(gguf.wrong(&fields.key("attention.head_count_kv"), &format!("a divisor of {heads}")));
     }
-    let rotated = rotated(&fields, head_dim)?;
+    let rotated = rotated(fields, head_dim)?;
     let stated_positions = size("context_length", POSITIONS)?;
-    let (rope, mut max_positions) = match architecture.as_str() {
-        "phi3" => long_rope(&fields, rotated, stated_positions)?,
-        _ => rope(&fields, head_dim, stated_positions)?,
+    let (rope, reached) = match architecture.phi {
+        true => long_rope(fields, rotated, stated_positions)?,
+        false => rope(fields, head_dim, stated_positions)?,
     };
-    let window = fields.size("attention.sliding_window", 0..=usize::MAX)?;
-    let local = match window {
-        _ if gemma => Some(local(&fields, layers, head_dim, fields.needed("attention.sliding_window", window)?)?),
-        // As from config.json: within the window, attention is full.
-        Some(window) if window > 0 && architecture == "phi3" => {
-            max_positions = max_positions.min(window);
-            None
-        }
-        Some(window) if (1..max_positions).contains(&window) => {
-            return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
-        }
-        _ => None,
-    };
+    let max_positions = within_window(fields, reached)?;
     let rms_eps = fields.number("attention.layer_norm_rms_epsilon", 1e-12..=1e-1)?;
-    let (scales, residual) = match architecture.as_str() {
-        "granite" => multipliers(&fields, head_dim)?,
-        "gemma3" => {
+    let (scales, residual) = match architecture {
+        Architecture { multipliers: true, .. } => multipliers(fields, head_dim)?,
+        Architecture { gemma: true, .. } => {
             let divisor = if layers == GEMMA_27B_LAYERS { hidden / heads } else { head_dim };
             (Scales::of((hidden as f64).sqrt(), 1.0, 1.0, (head_dim as f64 / divisor as f64).sqrt()), 1.0)
         }
         _ => (Scales::NONE, 1.0),
     };
-    let has = |part| gguf.tensors().contains_key(&tensor_name(&architecture, part));
+    let has = |part| gguf.tensors().contains_key(&tensor_name(architecture.name, part));
     let has_in_layer = |part| has(Part::Layer(0, part));
-    let vocab = gguf
-        .tensors()
-        .get(&tensor_name(&architecture, Part::Embedding))
-        .and_then(|(_, table)| table.shape.first().copied());
+    let table = gguf.tensors().get(&tensor_name(architecture.name, Part::Embedding));
+    let vocab = table.and_then(|(_, table)| table.shape.first().copied());
     // A vocabulary without a plausible size is refused later, with its tensor.
     let vocab = vocab.filter(|vocab| VOCAB.contains(vocab)).unwrap_or(*VOCAB.end());
     Ok(ModelConfig {
+        family: architecture.name.to_owned(),
         layers,
         hidden,
         intermediate: size("feed_forward_length", INTERMEDIATE)?,
@@ -368,42 +398,48 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
         rms_eps: (fields.needed("attention.layer_norm_rms_epsilon", rms_eps)? / (residual * residual)) as f32,
         rope,
         tied_embeddings: !has(Part::Head),
-        qkv_bias: architecture == "qwen2" || has_in_layer(LayerPart::QBias),
+        qkv_bias: architecture.qkv_bias || has_in_layer(LayerPart::QBias),
         output_bias: has_in_layer(LayerPart::OutputBias),
         mlp_bias: has_in_layer(LayerPart::GateBias),
-        qk_norm: match architecture.as_str() {
-            "qwen3" | "gemma3" => QkNorm::Heads,
-            "olmo2" => QkNorm::Projection,
-            _ => QkNorm::None,
-        },
-        norms: match architecture.as_str() {
-            "olmo2" => LayerNorms::After,
-            "gemma3" => LayerNorms::Both,
-            _ => LayerNorms::Before,
-        },
-        no_rope: if architecture == "smollm3" { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
+        qk_norm: architecture.qk_norm,
+        norms: architecture.norms,
+        no_rope: if architecture.no_rope { each_without_rope(layers, SMOLLM3_INTERVAL) } else { Vec::new() },
         scales,
-        local,
-        activation: if gemma { Activation::Gelu } else { Activation::Silu },
+        local: if architecture.gemma { Some(local(fields, layers, head_dim)?) } else { None },
+        activation: if architecture.gemma { Activation::Gelu } else { Activation::Silu },
         // llama.cpp's converter adds the 1 to Gemma's norms.
         norms_less_one: false,
         dtype: Dtype::F32,
         eos: eos(gguf, vocab)?,
-        family: architecture,
     })
+}
+
+/// The longest context, at most `reached`, in which attention to the file's sliding window is full, except in Gemma's local
+/// layers.
+fn within_window(fields: &Fields, reached: usize) -> Result<usize> {
+    match fields.size(WINDOW, 0..=usize::MAX)? {
+        None | Some(0) => Ok(reached),
+        _ if fields.architecture.gemma => Ok(reached),
+        // As from config.json.
+        Some(window) if fields.architecture.phi => Ok(reached.min(window)),
+        Some(window) if window < reached => {
+            Err(fields.unsupported(&format!("sliding-window attention ({window} of {reached} tokens)")))
+        }
+        Some(_) => Ok(reached),
+    }
 }
 
 /// Refuses metadata that describe something other than the network that is computed.
 fn refuse_others(fields: &Fields) -> Result<()> {
-    let own = own_keys(fields.architecture);
-    for (name, neutral) in NEUTRAL.into_iter().filter(|(name, _)| !own.contains(name)) {
+    let own = fields.architecture.keys;
+    for &(name, neutral) in NEUTRAL.iter().filter(|(name, _)| !own.contains(name)) {
         if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
             && value != neutral
         {
             return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
         }
     }
-    if fields.architecture == "granite" && fields.get("rope.scaling.finetuned") == Some(Value::Flag(false)) {
+    if fields.architecture.multipliers && fields.get("rope.scaling.finetuned") == Some(Value::Flag(false)) {
         return Err(fields.unsupported("granite without RoPE (rope.scaling.finetuned false)"));
     }
     if fields.get("attention.causal") == Some(Value::Flag(false)) {
@@ -432,7 +468,7 @@ fn rotated(fields: &Fields, head_dim: usize) -> Result<usize> {
         if let Some(other) = fields.size(name, 0..=usize::MAX)?
             && other != head_dim
         {
-            let partial = fields.architecture == "phi3" && name == "rope.dimension_count" && other.is_multiple_of(2);
+            let partial = fields.architecture.phi && name == "rope.dimension_count" && other.is_multiple_of(2);
             if !partial || !(*HEAD_DIM.start()..head_dim).contains(&other) {
                 return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
             }
@@ -442,8 +478,9 @@ fn rotated(fields: &Fields, head_dim: usize) -> Result<usize> {
     Ok(rotated)
 }
 
-/// Gemma 3's local layers, whose queries see `reach` tokens.
-fn local(fields: &Fields, layers: usize, head_dim: usize, reach: usize) -> Result<Local> {
+/// Gemma 3's local layers, whose queries see the tokens of the sliding window.
+fn local(fields: &Fields, layers: usize, head_dim: usize) -> Result<Local> {
+    let reach = fields.needed(WINDOW, fields.size(WINDOW, 0..=usize::MAX)?)?;
     if reach < Local::LEAST || !reach.is_multiple_of(Local::UNIT) {
         let (unit, least) = (Local::UNIT, Local::LEAST);
         return Err(fields.unsupported(&format!("a sliding window of {reach}, no multiple of {unit} from {least} on,")));
@@ -512,7 +549,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
             const ALL_DIM: &str = "rope.scaling.yarn_log_multiplier";
             let of_all = fields.number(ALL_DIM, 0.0..=1e2)?.unwrap_or(0.0);
             let refused = |name, value| Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
-            if of_all != 0.0 && fields.architecture != "mistral3" {
+            if of_all != 0.0 && fields.architecture.name != "mistral3" {
                 return refused(ALL_DIM, of_all);
             }
             const EXTRAPOLATION: &str = "rope.scaling.yarn_ext_factor";
