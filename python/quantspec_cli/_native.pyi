@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypedDict, final
+
+from typing_extensions import Unpack
 
 from .schema import Answer
 
@@ -75,6 +77,30 @@ class SignalWatch:
     def __enter__(self) -> None: ...
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments that shape an engine; their defaults are those of `Request` in quantspec-py/src/options.rs.
+    `EngineOptions.native` has most of them.
+    """
+
+    device: str
+    prompt_capacity: int | None
+    slots: int
+    pool_tokens: int | None
+    threads: int | None
+    weights: str
+    kv_target: str
+    kv_rounding: str
+    method: str
+    gamma: int | None
+    accept: str
+    draft_weights: str
+    draft_precision: str
+    draft_pages: int | Literal["auto"] | None
+    page_choice: str
+    draft_refresh: int
+    draft_model_kv: str | None
+    every_method: bool
+
 @final
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
@@ -92,29 +118,12 @@ class Engine:
         model: str,
         *,
         capacity: int,
-        prompt_capacity: int | None = None,
-        device: str = "auto",
-        threads: int | None = None,
-        weights: str = "checkpoint",
-        kv_target: str = "int8",
-        method: str = "quantspec",
-        kv_rounding: str = "balanced",
-        draft_weights: str = "int4",
-        draft_precision: str = "auto",
-        draft_pages: int | Literal["auto"] | None = None,
-        page_choice: str = "best",
-        draft_refresh: int = 0,
-        draft_model_kv: str | None = None,
-        accept: str = "replay",
-        gamma: int | None = None,
-        slots: int = 1,
-        pool_tokens: int | None = None,
-        every_method: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
         prompt_memory: bool = False,
         prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
+        **options: Unpack[_Options],
     ) -> Engine:
         """`prompt_memory` keeps prompts in the device's memory, `prompt_folder` in a folder instead."""
 
@@ -302,17 +311,8 @@ def planned(
     model: str,
     *,
     capacity: int,
-    slots: int,
-    device: str,
-    threads: int | None,
-    weights: str,
-    kv_target: str,
-    kv_rounding: str,
-    draft_precision: str,
-    page_choice: str,
-    accept: str,
     draft_model: str | None = None,
-    draft_model_kv: str | None = None,
+    **options: Unpack[_Options],
 ) -> int:
     """Peak bytes of an `Engine` with `every_method`; or its refusal, before weights are read."""
 
@@ -327,26 +327,10 @@ def plan(
     model: str,
     *,
     capacity: int,
-    prompt_capacity: int | None = None,
-    device: str = "auto",
-    threads: int | None = None,
-    weights: str = "checkpoint",
-    kv_target: str = "int8",
-    method: str = "quantspec",
-    kv_rounding: str = "balanced",
-    draft_weights: str = "int4",
-    draft_precision: str = "auto",
-    draft_pages: int | Literal["auto"] | None = None,
-    page_choice: str = "best",
-    draft_refresh: int = 0,
-    draft_model_kv: str | None = None,
-    accept: str = "replay",
-    gamma: int | None = None,
-    slots: int = 1,
-    pool_tokens: int | None = None,
     draft_model: str | None = None,
     described: bool = False,
     opened: OpenDevice | None = None,
+    **options: Unpack[_Options],
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 

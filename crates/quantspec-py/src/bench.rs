@@ -93,44 +93,21 @@ pub(crate) fn traffic<'py>(
 /// `planned(model, …)`: peak bytes of an engine opened with `every_method`. Refuses a model that the device does not
 /// support, and a context or memory that is too small. Reads no weights.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, slots, device, threads, weights, kv_target, kv_rounding, draft_precision, page_choice, accept, draft_model=None, draft_model_kv=None))]
-#[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
+#[pyo3(signature = (model, *, capacity, draft_model=None, **options))]
 pub(crate) fn planned(
     py: Python<'_>,
     model: &str,
     capacity: usize,
-    slots: usize,
-    device: &str,
-    threads: Option<usize>,
-    weights: &str,
-    kv_target: &str,
-    kv_rounding: &str,
-    draft_precision: &str,
-    page_choice: &str,
-    accept: &str,
     draft_model: Option<&str>,
-    draft_model_kv: Option<&str>,
+    options: Option<&Bound<'_, PyDict>>,
 ) -> PyResult<usize> {
-    let request = Request {
-        weights,
-        kv_target,
-        kv_rounding,
-        draft_precision,
-        page_choice,
-        draft_model_kv,
-        accept,
-        capacity,
-        slots,
-        threads,
-        every_method: true,
-        ..Request::default()
-    };
+    let request = Request { every_method: true, ..Request::of(capacity, options)? };
     let mut resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
-        let chosen = ChosenDevice::choose(device, &checkpoint)?;
+        let chosen = ChosenDevice::choose(&request.device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         chosen.plan(models, &resolved.options, 0)
     })

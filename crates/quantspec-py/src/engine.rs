@@ -136,59 +136,21 @@ impl PyEngine {
 #[pymethods]
 impl PyEngine {
     #[new]
-    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None,
-        slots=1, pool_tokens=None, every_method=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
-        on_loading=None))]
+    #[pyo3(signature = (model, *, capacity, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
+        on_loading=None, **options))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
         model: &str,
         capacity: usize,
-        prompt_capacity: Option<usize>,
-        device: &str,
-        threads: Option<usize>,
-        weights: &str,
-        kv_target: &str,
-        method: &str,
-        kv_rounding: &str,
-        draft_weights: &str,
-        draft_precision: &str,
-        draft_pages: Option<DraftPages>,
-        page_choice: &str,
-        draft_refresh: usize,
-        draft_model_kv: Option<&str>,
-        accept: &str,
-        gamma: Option<usize>,
-        slots: usize,
-        pool_tokens: Option<usize>,
-        every_method: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
         prompt_memory: bool,
         prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
+        options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<PyEngine> {
-        let request = Request {
-            weights,
-            kv_target,
-            method,
-            kv_rounding,
-            draft_weights,
-            draft_precision,
-            draft_pages,
-            page_choice,
-            draft_refresh,
-            draft_model_kv,
-            accept,
-            gamma,
-            capacity,
-            prompt_capacity,
-            slots,
-            pool_tokens,
-            threads,
-            every_method,
-        };
+        let request = Request::of(capacity, options)?;
         let resolved = request.resolve().map_err(to_python)?;
         let accept = resolved.accept;
         let Options { threads, prompt_capacity, step_rows, planes, .. } = resolved.options;
@@ -197,7 +159,7 @@ impl PyEngine {
         let hooks = Hooks { poll: Box::new(poll(raised.clone())), loading: loading.hook(), drafts: origin.hook() };
         let files = Files { model, draft_model, draft_cache, prompt_memory, prompt_folder };
         let started = Instant::now();
-        let loaded = interruptible(py, &raised, || files.load(device, resolved, hooks, &raised))?;
+        let loaded = interruptible(py, &raised, || files.load(&request.device, resolved, hooks, &raised))?;
         let load_s = started.elapsed().as_secs_f64();
         let info = loaded.describe(py)?;
         info.set_item("threads", threads)?;
@@ -217,10 +179,10 @@ impl PyEngine {
             load_s,
             prompt_capacity,
             step_rows,
-            every_method,
+            every_method: request.every_method,
             planes,
             second,
-            second_kv: draft_model_kv.map(str::to_owned),
+            second_kv: request.draft_model_kv,
         })
     }
 
@@ -346,12 +308,12 @@ impl PyEngine {
             return Err(to_python(Error::usage("this engine keeps no cache in FP16", "open it with kv_target fp16")));
         }
         let request = Request {
-            kv_target,
-            method,
+            kv_target: kv_target.to_owned(),
+            method: method.to_owned(),
             draft_pages,
-            page_choice,
+            page_choice: page_choice.to_owned(),
             draft_refresh,
-            draft_model_kv: self.second_kv.as_deref(),
+            draft_model_kv: self.second_kv.clone(),
             gamma,
             every_method: true,
             // Weights and sizes do not depend on the method.
@@ -405,7 +367,7 @@ impl PyEngine {
 
     fn verify(&self, py: Python<'_>) -> PyResult<Vec<(usize, Vec<u32>)>> {
         let round = self.run(py, |device| on_device!(device, engine => engine.verify()))?;
-        Ok(round.into_iter().map(|Emitted { slot, tokens }| (slot, tokens)).collect())
+        Ok(round.into_iter().map(|Emitted { slot, tokens, .. }| (slot, tokens)).collect())
     }
 
     /// Memory bandwidth of the engine's device, measured now, in 10⁹ bytes per second.

@@ -1,6 +1,8 @@
 //! Conversion of Python arguments to engine options.
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
 use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
@@ -35,20 +37,22 @@ pub(crate) enum DraftPages {
 }
 
 /// The arguments that shape an engine, as Python passes them. The default is an engine's own, for one sequence of one token.
-pub(crate) struct Request<'a> {
-    pub(crate) weights: &'a str,
-    pub(crate) kv_target: &'a str,
-    pub(crate) method: &'a str,
-    pub(crate) kv_rounding: &'a str,
-    pub(crate) draft_weights: &'a str,
-    pub(crate) draft_precision: &'a str,
+pub(crate) struct Request {
+    /// "auto", "cpu", "cuda" or "cuda:N".
+    pub(crate) device: String,
+    pub(crate) weights: String,
+    pub(crate) kv_target: String,
+    pub(crate) method: String,
+    pub(crate) kv_rounding: String,
+    pub(crate) draft_weights: String,
+    pub(crate) draft_precision: String,
     pub(crate) draft_pages: Option<DraftPages>,
-    pub(crate) page_choice: &'a str,
+    pub(crate) page_choice: String,
     /// New pages after which a draft of `snapkv` chooses again; 0 is never.
     pub(crate) draft_refresh: usize,
     /// View of a draft model's cache; `None` for the target's.
-    pub(crate) draft_model_kv: Option<&'a str>,
-    pub(crate) accept: &'a str,
+    pub(crate) draft_model_kv: Option<String>,
+    pub(crate) accept: String,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
     /// Tokens of the longest prompt; `None` for `capacity`, which also limits it.
@@ -63,20 +67,21 @@ pub(crate) struct Request<'a> {
     pub(crate) every_method: bool,
 }
 
-impl Default for Request<'_> {
+impl Default for Request {
     fn default() -> Self {
         Request {
-            weights: "checkpoint",
-            kv_target: "int8",
-            method: "quantspec",
-            kv_rounding: "balanced",
-            draft_weights: "int4",
-            draft_precision: "auto",
+            device: "auto".to_owned(),
+            weights: "checkpoint".to_owned(),
+            kv_target: "int8".to_owned(),
+            method: "quantspec".to_owned(),
+            kv_rounding: "balanced".to_owned(),
+            draft_weights: "int4".to_owned(),
+            draft_precision: "auto".to_owned(),
             draft_pages: None,
-            page_choice: "best",
+            page_choice: "best".to_owned(),
             draft_refresh: 0,
             draft_model_kv: None,
-            accept: "replay",
+            accept: "replay".to_owned(),
             gamma: None,
             capacity: 1,
             prompt_capacity: None,
@@ -204,14 +209,47 @@ pub(crate) fn ablation((keys, values, group, truncated): &(String, String, usize
     Ok(Ablation { key_axis, value_axis, group: *group, truncated: *truncated })
 }
 
-impl Request<'_> {
+impl Request {
+    /// That of an engine for sequences of `capacity` tokens, with Python's other keyword arguments (`_Options` of `_native.pyi`).
+    ///
+    /// # Errors
+    /// TypeError for another name or type.
+    pub(crate) fn of(capacity: usize, options: Option<&Bound<'_, PyDict>>) -> PyResult<Request> {
+        let mut request = Request { capacity, ..Request::default() };
+        for (name, value) in options.into_iter().flatten() {
+            let name = name.cast_into::<PyString>()?;
+            match &*name.to_cow()? {
+                "device" => request.device = value.extract()?,
+                "weights" => request.weights = value.extract()?,
+                "kv_target" => request.kv_target = value.extract()?,
+                "method" => request.method = value.extract()?,
+                "kv_rounding" => request.kv_rounding = value.extract()?,
+                "draft_weights" => request.draft_weights = value.extract()?,
+                "draft_precision" => request.draft_precision = value.extract()?,
+                "draft_pages" => request.draft_pages = value.extract()?,
+                "page_choice" => request.page_choice = value.extract()?,
+                "draft_refresh" => request.draft_refresh = value.extract()?,
+                "draft_model_kv" => request.draft_model_kv = value.extract()?,
+                "accept" => request.accept = value.extract()?,
+                "gamma" => request.gamma = value.extract()?,
+                "prompt_capacity" => request.prompt_capacity = value.extract()?,
+                "slots" => request.slots = value.extract()?,
+                "pool_tokens" => request.pool_tokens = value.extract()?,
+                "threads" => request.threads = value.extract()?,
+                "every_method" => request.every_method = value.extract()?,
+                other => return Err(PyTypeError::new_err(format!("unexpected keyword argument '{other}'"))),
+            }
+        }
+        Ok(request)
+    }
+
     /// The choices of pages for a draft, at least one.
     fn pages(&self, method: &Entry) -> Result<Vec<Pages>> {
         let refresh = self.draft_refresh;
         let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
         let best: fn(usize, usize) -> Pages = |pages, _| Pages::Best(pages);
         let window: fn(usize, usize) -> Pages = |pages, _| Pages::Window(pages);
-        let choice = one_of("page_choice", self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
+        let choice = one_of("page_choice", &self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
         let chosen = |count| choice(count, refresh);
         Ok(match self.draft_pages {
             None => match method.own_pages() {
@@ -265,19 +303,20 @@ impl Request<'_> {
 
     /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
-        let weights = target_weights(self.weights)?;
-        let target = target_view(self.kv_target)?;
-        let second_view = self.draft_model_kv.map(|name| one_of("draft_model_kv", name, &KV_TARGETS)).transpose()?;
-        let rounding = rounding(self.kv_rounding)?;
+        let weights = target_weights(&self.weights)?;
+        let target = target_view(&self.kv_target)?;
+        let second_view =
+            self.draft_model_kv.as_ref().map(|name| one_of("draft_model_kv", name, &KV_TARGETS)).transpose()?;
+        let rounding = rounding(&self.kv_rounding)?;
         let wanted = one_of(
             "draft_weights",
-            self.draft_weights,
+            &self.draft_weights,
             &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
         )?;
-        let sensitive = sensitive(self.draft_precision)?;
-        let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
+        let sensitive = sensitive(&self.draft_precision)?;
+        let accept = one_of("accept", &self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let named: Vec<_> = METHODS.iter().map(|method| (method.name, method)).collect();
-        let method = one_of("method", self.method, &named)?;
+        let method = one_of("method", &self.method, &named)?;
         let pages = self.pages(method)?;
         let tokens = |&asked: &Pages| match method.pages(asked) {
             Pages::All => usize::MAX,

@@ -4,7 +4,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::memory_dict;
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, default_threads, sensitive, target_view, target_weights, weights_name};
+use crate::options::{Request, default_threads, sensitive, target_view, target_weights, weights_name};
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -33,62 +33,24 @@ pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult
 /// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]). `opened`: the
 /// device, already open.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", draft_refresh=0, draft_model_kv=None, accept="replay", gamma=None, slots=1,
-    pool_tokens=None, draft_model=None, described=false, opened=None))]
-#[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
+#[pyo3(signature = (model, *, capacity, draft_model=None, described=false, opened=None, **options))]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
     model: &str,
     capacity: usize,
-    prompt_capacity: Option<usize>,
-    device: &str,
-    threads: Option<usize>,
-    weights: &str,
-    kv_target: &str,
-    method: &str,
-    kv_rounding: &str,
-    draft_weights: &str,
-    draft_precision: &str,
-    draft_pages: Option<DraftPages>,
-    page_choice: &str,
-    draft_refresh: usize,
-    draft_model_kv: Option<&str>,
-    accept: &str,
-    gamma: Option<usize>,
-    slots: usize,
-    pool_tokens: Option<usize>,
     draft_model: Option<&str>,
     described: bool,
     opened: Option<Py<OpenDevice>>,
+    options: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let request = Request {
-        weights,
-        kv_target,
-        method,
-        kv_rounding,
-        draft_weights,
-        draft_precision,
-        draft_pages,
-        page_choice,
-        draft_refresh,
-        draft_model_kv,
-        accept,
-        gamma,
-        capacity,
-        prompt_capacity,
-        slots,
-        pool_tokens,
-        threads,
-        every_method: false,
-    };
+    let request = Request::of(capacity, options)?;
     let mut resolved = request.resolve().map_err(to_python)?;
     let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let chosen = match &opened {
             Some(opened) => opened.get().0.now()?,
-            None => ChosenDevice::choose(device, &checkpoint)?,
+            None => ChosenDevice::choose(&request.device, &checkpoint)?,
         };
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         chosen.resolve_auto(models, &mut resolved)?;
@@ -127,7 +89,7 @@ pub(crate) fn fitting(
     device: &str,
     weights: &str,
 ) -> PyResult<Vec<(usize, usize, usize)>> {
-    let resolved = Request { weights, ..Request::default() }.resolve().map_err(to_python)?;
+    let resolved = Request { weights: weights.to_owned(), ..Request::default() }.resolve().map_err(to_python)?;
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
