@@ -11,10 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+from conftest import tool
 
 from quantspec_cli import Engine, _native, hub
 
@@ -47,6 +49,34 @@ def test_a_callback_that_calls_the_engine_gets_an_error() -> None:
     # The engine is as it was.
     engine.draft([(slot, 1)])
     assert engine.verify()
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, {**SAMPLING, "temperature": 0.8}])
+def test_a_round_tells_what_was_drafted(sampling: dict[str, Any]) -> None:
+    engine = opened(gamma=4)
+    slot = engine.add([1, 2, 3] * 200, max_new_tokens=60, **sampling)
+    engine.prefill(slot)
+    accepted = []
+    for _ in range(10):
+        engine.draft([(slot, 4)])
+        ((of, tokens, drafted),) = engine.verify_with_drafts()
+        accepted.append(len(tokens) - 1)
+        assert (of, len(drafted), drafted[: accepted[-1]]) == (slot, 4, tokens[:-1])
+        # Greedy and replay reject a token because the target chooses another.
+        assert accepted[-1] == 4 or drafted[accepted[-1]] != tokens[-1]
+    assert 0 < sum(accepted) < 40
+    assert engine.stats()["accepted_tokens"] == sum(accepted)
+
+
+def test_the_tool_that_shows_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = tmp_path / "a.txt"
+    document.write_text("The committee met in the morning. The committee met in the evening. The committee")
+    tool("rounds").main([str(document), "-n", "40", "--gamma", "3"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
+    rejected = [line for line in lines if " | drafted " in line]
+    assert 0 < len(rejected) < len(lines)
+    assert all("(rank 1)" not in line for line in rejected), "greedy text has the most likely tokens"
 
 
 def test_threads_take_turns() -> None:

@@ -235,6 +235,9 @@ class Engine:
     def verify(self) -> list[tuple[int, list[int]]]:
         """Verifies the drafts of `draft`: per slot the accepted tokens and one more of the target."""
 
+    def verify_with_drafts(self) -> list[tuple[int, list[int], list[int]]]:
+        """As `verify`; per slot also the drafted tokens. The accepted ones are both lists' first."""
+
     def read_gb_per_s(self) -> float:
         """Memory bandwidth of the engine's device in 10⁹ bytes per second, measured now. Takes less than 0.3 s."""
 

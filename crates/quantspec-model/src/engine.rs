@@ -95,13 +95,15 @@ impl Sequence {
     }
 }
 
-/// Tokens one sequence emitted in a round: the accepted drafted ones, then one chosen by the target.
+/// What a round emitted for one sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Emitted {
     /// Sequence slot.
     pub slot: usize,
-    /// Token ids in order, never empty.
+    /// Token ids in order: the accepted drafted ones, then one chosen by the target.
     pub tokens: Vec<u32>,
+    /// The drafted tokens that were verified.
+    pub drafted: Vec<u32>,
 }
 
 /// The backend, the drafter and a sequence of an engine.

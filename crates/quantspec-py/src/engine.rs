@@ -37,6 +37,9 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     Ok(parts)
 }
 
+/// A slot, the tokens that it emitted, and those that were drafted.
+type EmittedAndDrafted = (usize, Vec<u32>, Vec<u32>);
+
 /// A token's log-probability, and the most likely tokens at its position with theirs.
 type TokenLogprob = (f64, Vec<(u32, f64)>);
 
@@ -368,6 +371,11 @@ impl PyEngine {
     fn verify(&self, py: Python<'_>) -> PyResult<Vec<(usize, Vec<u32>)>> {
         let round = self.run(py, |device| on_device!(device, engine => engine.verify()))?;
         Ok(round.into_iter().map(|Emitted { slot, tokens, .. }| (slot, tokens)).collect())
+    }
+
+    fn verify_with_drafts(&self, py: Python<'_>) -> PyResult<Vec<EmittedAndDrafted>> {
+        let round = self.run(py, |device| on_device!(device, engine => engine.verify()))?;
+        Ok(round.into_iter().map(|Emitted { slot, tokens, drafted }| (slot, tokens, drafted)).collect())
     }
 
     /// Memory bandwidth of the engine's device, measured now, in 10⁹ bytes per second.

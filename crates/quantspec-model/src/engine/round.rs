@@ -168,10 +168,10 @@ impl<B: Backend> Engine<B> {
         turns.iter_mut().for_each(|turn| turn.history = None);
         let (mut round, mut row, mut logprobs_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
-            let (tokens, seconds) = self.commit(turn, &verdict, row)?;
+            let (emitted, seconds) = self.commit(turn, &verdict, row)?;
             (row, logprobs_s) = (row + turn.gamma + 1, logprobs_s + seconds);
             self.account(turn, &verdict, drafted);
-            round.push(Emitted { slot: turn.slot, tokens });
+            round.push(emitted);
         }
         let seconds = started.elapsed().as_secs_f64() - draft_s - logprobs_s;
         self.method.policy.observe_verify(row, seconds);
@@ -207,9 +207,10 @@ impl<B: Backend> Engine<B> {
 
     /// Commits a sequence's new tokens, and returns them and the seconds spent on log-probabilities. `row`: its first row in
     /// the verification.
-    fn commit(&mut self, turn: &Turn, verdict: &Verdict, row: usize) -> Result<(Vec<u32>, f64)> {
+    fn commit(&mut self, turn: &Turn, verdict: &Verdict, row: usize) -> Result<(Emitted, f64)> {
         let (backend, drafter, sequence) = self.working(turn.slot)?;
-        let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
+        let drafted = backend.window(turn.slot, turn.gamma + 1)?.split_off(1);
+        let mut tokens = drafted[..verdict.accepted].to_vec();
         tokens.push(verdict.token);
         let mut logprobs_s = 0.0;
         if let Some(top) = sequence.logprobs {
@@ -228,7 +229,7 @@ impl<B: Backend> Engine<B> {
         }
         sequence.emit(&tokens);
         sequence.remaining -= tokens.len();
-        Ok((tokens, logprobs_s))
+        Ok((Emitted { slot: turn.slot, tokens, drafted }, logprobs_s))
     }
 
     /// Reports a sequence's part of a round to statistics and policy. `drafted`: tokens before a repetition of the round, which
