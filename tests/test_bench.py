@@ -1,4 +1,4 @@
-"""`quantspec bench`: its grammar, the fields of a row, and that repetitions decode the same text at the same depth."""
+"""`quantspec bench`: its flags, the fields of a row, and that repetitions decode the same text at the same depth."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import fake_native
 import pytest
 from conftest import copy_demo
 
-from quantspec_cli import hub, lists, render
+from quantspec_cli import hub, render
 from quantspec_cli.bench import grid, samples
 from quantspec_cli.bench import measure as measuring
 from quantspec_cli.bench.grid import Method
 from quantspec_cli.bench.samples import Sample
-from quantspec_cli.errors import DeviceError, InternalError, UsageError
+from quantspec_cli.errors import DeviceError, InternalError
 from quantspec_cli.model import Model
-from quantspec_cli.options import METHODS, EngineOptions
 
 CONTRACT = {
     *(
@@ -51,75 +50,6 @@ CONTRACT = {
     *("bandwidth_share", "acceptance_rate", "mean_acceptance_length", "repetitions"),
 }
 SPECULATIVE = {"draft_ms", "verify_ms", "round_ms", "loop_us"}
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("0", [0]),
-        ("512,0, 128", [512, 0, 128]),
-        ("0-4096+1024", [0, 1024, 2048, 3072, 4096]),
-        ("0-10+4", [0, 4, 8]),
-        ("1-64*4", [1, 4, 16, 64]),
-        ("3-5", [3, 4, 5]),
-        ("7,7,5-8", [7, 5, 6, 8]),
-    ],
-)
-def test_a_list_has_the_numbers_of_its_ranges_each_once(text: str, values: list[int]) -> None:
-    assert lists.numbers("-d", text) == values
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        ",",
-        "1,,x",
-        "x",
-        "1,",
-        "-1",
-        "1-",
-        "5-1",
-        "1-8*1",
-        "0-8*2",
-        "0-8+0",
-        "1.5",
-        "1-2-3",
-        "0-100000",
-        "1-1000000",
-        "4-1,8",
-        "1-2,1-8*0",
-        "1-8+",
-        "1-8+2*2",
-        "²",
-        "9" * 40,
-    ],
-)
-def test_malformed_lists_of_numbers_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="-d"):
-        lists.numbers("-d", text)
-
-
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("auto", ["auto"]),
-        ("4", [4]),
-        ("1-4,auto", [1, 2, 3, 4, "auto"]),
-        ("auto, 0-16+8,2", ["auto", 0, 8, 16, 2]),
-        # The values of a range count, not its upper limit.
-        ("1-30*2", [1, 2, 4, 8, 16]),
-        ("3,1-4,auto,auto", [3, 1, 2, 4, "auto"]),
-    ],
-)
-def test_a_list_may_mix_numbers_ranges_and_words(text: str, values: list[int | str]) -> None:
-    assert lists.numbers_or("--gamma", text, ("auto",), 0, 16) == values
-
-
-def test_pages_are_a_list_with_ranges_too() -> None:
-    assert lists.numbers_or("--draft-pages", "all,8-64*2,4294967296,auto", ("all", "auto"), 2, 2**32) == [
-        *("all", 8, 16, 32, 64, 2**32, "auto"),
-    ]
 
 
 def test_methods_cross_gammas_and_pages() -> None:
@@ -797,138 +727,6 @@ def test_a_text_that_is_too_short_is_refused_with_numbers(quantspec: Callable[..
     )
     path.write_bytes(b"")
     quantspec("bench", "--prompt", str(path)).assert_error(1, "is empty")
-
-
-# `Engine.restart`, on which repetitions rely.
-
-SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    from quantspec_cli import _native
-
-    return _native.Engine(str(hub.demo()), capacity=1200, kv_target="fp16", every_method=True, threads=2)
-
-
-def test_an_engine_keeps_an_fp16_cache_only_if_a_method_reads_it() -> None:
-    from quantspec_cli import _native
-
-    small = _native.Engine(str(hub.demo()), capacity=1200, every_method=True, threads=2)
-    small.configure(method="kv4", kv_target="int8")
-    with pytest.raises(_native.NativeError, match="keeps no cache in FP16"):
-        small.configure(method="ar", kv_target="fp16")
-    peaks: list[int] = []
-    for methods, target in (("ar-int8,quantspec", "int8"), ("quantspec,w4-fp16", "fp16")):
-        of = grid.Grid([0], [4], [8000], [1], grid.methods(methods, ["auto"], ["all"]))
-        options = grid.engine_options(of, EngineOptions(device="cpu"))
-        assert options["kv_target"] == target
-        peaks.append(_native.planned(str(hub.demo()), **options))
-    # Of 8,000 tokens: 6 layers, 2 KV heads, 128 channels, keys and values of two bytes.
-    assert peaks[1] - peaks[0] > 8000 * 6 * 2 * 128 * 2 * 2 * 0.95
-
-
-def ids(count: int) -> list[int]:
-    import gzip
-
-    return Model.open(None).tokenizer.encode(gzip.decompress(grid.BOOK.read_bytes()).decode())[:count]
-
-
-def decode(engine: Any, slot: int, tokens: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < tokens:
-        engine.draft([(slot, engine.choose_gamma(slot))])
-        found += engine.verify()[0][1]
-    return found
-
-
-@pytest.mark.slow
-def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
-    prompt = ids(300)
-    engine.configure(method="ar")
-    slot = engine.add(prompt, seed=5, max_new_tokens=61, **SAMPLING)
-    first = engine.prefill(slot)
-    plain = decode(engine, slot, 60)
-    for number, method in enumerate(name for name, method in METHODS.items() if not method.draft_model):
-        engine.configure(method=method, gamma=1 + number % 8)
-        assert engine.stats()["rounds"] == 0
-        assert engine.restart(slot, first, seed=5, **SAMPLING)
-        assert decode(engine, slot, 60) == plain, method
-    # Another seed gives another text; another target mostly another text; then the first again.
-    assert engine.restart(slot, first, seed=6, **SAMPLING)
-    assert decode(engine, slot, 60) != plain
-    engine.configure(method="ar", kv_target="int4")
-    assert engine.restart(slot, first, seed=5, **SAMPLING)
-    decode(engine, slot, 60)
-    engine.configure(method="quantspec", gamma=2)
-    assert engine.restart(slot, first, seed=5, **SAMPLING)
-    assert decode(engine, slot, 60) == plain
-    engine.finish(slot)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("prompt_tokens", "kept"), [(256, 256), (255, 129), (300, 212), (20, 364)])
-def test_restarting_needs_the_buffer(engine: Any, prompt_tokens: int, kept: int) -> None:
-    """The buffer holds 384 positions, and a query right after the prompt reads back to Q(prompt)."""
-    for tokens, possible in ((kept, True), (kept + 1, False)):
-        engine.configure(method="ar")
-        # The last emitted token is never fed: one more token than positions written.
-        slot = engine.add(ids(prompt_tokens), seed=1, max_new_tokens=tokens + 1, **SAMPLING)
-        first = engine.prefill(slot)
-        plain = decode(engine, slot, tokens)
-        assert engine.restart(slot, first, seed=1, **SAMPLING) is possible
-        if possible:
-            assert decode(engine, slot, tokens) == plain
-        engine.finish(slot)
-
-
-def test_restarts_that_are_refused(engine: Any) -> None:
-    from quantspec_cli import _native
-
-    def refused(word: str, work: Callable[[], object]) -> None:
-        with pytest.raises(_native.NativeError, match=word):
-            work()
-
-    engine.configure(method="ar")
-    slot = engine.add(ids(10), seed=1, max_new_tokens=5, **SAMPLING)
-    refused("not prefilled", lambda: engine.restart(slot, 5, seed=1, **SAMPLING))
-    engine.prefill(slot)
-    refused("8192", lambda: engine.restart(slot, 8192, seed=1, **SAMPLING))
-    refused("slot 7", lambda: engine.restart(7, 5, seed=1, **SAMPLING))
-    engine.finish(slot)
-    ordinary = _native.Engine(str(hub.demo()), capacity=20)
-    refused("one method", lambda: ordinary.configure(method="ar"))
-
-
-def test_a_step_has_a_limited_number_of_rows() -> None:
-    from quantspec_cli import _native
-
-    for slots in (1 << 16, 1 << 62):
-        with pytest.raises(_native.NativeError, match=f"{slots} slots"):
-            _native.Engine(str(hub.demo()), capacity=20, slots=slots, gamma=1)
-
-
-@pytest.mark.slow
-def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
-    prompt = ids(1000)
-    seconds = dict.fromkeys((0, 500, 936, 1000), float("inf"))
-    share = 0.0
-    # The minimum of several repetitions: a busy machine may delay some, but not make all parts faster.
-    for _ in range(4):
-        for start in seconds:
-            engine.configure(method="ar")
-            slot = engine.add(prompt, seed=1, max_new_tokens=1, **SAMPLING)
-            _, took = engine.prefill_timed(slot, start)
-            whole = engine.stats()["prefill_s"]
-            assert 0 < took <= whole
-            seconds[start] = min(seconds[start], took)
-            if start == 0:
-                share = max(share, took / whole)
-            engine.finish(slot)
-    assert share > 0.9
-    # The last 64 of 1,000 rows cannot take half the time.
-    assert seconds[1000] < seconds[936] < 0.5 * seconds[0]
-    assert seconds[936] < seconds[500] < seconds[0]
 
 
 @pytest.mark.slow
