@@ -538,6 +538,55 @@ def test_html_tables_are_rows_unless_they_are_layout() -> None:
     assert page("<td>a<td>b</table><p>c") == "a\n\nb\n\nc"
 
 
+def test_html_lists_have_the_numbers_that_a_browser_shows() -> None:
+    assert page("<ol start=' 5 '><li>a<li value=10>b<li>c</ol><ol start=-1><li>d<li>e</ol>") == (
+        "5. a\n10. b\n11. c\n-1. d\n0. e"
+    )
+    assert page("<ol type=a start=26><li>x<li>y<li><ol type=I start=4><li>z</ol></ol>") == "z. x\naa. y\n  IV. z"
+    assert page("<ol type=i><li value=0>a<li>b<li value=4000>c</ol>") == "0. a\ni. b\n4000. c"
+    # How many items follow is unknown.
+    assert page("<ol reversed start=3><li>a<li>b</ol><p>or<ol reversed><li>a</ol>") == "3. a\n2. b\n\nor\n\n- a"
+    assert page("<ul><li value=3>a</ul><p>or<ol start=x><li value=y>b</ol><li value=2>c") == "- a\n\nor\n\n1. b\n- c"
+
+
+def test_wide_and_high_cells_keep_the_columns() -> None:
+    head = "<tr><th rowspan=2>Year<th colspan=2>Q1<th>Q2<tr><th>in<th>out<th>in"
+    assert page(f"<table>{head}<tr><td>2024<td>1<td>2<td>3<tr><td colspan=9>all</table>") == (
+        "Year | Q1 |  | Q2\n| in | out | in\n2024 | 1 | 2 | 3\nall"
+    )
+    assert page("<table><tr><td>a<td rowspan=0>b<tr><td>c<td>d</table>") == "a | b\nc | d"
+
+    def cell(text: str, span: int = 1) -> str:
+        return f'<w:tc><w:tcPr><w:gridSpan w:val="{span}"/></w:tcPr>{p(text)}</w:tc>'
+
+    rows = (cell("Q1", 2) + cell("Q2"), cell("in") + cell("out") + cell("in"), cell("all", 3))
+    assert text_of(word(f"<w:tbl>{''.join(f'<w:tr>{row}</w:tr>' for row in rows)}</w:tbl>")) == (
+        "Q1 |  | Q2\nin | out | in\nall"
+    )
+
+
+def test_raised_numbers_are_not_joined_to_others() -> None:
+    assert page("10<sup>6</sup>, m<sup><a href=x>-2</a></sup>, H<sub>2</sub>O, 4<sup>th</sup>, x<sub>i</sub>") == (
+        "10⁶, m⁻², H₂O, 4th, xi"
+    )
+    assert page("a<sup><p>1</p></sup>b</sup>") == "a\n\n1\n\nb"
+
+    def run(text: str, align: str = "baseline") -> str:
+        return f'<w:r><w:rPr><w:vertAlign w:val="{align}"/></w:rPr><w:t>{text}</w:t></w:r>'
+
+    body = run("10") + run("6", "superscript") + run(" CO") + run("2", "subscript") + run("no", "superscript")
+    assert text_of(word(f"<w:p>{body}</w:p>")) == "10⁶ CO₂no"
+
+
+def test_soft_hyphens_are_no_characters_of_a_word() -> None:
+    assert page("Donau&shy;dampf&shy;schiff") == "Donaudampfschiff"
+    mark = b"1 beginbfchar <41> <00ad> endbfchar"
+    assert text_of(pdf(lines("xAy"), font=HELVETICA)) == "xAy"
+    named = HELVETICA[:-2] + b"/ToUnicode 5 0 R >>"
+    cmap = b"/CIDInit begincmap 1 begincodespacerange <00> <ff> endcodespacerange %s endcmap" % mark
+    assert "-" in text_of(pdf(lines("xAy"), font=named, more=[stream(cmap)]))
+
+
 def test_html_is_decoded_by_what_it_declares() -> None:
     for encoding, label in [
         ("utf-8", None),

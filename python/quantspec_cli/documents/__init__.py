@@ -51,6 +51,8 @@ _LIGATURES = {
     for code in range(0xFB00, 0xFE00)
     if "LIGATURE" in unicodedata.name(chr(code), "")
 }
+# A soft hyphen is drawn in a PDF. Elsewhere it is a place where a line may end, in some books within every long word.
+_SOFT_HYPHEN: dict[bool, dict[int, str | None]] = {True: {0xAD: "-"}, False: {0xAD: None}}
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -90,7 +92,8 @@ def extract(which: str, name: str, raw: bytes, limit: int) -> tuple[str, tuple[s
         raise InputError(
             f"{name} is damaged: {_short_message(error)}", "open it in its program and save it again"
         ) from error
-    text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES).strip("\n")
+    text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES)
+    text = text.translate(_SOFT_HYPHEN[which == "pdf"]).strip("\n")
     if not text or text.isspace():
         raise InputError(
             f"{name} has no text", "give a document with text; if it holds pictures of pages, run OCR first"

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 
 # Nested tables are page layout; deeper nesting only costs time.
 _NESTING_MAX = 16
+# Bounds of the columns and rows that cells cover, and so of the time that a table takes.
+_COLUMNS_MAX = 100
+_ROWS_MAX = 1000
 # A row with several cells, one of which has more paragraphs than this, is page layout.
 _CELL_MAX = 4
+_SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿ")
+_SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
 
@@ -29,11 +34,34 @@ class Block:
 
 @dataclass
 class _Table:
-    """A table under construction; `row` and `cell` are None between rows and cells."""
+    """A table under construction; `row` and `cell` are None between rows and cells.
+
+    Attributes:
+        spans: columns and rows of each cell of the row.
+        covered: by column, how many of the following rows a cell above still covers.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     row: list[list[Block]] | None = None
     cell: list[Block] | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    covered: dict[int, int] = field(default_factory=dict)
+
+    def placed(self) -> list[list[Block]]:
+        """The cells of the row that ends, with empty ones where a wider or higher cell covers a column."""
+        cells: list[list[Block]] = []
+        end = 0
+        below = {column: rows - 1 for column, rows in self.covered.items() if rows > 1}
+        for cell, (wide, rows) in zip(self.row or (), self.spans, strict=True):
+            while self.covered.get(len(cells)):
+                cells.append([])
+            columns = max(1, min(wide, _COLUMNS_MAX - len(cells)))
+            if rows > 1 and len(cells) < _COLUMNS_MAX:
+                below |= dict.fromkeys(range(len(cells), len(cells) + columns), rows - 1)
+            end = len(cells) + 1
+            cells += [cell, *([] for _ in range(columns - 1))]
+        self.row, self.cell, self.spans, self.covered = None, None, [], below
+        return cells[:end]
 
 
 class Blocks:
@@ -64,14 +92,20 @@ class Blocks:
             self.close_row()
             self._tables[-1].row = []
 
-    def open_cell(self) -> None:
-        """Begins a cell, and ends an open one."""
+    def open_cell(self, columns: int = 1, rows: int = 1) -> None:
+        """Begins a cell that covers so many columns and rows, and ends an open one."""
         if self._tables and not self._ignored:
             table = self._tables[-1]
             if table.row is None:
                 table.row = []
             table.cell = []
             table.row.append(table.cell)
+            table.spans.append((columns, min(rows, _ROWS_MAX)))
+
+    def widen_cell(self, columns: int) -> None:
+        """The open cell covers so many columns."""
+        if self._tables and not self._ignored and (spans := self._tables[-1].spans):
+            spans[-1] = (columns, spans[-1][1])
 
     def close_cell(self) -> None:
         """A cell ends."""
@@ -83,7 +117,9 @@ class Blocks:
         if not self._tables or self._ignored:
             return
         table = self._tables[-1]
-        cells, table.row, table.cell = table.row or [], None, None
+        if table.row is None:
+            return
+        cells = table.placed()
         if not any(cells):
             return
         if len(cells) > 1 and all(len(cell) <= _CELL_MAX and all(b.flat for b in cell) for cell in cells):
@@ -131,6 +167,12 @@ def _joined(blocks: list[Block]) -> str:
         pieces.append(block.text)
         before = block.group
     return "".join(pieces)
+
+
+def shifted(text: str, *, up: bool) -> str:
+    """Superscript (`up`) or subscript numbers as characters of their own: ten to the sixth is not 106. Other text stays."""
+    digits = _SUPERSCRIPTS if up else _SUBSCRIPTS
+    return text.translate(digits) if all(ord(character) in digits for character in text.strip()) else text
 
 
 def without_blank_runs(text: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .archive import Archive, local
-from .blocks import Blocks
+from .blocks import Blocks, shifted
 from .numbering import OFF, Numbering
 
 if TYPE_CHECKING:
@@ -133,6 +133,21 @@ class _Paragraph:
 
 
 @dataclass
+class _Run:
+    """Properties of a run of characters."""
+
+    hidden: bool = False
+    align: str = ""
+
+    def set(self, name: str, value: str) -> None:
+        """Sets a property by the name of its element."""
+        if name == "w:vanish":
+            self.hidden = value not in OFF
+        else:
+            self.align = value
+
+
+@dataclass
 class _Control:
     """A check box or a list of choices in a form; its text is not in the document."""
 
@@ -166,8 +181,8 @@ class _Story:
         # Text of paragraphs whose break is deleted, for the next paragraph.
         self._joined: list[str] = []
         self._in_properties = False
-        # Of each run around the current element, as a run may have a text box with runs.
-        self._hidden: list[bool] = []
+        # Those around the current element, as a run may have a text box with runs.
+        self._runs: list[_Run] = []
         self._control: _Control | None = None
 
     def text(self) -> str:
@@ -198,19 +213,25 @@ class _Story:
             self._taking = True
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
-        elif name == "w:tbl":
-            self._release()
-            self.blocks.open_table()
-        elif name == "w:tr":
-            self.blocks.open_row()
-        elif name == "w:tc":
-            self.blocks.open_cell()
+        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridSpan"}:
+            self._in_table(name, values)
         elif name in {"w:footnote", "w:endnote"}:
             self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
         elif self._control is not None:
             self._in_control(self._control, name, values)
         elif paragraph is not None:
             self._in_paragraph(paragraph, name, values)
+
+    def _in_table(self, name: str, values: Mapping[str, str]) -> None:
+        if name == "w:tbl":
+            self._release()
+            self.blocks.open_table()
+        elif name == "w:tr":
+            self.blocks.open_row()
+        elif name == "w:tc":
+            self.blocks.open_cell()
+        else:
+            self.blocks.widen_cell(_integer(_value(values), 1000))
 
     def _in_control(self, control: _Control, name: str, values: Mapping[str, str]) -> None:
         # The user's choice follows the default.
@@ -223,9 +244,9 @@ class _Story:
         if name in _INLINE:
             self._write(_INLINE[name])
         elif name == "w:r":
-            self._hidden.append(False)
-        elif name == "w:vanish" and self._hidden and not self._in_properties:
-            self._hidden[-1] = _value(values) not in OFF
+            self._runs.append(_Run())
+        elif name in {"w:vanish", "w:vertAlign"} and self._runs and not self._in_properties:
+            self._runs[-1].set(name, _value(values))
         elif name in {"w:checkBox", "w:ddList"}:
             self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
@@ -251,8 +272,8 @@ class _Story:
             self._finish(self._paragraphs.pop())
         elif name == "w:pPr":
             self._in_properties = False
-        elif name == "w:r" and self._hidden:
-            self._hidden.pop()
+        elif name == "w:r" and self._runs:
+            self._runs.pop()
         elif self._control is not None and name in {"w:checkBox", "w:ddList"}:
             self._write(self._control.shown())
             self._control = None
@@ -284,8 +305,10 @@ class _Story:
         return self._notes.setdefault((kind, identifier), len(self._notes) + 1)
 
     def _write(self, text: str) -> None:
-        if any(self._hidden):
+        if any(run.hidden for run in self._runs):
             return
+        if self._runs and (align := self._runs[-1].align) in {"superscript", "subscript"}:
+            text = shifted(text, up=align == "superscript")
         self._written += len(text)
         if self._paragraphs:
             self._paragraphs[-1].pieces.append(text)
@@ -347,8 +370,8 @@ def _value(values: Mapping[str, str]) -> str:
     return _attribute(values, "val")
 
 
-def _integer(text: str) -> int:
-    return min(int(text), 8) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
+def _integer(text: str, most: int = 8) -> int:
+    return min(int(text), most) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
 
 
 def _outline(text: str) -> int:

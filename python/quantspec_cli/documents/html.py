@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import codecs
 import re
+from dataclasses import dataclass
 from html import unescape
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from .blocks import Blocks, without_blank_runs
+from .blocks import Blocks, shifted, without_blank_runs
+from .numbering import roman
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _BLOCKS = (
     "address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption "
@@ -25,6 +27,7 @@ _BLOCKS = (
 )
 _BREAKING = frozenset(_BLOCKS.split())
 _PREFORMATTED = frozenset({"pre", "textarea", "listing", "xmp"})
+_SHIFTED = frozenset({"sup", "sub"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
 # Not part of the page. A title is shown in the window frame; an unclosed element ends with the head.
 _UNSEEN = frozenset({"script", "style", "template", "title"})
@@ -97,10 +100,11 @@ class _Reader(HTMLParser):
         self._pieces: list[str] = []
         self._prefix = ""
         self._heading = 0
-        # The current item number, or 0 in a bullet list.
-        self._lists: list[int] = []
+        self._lists: list[_List] = []
         self._unseen = ""
         self._preformatted = 0
+        # Where each open superscript or subscript of the paragraph begins.
+        self._shifted: list[int] = []
 
     def text(self) -> str:
         """What a page shows."""
@@ -126,18 +130,20 @@ class _Reader(HTMLParser):
             self._unseen = tag
         elif tag == "br":
             self._pieces.append("\n")
+        elif tag in _SHIFTED:
+            self._shifted.append(len(self._pieces))
         elif tag == "img":
             self._pieces.append(_SPACE.sub(" ", dict(attrs).get("alt") or ""))
         elif tag in _PREFORMATTED:
             self._preformatted += 1
         elif tag in _LISTS:
-            self._lists.append(_start(dict(attrs).get("start")) if tag == "ol" else 0)
+            self._lists.append(_List.of(dict(attrs)) if tag == "ol" else _List())
         elif tag == "li":
-            self._item()
+            self._item(_integer(dict(attrs).get("value")))
         elif tag[0] == "h" and tag[1:] in {"1", "2", "3", "4", "5", "6"}:
             self._heading = int(tag[1:])
         else:
-            self._table(tag)
+            self._table(tag, dict(attrs))
 
     def handle_endtag(self, tag: str) -> None:
         if self._unseen:
@@ -148,35 +154,40 @@ class _Reader(HTMLParser):
             self._flush()
         if tag in _PREFORMATTED:
             self._preformatted = max(0, self._preformatted - 1)
+        elif tag in _SHIFTED and self._shifted:
+            at = self._shifted.pop()
+            if len(self._pieces) == at + 1:
+                self._pieces[at] = shifted(self._pieces[at], up=tag == "sup")
         elif tag in _LISTS:
             self._prefix = ""
             if self._lists:
                 self._lists.pop()
         elif tag == "li":
             self._prefix = ""
-        elif tag == "table":
-            self._blocks.close_table()
-        elif tag == "tr":
-            self._blocks.close_row()
-        elif tag in {"td", "th"}:
-            self._blocks.close_cell()
         elif tag[0] == "h" and tag[1:] in {"1", "2", "3", "4", "5", "6"}:
             self._heading = 0
+        else:
+            self._end_of_table(tag)
 
-    def _table(self, tag: str) -> None:
+    def _table(self, tag: str, values: Mapping[str, str | None]) -> None:
         if tag == "table":
             self._blocks.open_table()
         elif tag == "tr":
             self._blocks.open_row()
         elif tag in {"td", "th"}:
-            self._blocks.open_cell()
+            self._blocks.open_cell(_integer(values.get("colspan")) or 1, _integer(values.get("rowspan")) or 1)
 
-    def _item(self) -> None:
-        number = self._lists[-1] if self._lists else 0
+    def _end_of_table(self, tag: str) -> None:
+        if tag == "table":
+            self._blocks.close_table()
+        elif tag == "tr":
+            self._blocks.close_row()
+        elif tag in {"td", "th"}:
+            self._blocks.close_cell()
+
+    def _item(self, number: int | None) -> None:
         indent = "  " * min(len(self._lists) - 1, 8)
-        self._prefix = f"{indent}{number}. " if number else f"{indent}- "
-        if number:
-            self._lists[-1] += 1
+        self._prefix = f"{indent}{(self._lists[-1] if self._lists else _List()).next(number)} "
 
     def parse_html_declaration(self, i: int) -> int:
         """Sections of XHTML and of Word's pages, on which the parser of some Python versions fails or drops text."""
@@ -190,7 +201,7 @@ class _Reader(HTMLParser):
 
     def _flush(self) -> None:
         """Ends a paragraph."""
-        whole, self._pieces = "".join(self._pieces), []
+        whole, self._pieces, self._shifted = "".join(self._pieces), [], []
         if self._preformatted:
             self._blocks.add(whole)
             return
@@ -207,6 +218,44 @@ class _Reader(HTMLParser):
         self._prefix = ""
 
 
-def _start(value: str | None) -> int:
-    """Where a numbered list begins."""
-    return int(value) if value is not None and re.fullmatch(r"[0-9]{1,6}", value) else 1
+@dataclass
+class _List:
+    """An open list; `number` is that of its next item, None in a list of bullets."""
+
+    number: int | None = None
+    step: int = 1
+    form: str = "1"
+
+    @classmethod
+    def of(cls, values: Mapping[str, str | None]) -> _List:
+        """A numbered list. One that counts down from the number of its items, which follow, is a list of bullets."""
+        start, down = _integer(values.get("start")), "reversed" in values
+        return cls(start if down or start is not None else 1, -1 if down else 1, values.get("type") or "1")
+
+    def next(self, number: int | None) -> str:
+        """What a browser shows before the next item, whose own number, if it has one, continues the list."""
+        if self.number is None:
+            return "-"
+        value = self.number if number is None else number
+        self.number = value + self.step
+        return f"{_formatted(value, self.form)}."
+
+
+def _formatted(value: int, form: str) -> str:
+    """An item's number as digits, letters (a, A) or Roman digits (i, I)."""
+    if form in {"i", "I"} and 0 < value < 4000:
+        digits = roman(value)
+    elif form in {"a", "A"} and value > 0:
+        digits, rest = "", value
+        while rest:
+            rest, letter = divmod(rest - 1, 26)
+            digits = chr(ord("a") + letter) + digits
+    else:
+        return str(value)
+    return digits.upper() if form.isupper() else digits
+
+
+def _integer(value: str | None) -> int | None:
+    """A number at the start of an attribute, as browsers read it; None if there is none."""
+    found = re.match(r"\s*([+-]?[0-9]{1,6})(?![0-9])", value or "", re.ASCII)
+    return None if found is None else int(found[1])

@@ -165,14 +165,15 @@ def _formatted(value: int, form: str) -> str:
         letters = chr(ord("a") + (value - 1) % 26) * ((value - 1) // 26 + 1)
         return letters.upper() if form == "upperLetter" else letters
     if form in {"lowerRoman", "upperRoman"} and value > 0:
-        digits = _roman(value)
+        digits = roman(value)
         return digits.upper() if form == "upperRoman" else digits
     if form == "none":
         return ""
     return f"{value:02}" if form == "decimalZero" else str(value)
 
 
-def _roman(value: int) -> str:
+def roman(value: int) -> str:
+    """A positive number in small Roman digits."""
     digits = ""
     for size, letters in _ROMAN:
         digits += letters * (value // size)
