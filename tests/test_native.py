@@ -71,12 +71,17 @@ def test_a_round_tells_what_was_drafted(sampling: dict[str, Any]) -> None:
 def test_the_tool_that_shows_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "a.txt"
     document.write_text("The committee met in the morning. The committee met in the evening. The committee")
-    tool("rounds").main([str(document), "-n", "40", "--gamma", "3"])
+    main = tool("rounds").main
+    assert main([str(document), "-n", "40", "--gamma", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
     rejected = [line for line in lines if " | drafted " in line]
     assert 0 < len(rejected) < len(lines)
     assert all("(rank 1)" not in line for line in rejected), "greedy text has the most likely tokens"
+    assert main([str(tmp_path / "b.txt")]) == 1
+    assert main([str(document), "--method", "ar", "--gamma", "3"]) == 2
+    assert main([str(document), "-n", "999999"]) == 3
+    assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["error:", "hint:"] * 3
 
 
 def test_threads_take_turns() -> None:

@@ -1,4 +1,4 @@
-"""Shared by the scripts of this folder that write checkpoints: one-line errors with a hint, and clean-up on signals."""
+"""Shared by the scripts of this folder: one-line errors with a hint, and clean-up on signals."""
 
 from __future__ import annotations
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from quantspec_cli import _native
+from program import Parser
+
+from quantspec_cli import _native, prompts
+from quantspec_cli.errors import QuantspecError, native_errors
 from quantspec_cli.model import Model
 from quantspec_cli.options import LOGPROBS_MAX, EngineOptions, GenerateOptions
 
@@ -40,10 +43,36 @@ def described(drafted: list[int], tokens: list[int], logprobs: list[TokenLogprob
     return f"{draft} | {', '.join(parts)}"
 
 
+def show(asked: argparse.Namespace) -> None:
+    """Decodes the document and prints each round."""
+    options = EngineOptions(method=asked.method, gamma="auto" if asked.gamma is None else asked.gamma)
+    sampling = GenerateOptions(
+        max_new_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed, logprobs=LOGPROBS_MAX
+    ).sampling()
+    (document,) = prompts.read_all([asked.file], [])
+    model = Model.open(asked.model)
+    prompt = model.prompt(document.text, instruction=asked.instruction).ids
+    context = model.resolve_context(len(prompt) + asked.max_tokens)
+
+    def word(token: int) -> str:
+        return repr(model.tokenizer.token_bytes(token).decode(errors="replace"))
+
+    with native_errors():
+        engine = _native.Engine(str(model.directory), capacity=context, **options.native())
+        slot = engine.add(prompt, **sampling)
+        tokens, number, left = [engine.prefill(slot)], 0, asked.max_tokens - 1
+        engine.take_logprobs(slot)
+        while left > 0 and not set(tokens) & set(engine.info["eos"]):
+            engine.draft([(slot, engine.choose_gamma(slot))])
+            ((_, tokens, drafted),) = engine.verify_with_drafts()
+            number, left = number + 1, left - len(tokens)
+            print(f"{number:3}  {described(drafted, tokens, engine.take_logprobs(slot), word)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="the document")
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="the document")
     parser.add_argument("-m", "--model", help="default: the demo model")
     parser.add_argument("--instruction", help="for a model with a chat template; without it the document is continued")
     parser.add_argument("-n", "--max-tokens", type=int, default=64)
@@ -51,26 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gamma", type=int, help="default: as measured")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(argv)
-    options = EngineOptions(method=asked.method, gamma="auto" if asked.gamma is None else asked.gamma)
-    sampling = GenerateOptions(
-        max_new_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed, logprobs=LOGPROBS_MAX
-    ).sampling()
-    model = Model.open(asked.model)
-    prompt = model.prompt(asked.file.read_text(encoding="utf-8"), instruction=asked.instruction).ids
-    engine = _native.Engine(str(model.directory), capacity=len(prompt) + asked.max_tokens, **options.native())
-
-    def word(token: int) -> str:
-        return repr(model.tokenizer.token_bytes(token).decode(errors="replace"))
-
-    slot = engine.add(prompt, **sampling)
-    tokens, number, left = [engine.prefill(slot)], 0, asked.max_tokens - 1
-    engine.take_logprobs(slot)
-    while left > 0 and not set(tokens) & set(engine.info["eos"]):
-        engine.draft([(slot, engine.choose_gamma(slot))])
-        ((_, tokens, drafted),) = engine.verify_with_drafts()
-        number, left = number + 1, left - len(tokens)
-        print(f"{number:3}  {described(drafted, tokens, engine.take_logprobs(slot), word)}")
+    try:
+        show(parser.parse_args(argv))
+    except QuantspecError as error:
+        print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 
