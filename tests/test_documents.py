@@ -187,6 +187,36 @@ def test_characters_without_unicode_are_reported() -> None:
     )
 
 
+def test_numbers_of_glyphs_are_no_text() -> None:
+    """Fonts of subsets without a table of characters: their text would be other words, or names of glyphs."""
+    names = b" ".join(b"/g%d" % number for number in range(97, 123))
+    numbered = HELVETICA.replace(b"/WinAnsiEncoding", b"<< /Differences [97 %s] >>" % names)
+    assert "no text layer" in refusal(pdf(lines("only small"), font=numbered)).message
+    mixed = prompts.from_bytes("x", pdf(lines("ABC and/or DEF"), font=numbered))
+    assert mixed.text == "ABC \ufffd\ufffd\ufffd/\ufffd\ufffd DEF"
+    assert mixed.warnings == ("page 1 of 1: characters that the fonts do not name are U+FFFD",)
+
+    def glyphs(ordering: bytes, more: bytes = b"") -> bytes:
+        font = b"<< /Type /Font /Subtype /Type0 /BaseFont /F /Encoding /Identity-H /DescendantFonts [5 0 R] >>"
+        cid = b"<< /Type /Font /Subtype /CIDFontType2 /CIDSystemInfo << /Registry (Adobe) /Ordering (%s) >> %s >>"
+        content = b"BT /F 12 Tf 72 720 Td <00480065> Tj ET"
+        return pdf(content, font=font, more=[cid % (ordering, more)])
+
+    for ordering in (b"Identity", b"Japan1"):
+        assert "no text layer" in refusal(glyphs(ordering)).message
+    assert text_of(glyphs(b"UCS")) == text_of(glyphs(b"Identity", b"/CIDToGIDMap 4 0 R")) == "He"
+
+
+def test_attached_files_of_a_pdf_are_a_warning() -> None:
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(pdf(lines("See the attachment."))))
+    for name in ("contract.pdf", "annex.pdf"):
+        writer.add_attachment(name, b"x")
+        out = io.BytesIO()
+        writer.write(out)
+    document = prompts.from_bytes("x", out.getvalue())
+    assert (document.text, document.warnings) == ("See the attachment.", ("2 attached files not read",))
+
+
 @pytest.mark.parametrize("algorithm", ["RC4-40", "RC4-128", "AES-128", "AES-256"])
 def test_an_encrypted_pdf_is_read_or_refused(algorithm: str) -> None:
     raw = pdf(lines("a secret"))

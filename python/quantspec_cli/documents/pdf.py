@@ -26,6 +26,9 @@ _INSTALL = "pip install 'quantspec[documents]'"
 _AGAIN = "download it again, or print it to a new PDF"
 # Remains of fonts without glyph names. Line breaks and tabs are text.
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
+_INK = re.compile(r"\S")
+# Names of glyphs that are numbers alone. pypdf shows them as text.
+_NUMBERED = re.compile(r"/(?!u(?:ni)?[0-9A-F]{4,6}\Z)(?:\.notdef|[A-Za-z_.]*[0-9]+)")
 _WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
 # Factor over the page's usual line distance from which a gap separates paragraphs.
 _GAP = 1.3
@@ -89,7 +92,11 @@ def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]
     declared = tree.get("/Count")
     missing = declared - len(pages) if isinstance(declared, int) else 0
     lost = [f"{missing} of {declared} pages are missing"] if missing > 0 else []
-    return "\n\n".join(texts), (*lost, *_warnings(pages, log))
+    attached = 0
+    with suppress(Exception):  # a damaged list of files is no error of the text
+        attached = len(reader.attachments)
+    files = [f"{attached} attached file{'s' if attached > 1 else ''} not read"] if attached else []
+    return "\n\n".join(texts), (*lost, *_warnings(pages, log), *files)
 
 
 def _page(number: int, page: PageObject, log: _Log) -> _Page:
@@ -138,17 +145,37 @@ def _warnings(pages: Sequence[_Page], log: _Log) -> Iterator[str]:
 
 def _text(page: PageObject) -> str:
     """The text of a page, followed by its filled-in form fields."""
-    pieces: list[tuple[str, float]] = []
+    pieces: list[tuple[str, Any, float]] = []
 
-    def visit(text: str, matrix: list[float], at: list[float], *_: object) -> None:
+    def visit(text: str, matrix: list[float], at: list[float], font: Any, *_: object) -> None:
         if text:
-            pieces.append((text, at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]))
+            pieces.append((text, font, at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]))
 
     whole = page.extract_text(visitor_text=visit)
-    # The pieces give the positions; if they do not contain the whole text, the text is used as it is.
-    if "".join(text for text, _ in pieces).split() == whole.split():
-        whole = _paragraphs(pieces)
+    # The pieces give fonts and positions; if they do not contain the whole text, the text is used as it is.
+    if "".join(text for text, *_ in pieces).split() == whole.split():
+        whole = _paragraphs((_named(text, font), height) for text, font, height in pieces)
     return "\n".join(filter(None, [whole.strip(), *_filled(page)]))
+
+
+def _named(text: str, font: Any) -> str:
+    """The text of a piece, with U+FFFD for the characters that its font does not name."""
+    with suppress(Exception):  # of a damaged font the text is taken as it is
+        encoding = font.get("/Encoding").get_object()
+        if encoding in ("/Identity-H", "/Identity-V") and "/ToUnicode" not in font and not _has_character_codes(font):
+            return _INK.sub("\N{REPLACEMENT CHARACTER}", text)
+        if "/" in text and "/Differences" in encoding:
+            names = sorted(filter(_NUMBERED.fullmatch, map(str, encoding["/Differences"])), key=len, reverse=True)
+            return re.sub("|".join(map(re.escape, names)), "\N{REPLACEMENT CHARACTER}", text) if names else text
+    return text
+
+
+def _has_character_codes(font: Any) -> bool:
+    """True if the codes of a font without a table of characters may be characters, not numbers of its glyphs."""
+    glyphs = font["/DescendantFonts"][0].get_object()
+    return bool(
+        glyphs["/CIDSystemInfo"]["/Ordering"] == "UCS" or glyphs.get("/CIDToGIDMap", "/Identity") != "/Identity"
+    )
 
 
 def _has_scan(page: PageObject) -> bool:
