@@ -80,6 +80,23 @@ def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], t
     outcome.assert_error(1, "no Ray cluster at '127.0.0.1:100000'")
 
 
+@pytest.mark.parametrize("said", ["file", "environment"])
+def test_a_cluster_that_has_ended_is_refused_at_once(
+    quantspec: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """Ray itself would try to reach it for minutes."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if said == "file":
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1\n")
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    (tmp_path / "a.txt").write_text("A text.")
+    outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "auto")
+    outcome.assert_error(1, "no Ray cluster at '127.0.0.1:1'")
+
+
 def test_an_interrupt_while_the_cluster_is_sought_restores_what_ray_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(**_: object) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)

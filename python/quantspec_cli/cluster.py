@@ -274,13 +274,16 @@ def _own_handler() -> Iterator[None]:
 
 
 def check_cluster(address: str) -> None:
-    """Refuses a HOST:PORT where nothing answers, before any document is read. Ray itself retries for minutes.
+    """Refuses a HOST:PORT where nothing answers, before any document is read. Ray itself retries for minutes. "auto" may be
+    the address of a cluster that has ended.
 
     Raises:
         UsageError: Ray is not installed.
         DeviceError: nothing answers.
     """
     _package()
+    if address == "auto":
+        address = _last_address() or address
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "/" not in host:
         try:
@@ -288,6 +291,16 @@ def check_cluster(address: str) -> None:
                 pass
         except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
             raise _absent(address, error) from error
+
+
+def _last_address() -> str | None:
+    """The address that "auto" stands for: of the environment, else of the cluster that began last on this machine. None if
+    there is none: then Ray names the reason.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    with contextlib.suppress(OSError, ValueError):
+        return os.environ.get("RAY_ADDRESS") or Path(folder, "ray", "ray_current_cluster").read_text("utf-8").strip()
+    return None
 
 
 def _package() -> Any:
