@@ -59,6 +59,17 @@ def test_cut_answers_are_counted(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert "(-n)" not in quantspec(*command).stderr
 
 
+def test_one_of_a_thing_is_singular(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    document = str(docs / "a.txt")
+    command = ["batch", document, "--out", str(tmp_path / "out"), "-n", "1", "--ignore-eos"]
+    said = quantspec(*command, "--dry-run").stdout + quantspec(*command).stderr
+    said += quantspec("run", document, "-n", "1").stderr
+    assert not re.findall(r"\b1 (?:new |prompt )?(?:token|document|answer|round)s\b(?!/s)", said), said
+    for words in ("1 document: 1 to do", "1 document: 1 done", "at most 1 new token\n", "1 new token (length)"):
+        assert words in said
+    assert "1 answer was cut at 1 token (-n)" in said
+
+
 def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs: Path) -> None:
     a, b = str(docs / "a.txt"), str(docs / "b.md")
     assert quantspec("run", a, b, "-n", "9").stdout == quantspec("run", "-p", a, "-p", b, "-n", "9").stdout

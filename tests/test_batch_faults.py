@@ -12,13 +12,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import LONG, Child, Outcome, answers, lines, written
 
-from quantspec_cli import batch, sources
+from quantspec_cli import batch, batch_view, sources
 
 Run = Callable[..., Outcome]
 Start = Callable[..., Child]
@@ -43,6 +44,18 @@ def test_an_interrupt_before_an_answer_begins_processes_no_prompt(
     started = time.monotonic()
     assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 130
     assert time.monotonic() - started < 10
+
+
+def test_a_terminal_is_drawn_by_time_and_not_by_document(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "list.jsonl").write_text("".join(f'{{"id": "{number}", "text": "x"}}\n' for number in range(100)))
+    drawn: list[float] = []
+    monkeypatch.setattr(batch_view.View, "show", lambda *_: drawn.append(time.perf_counter()))
+    command = ["batch", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "out"), "-n", "2"]
+    assert quantspec(*command).code == 0
+    assert 0 < len(drawn) < 100
+    assert all(after - before > 0.05 for before, after in pairwise(drawn))
 
 
 def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:

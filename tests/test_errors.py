@@ -1,15 +1,30 @@
-"""Errors survive pickling between processes."""
+"""Errors survive pickling between processes, and limits of the system are no defects."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from quantspec_cli.errors import KINDS, QuantspecError, interrupted, of_kind
+from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind
+
+
+def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    monkeypatch.setattr("threading._start_new_thread", refuse)
+    monkeypatch.setattr("threading._start_joinable_thread", refuse, raising=False)
+    with pytest.raises(RuntimeError) as caught:
+        threading.Thread(target=print).start()
+    assert (internal(caught.value).kind, "ulimit" in internal(caught.value).hint) == ("does_not_fit", True)
+    assert internal(MemoryError()).message == "out of memory"
+    assert internal(RuntimeError("other")).kind == "internal"
 
 
 @pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])

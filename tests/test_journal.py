@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,19 @@ def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Ru
         file.write(b"\xff" * (path.stat().st_size - 4096))
     quantspec(*command).assert_error(1, "journal.sqlite cannot be used", "--no-resume")
     assert quantspec(*command, "--no-resume", "--json").json["done"] == 3
+
+
+def test_a_journal_of_another_version_is_kept(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "3"]
+    quantspec(*command)
+    path = out / sources.STATE / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 9")
+    before = path.read_bytes()
+    for flags in ([], ["--dry-run"], ["--no-resume"]):
+        quantspec(*command, *flags).assert_error(1, "is of version 9, this program supports 1", "another output folder")
+    assert path.read_bytes() == before
 
 
 def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -398,17 +398,18 @@ class _Run:
         left = len(self._waiting)
         for worker in self._workers:
             worker.start()
+        drawn = 0.0
         while left:
-            try:
+            with suppress(Empty):
                 outcome = self._ended.get(timeout=_TICK_S)
-            except Empty:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                left -= 1
+                view.finished(outcome)
+            # Not after each document: with many short ones, drawing would take the time of the scheduler's thread.
+            if (now := time.perf_counter()) >= drawn + _TICK_S:
+                drawn = now
                 view.show(self._running, self._waiting)
-                continue
-            if isinstance(outcome, BaseException):
-                raise outcome
-            left -= 1
-            view.finished(outcome)
-            view.show(self._running, self._waiting)
 
     def _work(self, engine: Engine | Cluster) -> None:
         """A worker: processes one document after another."""
@@ -649,7 +650,8 @@ def _cluster(
     if cluster.failure is not None and not request.quiet:
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")
     if not request.quiet:
-        render.note(f"{cluster.parallel} documents decode at once on {cluster.workers} workers of the Ray cluster")
+        workers = render.count(cluster.workers, "worker")
+        render.note(f"{render.count(cluster.parallel, 'document')} at once on {workers} of the Ray cluster")
     return cluster, min(cluster.parallel, len(todo))
 
 

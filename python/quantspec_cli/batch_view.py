@@ -75,8 +75,8 @@ class View:
             table.add_column(no_wrap=True)
         for job in running[:_ROWS]:
             share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
-            progress = f"{job.done:,} tokens" if job.stage == "decoding" else share
-            tokens = "" if job.tokens is None else f"{job.tokens:,} prompt tokens"
+            progress = render.count(job.done, "token") if job.stage == "decoding" else share
+            tokens = "" if job.tokens is None else render.count(job.tokens, "prompt token")
             # A long name is cut, so that every document takes one line.
             name = Text(one_line(job.source.shown), no_wrap=True, overflow="ellipsis")
             table.add_row(name, Text(job.stage), Text(progress), Text(tokens))
@@ -87,7 +87,7 @@ class View:
     def totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
         """The documents so far, their rates, and the time left."""
         elapsed = time.perf_counter() - self._started
-        parts = [f"{self._done + self._failed:,} of {self._documents:,} documents"]
+        parts = [f"{self._done + self._failed:,} of {render.count(self._documents, 'document')}"]
         if self._failed:
             parts.append(f"{self._failed:,} failed")
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
@@ -122,7 +122,8 @@ def _line(result: Mapping[str, Any]) -> str:
     name = one_line(result["document"])
     calls = f" of {result['calls']} calls" if result["calls"] > 1 else ""
     return (
-        f"done    {name}: {result['prompt_tokens']:,} prompt tokens, {result['new_tokens']:,} new tokens"
+        f"done    {name}: {render.count(result['prompt_tokens'], 'prompt token')}, "
+        f"{render.count(result['new_tokens'], 'new token')}"
         f"{calls} ({result['stop_reason']}), {render.seconds(result['seconds'])}"
     )
 
@@ -143,7 +144,7 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
     left = document["documents"] - document["done"] - document["failed"] - document["skipped"]
     if left:
         parts.append(f"{left:,} not done")
-    render.note(f"{document['documents']:,} documents: {', '.join(parts)}; answers in {one_line(out)}")
+    render.note(f"{render.count(document['documents'], 'document')}: {', '.join(parts)}; answers in {one_line(out)}")
     if stats.get("rounds"):
         render.note(
             f"{duration(stats['wall_s'])}, {render.number(stats['documents_per_hour'])} documents per hour, "
@@ -155,10 +156,10 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
 def note_of_cuts(answers: int, options: GenerateOptions) -> None:
     """Notes that the token limit cut some answers."""
     if answers:
-        what = "1 answer was" if answers == 1 else f"{answers:,} answers were"
+        what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
         json = "" if options.json_schema is None else ", so JSON is incomplete"
         render.note(
-            f'{what} cut at {options.max_new_tokens:,} tokens (-n){json}: stop_reason "length" in results.jsonl'
+            f'{what} cut at {render.count(options.max_new_tokens, "token")} (-n){json}: stop_reason "length" in results.jsonl'
         )
 
 
@@ -169,16 +170,17 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"fail    {_failure(row)}"
         else:
             name, answer = one_line(row["document"]), one_line(row["output"])
-            yield f"do      {name}: {row['prompt_tokens']:,} prompt tokens, to {answer}"
+            yield f"do      {name}: {render.count(row['prompt_tokens'], 'prompt token')}, to {answer}"
     yield (
-        f"{document['documents']:,} documents: {document['to_do']:,} to do, {document['refused']:,} would fail, "
-        f"{document['failed']:,} failed before, {document['skipped']:,} done before"
+        f"{render.count(document['documents'], 'document')}: {document['to_do']:,} to do, "
+        f"{document['refused']:,} would fail, {document['failed']:,} failed before, {document['skipped']:,} done before"
     )
     shared = f" ({document['shared_tokens']:,} as in other documents)" if document["shared_tokens"] else ""
-    yield f"{document['prompt_tokens']:,} prompt tokens{shared}, at most {document['new_tokens']:,} new ones"
+    prompts = render.count(document["prompt_tokens"], "prompt token")
+    yield f"{prompts}{shared}, at most {render.count(document['new_tokens'], 'new token')}"
     fits = "" if document["fits"] else ", which does not fit"
     yield (
-        f"{document['device']}: {document['parallel']} at once, {document['context']:,} tokens each; "
+        f"{document['device']}: {document['parallel']} at once, {render.count(document['context'], 'token')} each; "
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]

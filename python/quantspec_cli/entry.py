@@ -18,7 +18,6 @@ from .errors import (
     EXIT_INTERRUPTED,
     EXIT_PIPE_CLOSED,
     EXIT_USAGE,
-    DoesNotFitError,
     QuantspecError,
     UsageError,
     internal,
@@ -91,8 +90,6 @@ def execute(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         redirect_to_null(sys.stdout)
         return EXIT_PIPE_CLOSED
-    except MemoryError:
-        failure = DoesNotFitError("out of memory", "use a shorter prompt or a smaller model")
     except Exception as error:
         if os.environ.get("QUANTSPEC_DEBUG"):
             raise

@@ -146,8 +146,14 @@ def of_kind(kind: str, message: str, hint: str) -> QuantspecError:
     return KINDS.get(kind, InternalError)(message, hint)
 
 
-def internal(error: BaseException) -> InternalError:
-    """Converts an unexpected exception, which is a defect of quantspec, to an error."""
+def internal(error: BaseException) -> QuantspecError:
+    """Converts an unexpected exception to an error: a defect of quantspec, unless the system has no memory or thread left."""
+    if isinstance(error, MemoryError):
+        return DoesNotFitError("out of memory", "use a shorter prompt or a smaller model")
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return DoesNotFitError(
+            "the system starts no further thread", "raise the limits on memory and processes (ulimit -v, ulimit -u)"
+        )
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return InternalError(text, "this is a defect of quantspec; please report it with the command you ran")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from . import template
+from . import render, template
 from .errors import ModelError, UsageError
 from .options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions, shown
 from .tokenizer import read_json
@@ -176,7 +176,7 @@ def truncation_notes(
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
         if (prompt.continues and not schema) or answer.stop_reason != "length":
             continue
-        where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
+        where = f"{name}: the answer was cut at {render.count(len(answer.tokens), 'token')} (-n)"
         if schema:
             where += ", so its JSON is incomplete: raise -n, or bound strings and lists in the schema"
             yield where

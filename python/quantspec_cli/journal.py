@@ -444,6 +444,7 @@ def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?{how}", uri=True)) as connection:
+            _check_version(connection, path)
             for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
                 rates.setdefault(model, {}).setdefault(device, {})[name] = value
             return _contents(connection), rates
@@ -476,9 +477,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         # A power failure must not undo what results.jsonl has shown.
         connection.execute("PRAGMA synchronous = FULL")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it is of version {version}, this program supports {_VERSION}")
+        _check_version(connection, path)
         (damage,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if damage != "ok":
             raise sqlite3.DatabaseError(damage)
@@ -492,6 +491,15 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _raw(line: str) -> bytes:
     return (line + "\n").encode()
+
+
+def _check_version(connection: sqlite3.Connection, path: Path) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version not in (0, _VERSION):
+        raise FileError(
+            f"journal {path} is of version {version}, this program supports {_VERSION}",
+            "use the version of quantspec that wrote it, or name another output folder",
+        )
 
 
 def _sync_folder(folder: Path) -> None:

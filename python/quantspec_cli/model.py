@@ -296,9 +296,11 @@ class Model:
             return needed
         hints = []
         if length < context:
-            hints.append(f"ask for at most {context - length} new tokens (-n)")
+            hints.append(f"ask for at most {context - length} new token{'s' * (context - length > 1)} (-n)")
         if max_new_tokens < context:
-            hints.append(f"shorten the prompt to {context - max_new_tokens} tokens")
+            hints.append(
+                f"shorten the prompt to {context - max_new_tokens} token{'s' * (context - max_new_tokens > 1)}"
+            )
         if context < self.context:
             hints.append(f"raise the context, up to the model's {self.context}")
         raise DoesNotFitError(

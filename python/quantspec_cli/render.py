@@ -80,7 +80,9 @@ def processors() -> int:
 def warn_of_threads(threads: int | None) -> None:
     """Warns if there are more workers than processors, which then wait for each other."""
     if threads is not None and threads > (usable := processors()):
-        note(f"warning: {threads} threads on {usable} processors wait for each other; use --threads {usable}")
+        note(
+            f"warning: {threads:,} threads on {count(usable, 'processor')} wait for each other; use --threads {usable}"
+        )
 
 
 def warn_of_documents(documents: Iterable[Document]) -> None:
@@ -125,7 +127,7 @@ def statistics_lines(
 ) -> list[str]:
     """The lines of `statistics`."""
     lines = [
-        f"{name}: {_count(answer.prompt_tokens, 'prompt token')}, {_count(len(answer.tokens), 'new token')} "
+        f"{name}: {count(answer.prompt_tokens, 'prompt token')}, {count(len(answer.tokens), 'new token')} "
         f"({answer.stop_reason})"
         for name, answer in zip(names, answers, strict=True)
     ]
@@ -137,12 +139,12 @@ def statistics_lines(
     drafted = stats["drafted_tokens"]
     if drafted:
         lines.append(
-            f"gamma {number(stats['gamma_mean'])} on average over {_count(stats['rounds'], 'round')}, "
+            f"gamma {number(stats['gamma_mean'])} on average over {count(stats['rounds'], 'round')}, "
             f"accepted {stats['accepted_tokens']:,} of {drafted:,} drafted ({percent(stats['acceptance_rate'])}), "
             f"mean acceptance length {number(stats['mean_acceptance_length'])}"
         )
     else:
-        lines.append(f"no speculation: {_count(stats['rounds'], 'round')} of one token")
+        lines.append(f"no speculation: {count(stats['rounds'], 'round')} of one token")
     shares = sorted(stats.get("by_method", {}).items(), key=lambda item: -item[1]["rounds"])
     if shares:
         lines.append("rounds by method: " + ", ".join(f"{name} {share['rounds']:,}" for name, share in shares))
@@ -206,7 +208,8 @@ def size(value: int | None) -> str:
     return f"{value} B"
 
 
-def _count(value: int, what: str) -> str:
+def count(value: int, what: str) -> str:
+    """A number of things: 1 token, 2,000 tokens."""
     return f"{value:,} {what}" + ("" if value == 1 else "s")
 
 
