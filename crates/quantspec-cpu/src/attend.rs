@@ -167,8 +167,8 @@ pub(crate) struct State {
     s: Array<f32>,
     /// `[rows][wide]` folded queries, then probabilities times steps (paths without limbs).
     folded: Array<f32>,
-    /// Per row: scale and offset of its scores, factor of the state, factor of the page.
-    f: Vec<[f32; 4]>,
+    /// Per row.
+    factors: Vec<Factors>,
     /// Steps and centres of the page's channels (keys), then of its tokens (values): `[2][wide]`.
     params: Array<f32>,
     /// 64 tokens of keys or 16 tokens of values, widened to f32.
@@ -176,6 +176,17 @@ pub(crate) struct State {
     /// Scratch of paths with integer dot products.
     #[cfg(target_arch = "x86_64")]
     limbs: Limbs,
+}
+
+/// Factors of a row on the current page.
+#[derive(Clone, Copy, Default)]
+struct Factors {
+    /// A score is scale · dot product + offset.
+    scale: f32,
+    offset: f32,
+    /// The state's new output is alpha · old + page · dot product.
+    alpha: f32,
+    page: f32,
 }
 
 /// Operands and results of integer dot products.
@@ -204,7 +215,7 @@ impl State {
             o: Array::zeros(rows * shape.d16)?,
             s: Array::zeros(rows * G)?,
             folded: Array::zeros(rows * wide)?,
-            f: vec![[0.0; 4]; rows],
+            factors: vec![Factors::default(); rows],
             params: Array::zeros(2 * wide)?,
             wide: vec![0.0; 64 * shape.d],
             #[cfg(target_arch = "x86_64")]
@@ -222,7 +233,7 @@ impl State {
         let floats: usize = arrays.iter().map(|array| array.bytes()).sum();
         let lists = size_of_val(&self.m[..])
             + size_of_val(&self.hidden[..])
-            + size_of_val(&self.f[..])
+            + size_of_val(&self.factors[..])
             + size_of_val(&self.wide[..]);
         #[cfg(target_arch = "x86_64")]
         let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.accumulators.bytes();

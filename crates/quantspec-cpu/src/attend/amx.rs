@@ -6,7 +6,7 @@
 //! row's bits equal those of the AVX-512 path, in any tile.
 
 use super::avx512::{Ahead, codes, join};
-use super::{G, State};
+use super::{Factors, G, State};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -186,7 +186,7 @@ pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(
         }
         each_row::<LIMBS>(st, rows, G / 16, k, |st, r, accumulators| {
             ahead.row();
-            let [scale, offset, ..] = st.f[r];
+            let Factors { scale, offset, .. } = st.factors[r];
             for t in 0..G / 16 {
                 let v = sums::<LIMBS>(accumulators, wide, t);
                 let v = _mm512_fmadd_ps(v, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
@@ -197,7 +197,7 @@ pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(
     }
 }
 
-/// o = o·alpha + codes·p·factor for `rows`.
+/// o = o·alpha + codes·p·page for `rows`.
 ///
 /// # Safety
 /// As [`scores`].
@@ -221,12 +221,12 @@ pub(super) unsafe fn values<const LIMBS: usize, const BOTH: bool>(
         }
         each_row::<LIMBS>(st, rows, d16 / 16, k, |st, r, accumulators| {
             ahead.row();
-            let [_, _, alpha, factor] = st.f[r];
+            let Factors { alpha, page, .. } = st.factors[r];
             for t in 0..d16 / 16 {
                 let o = st.o.as_mut_ptr().add(r * d16 + t * 16);
                 let old = _mm512_mul_ps(_mm512_loadu_ps(o), _mm512_set1_ps(alpha));
                 let v = sums::<LIMBS>(accumulators, wide, t);
-                _mm512_storeu_ps(o, _mm512_fmadd_ps(v, _mm512_set1_ps(factor), old));
+                _mm512_storeu_ps(o, _mm512_fmadd_ps(v, _mm512_set1_ps(page), old));
             }
         });
     }

@@ -6,7 +6,7 @@
 
 use super::portable::softmax;
 use super::prefetch::PagePrefetch;
-use super::{G, Planes, Shape, State};
+use super::{Factors, G, Planes, Shape, State};
 use crate::lanes::{madd, sum16};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
@@ -100,7 +100,7 @@ unsafe fn run<const KIND: u8>(
         // SAFETY: the plane holds d / 8 vectors, four apart, from `first` on.
         unsafe {
             each_row(st, rows.clone(), KIND, plane, 4, d / 8, next, |st, r, half, dots| {
-                let [scale, offset, ..] = st.f[r];
+                let Factors { scale, offset, .. } = st.factors[r];
                 let s = &mut st.s[r * G + vector * 16 + half * 8..][..8];
                 for l in 0..8 {
                     s[l] = madd::<true>(dots[l] as f32, scale, offset);
@@ -119,10 +119,10 @@ unsafe fn run<const KIND: u8>(
             // SAFETY: the plane holds G / 8 vectors, `vectors` apart.
             unsafe {
                 each_row(st, rows.clone(), KIND, plane, vectors, G / 8, next, |st, r, half, dots| {
-                    let [_, _, alpha, factor] = st.f[r];
+                    let Factors { alpha, page, .. } = st.factors[r];
                     let o = &mut st.o[r * d16 + (first + vector) * 16 + half * 8..][..8];
                     for l in 0..8 {
-                        o[l] = madd::<true>(dots[l] as f32, factor, o[l] * alpha);
+                        o[l] = madd::<true>(dots[l] as f32, page, o[l] * alpha);
                     }
                 });
             }
@@ -212,7 +212,7 @@ unsafe fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
         let offset = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(-centre * scale), offset);
         let mut wide = [0f32; 16];
         wide[..8].copy_from_slice(&lanes(offset));
-        (st.f[r][0], st.f[r][1]) = (scale, sum16(wide));
+        (st.factors[r].scale, st.factors[r].offset) = (scale, sum16(wide));
     }
 }
 
@@ -248,7 +248,7 @@ unsafe fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32
             _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_loadu_ps(at), _mm256_set1_ps(alpha), sum));
         }
     }
-    (st.f[r][2], st.f[r][3]) = (alpha, w * scale);
+    (st.factors[r].alpha, st.factors[r].page) = (alpha, w * scale);
 }
 
 /// Calls `each(state, row, half, dots)` with the dot products of all rows and the eight lanes of both halves of a vector,

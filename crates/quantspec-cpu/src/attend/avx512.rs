@@ -1,7 +1,7 @@
 //! A nibble page with AVX-512 VNNI, or with AMX for the dot products. Both give the same integers, so the same bits.
 
 use super::prefetch::PagePrefetch;
-use super::{G, Planes, State, amx};
+use super::{Factors, G, Planes, State, amx};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -158,9 +158,9 @@ unsafe fn score_rows<const NR: usize, const NV: usize, const LIMBS: usize, const
                     dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), (d / 8, 4), a, wide * (3 - LIMBS), ahead);
                 for (t, acc) in acc.iter().enumerate() {
                     for r in 0..NR / LIMBS {
-                        let f = st.f.get_unchecked(r0 + r);
+                        let Factors { scale, offset, .. } = *st.factors.get_unchecked(r0 + r);
                         let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
-                        let v = _mm512_fmadd_ps(v, _mm512_set1_ps(f[0]), _mm512_set1_ps(f[1]));
+                        let v = _mm512_fmadd_ps(v, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
                         _mm512_storeu_ps(s.add(r * G + (b * 4 + first + t) * 16), v);
                     }
                 }
@@ -169,7 +169,7 @@ unsafe fn score_rows<const NR: usize, const NV: usize, const LIMBS: usize, const
     }
 }
 
-/// o = o·alpha + codes·p·factor for rows r0..
+/// o = o·alpha + codes·p·page for rows r0..
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn value_rows<const NR: usize, const NV: usize, const LIMBS: usize, const BOTH: bool>(
     st: &mut State,
@@ -213,11 +213,11 @@ unsafe fn value_group<const NR: usize, const NV: usize, const LIMBS: usize, cons
         let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), (G / 8, vectors), a, wide * (3 - LIMBS), ahead);
         for (t, acc) in acc.iter().enumerate() {
             for r in 0..NR / LIMBS {
-                let f = st.f.get_unchecked(r0 + r);
+                let Factors { alpha, page, .. } = *st.factors.get_unchecked(r0 + r);
                 let p = o.add(r * d16 + t * 16);
-                let old = _mm512_mul_ps(_mm512_loadu_ps(p), _mm512_set1_ps(f[2]));
+                let old = _mm512_mul_ps(_mm512_loadu_ps(p), _mm512_set1_ps(alpha));
                 let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
-                _mm512_storeu_ps(p, _mm512_fmadd_ps(v, _mm512_set1_ps(f[3]), old));
+                _mm512_storeu_ps(p, _mm512_fmadd_ps(v, _mm512_set1_ps(page), old));
             }
         }
     }
@@ -302,8 +302,7 @@ unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) 
             put_limbs::<LIMBS>(codes, out.add(first), wide);
         }
         let offset = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(-centre * scale), offset);
-        st.f[r][0] = scale;
-        st.f[r][1] = sum(offset);
+        (st.factors[r].scale, st.factors[r].offset) = (scale, sum(offset));
     }
 }
 
@@ -349,8 +348,7 @@ unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centr
         let (av, wv) = (_mm512_set1_ps(alpha), _mm512_set1_ps(w));
         _mm512_storeu_ps(l, _mm512_fmadd_ps(_mm512_loadu_ps(l), av, _mm512_mul_ps(total, wv)));
         _mm512_storeu_ps(zero, _mm512_fmadd_ps(_mm512_loadu_ps(zero), av, _mm512_mul_ps(zeros, wv)));
-        st.f[r][2] = alpha;
-        st.f[r][3] = w * scale;
+        (st.factors[r].alpha, st.factors[r].page) = (alpha, w * scale);
     }
 }
 

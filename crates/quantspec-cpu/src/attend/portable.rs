@@ -1,6 +1,6 @@
 //! A nibble page in f32, in plain Rust over fixed arrays, for paths without integer dot products.
 
-use super::{G, Planes, Shape, State};
+use super::{Factors, G, Planes, Shape, State};
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{exp2, f16_value, madd};
 use quantspec_core::config::Rounding;
@@ -126,11 +126,22 @@ fn page_body<const FMA: bool>(
     upper: &[u8],
     lower: &[u8],
 ) {
-    let Shape { d, d16, d64 } = st.shape;
-    let wide = st.shape.wide();
     let (step, shift, centre) = planes.code(rounding);
-    let both = planes.both();
-    unpack::<FMA>(st, upper, d, (step, shift));
+    let codes = (planes.both(), centre);
+    unpack::<FMA>(st, upper, st.shape.d, (step, shift));
+    scores::<FMA>(st, rows.clone(), codes, (&upper[st.shape.key_plane()..st.shape.value_params()], lower));
+    unpack::<FMA>(st, &upper[st.shape.value_params()..], G, (step, shift));
+    for r in rows.clone() {
+        weigh::<FMA>(st, r);
+    }
+    let lower = if planes.both() { &lower[st.shape.lower_value_plane()..] } else { lower };
+    values::<FMA>(st, rows, codes, (&upper[st.shape.value_plane()..], lower));
+}
+
+/// Folds the steps of keys into the queries, and sets the scores of a page's tokens.
+#[inline(always)]
+fn scores<const FMA: bool>(st: &mut State, rows: Range<usize>, codes: (bool, f32), plane: (&[u8], &[u8])) {
+    let (Shape { d, d64, .. }, wide) = (st.shape, st.shape.wide());
     for r in rows.clone() {
         let q = &st.q[r * d64..][..d];
         let mut offset = 0.0;
@@ -138,55 +149,61 @@ fn page_body<const FMA: bool>(
             st.folded[r * wide + c] = q[c] * st.params[c];
             offset = madd::<FMA>(q[c], st.params[wide + c], offset);
         }
-        st.f[r][1] = offset;
+        st.factors[r].offset = offset;
     }
-    let plane = (&upper[st.shape.key_plane()..st.shape.value_params()], lower);
     for vector in 0..G / 16 {
         let at = (vector / 4 * (d / 8) * 4 + vector % 4, 4, d / 8);
         macro_rules! scores {
             ($n:literal, $r:expr) => {
-                let sums = dots::<FMA, $n>((both, centre), plane, at, &st.folded[$r * wide..], wide);
+                let sums = dots::<FMA, $n>(codes, plane, at, &st.folded[$r * wide..], wide);
                 for (i, sums) in sums.iter().enumerate() {
                     let s = &mut st.s[($r + i) * G + vector * 16..][..16];
                     for l in 0..16 {
-                        s[l] = sums[l] + st.f[$r + i][1];
+                        s[l] = sums[l] + st.factors[$r + i].offset;
                     }
                 }
             };
         }
         row_groups!(rows, scores);
     }
-    unpack::<FMA>(st, &upper[st.shape.value_params()..], G, (step, shift));
-    for r in rows.clone() {
-        let (alpha, w) = softmax::<FMA>(st, r, G);
-        let (mut sum, mut zeros) = ([0f32; 16], [0f32; 16]);
-        for v in 0..G / 16 {
-            for l in 0..16 {
-                let (p, t) = (st.s[r * G + v * 16 + l], v * 16 + l);
-                sum[l] += p;
-                zeros[l] = madd::<FMA>(p, st.params[wide + t], zeros[l]);
-                st.folded[r * wide + t] = p * st.params[t];
-            }
-        }
+}
+
+/// Turns row r's scores to probabilities, adds their sums to the state, and folds the steps of values into them.
+#[inline(always)]
+fn weigh<const FMA: bool>(st: &mut State, r: usize) {
+    let wide = st.shape.wide();
+    let (alpha, w) = softmax::<FMA>(st, r, G);
+    let (mut sum, mut zeros) = ([0f32; 16], [0f32; 16]);
+    for v in 0..G / 16 {
         for l in 0..16 {
-            st.l[r * 16 + l] = madd::<FMA>(st.l[r * 16 + l], alpha, sum[l] * w);
-            st.zero[r * 16 + l] = madd::<FMA>(st.zero[r * 16 + l], alpha, zeros[l] * w);
+            let (p, t) = (st.s[r * G + v * 16 + l], v * 16 + l);
+            sum[l] += p;
+            zeros[l] = madd::<FMA>(p, st.params[wide + t], zeros[l]);
+            st.folded[r * wide + t] = p * st.params[t];
         }
-        (st.f[r][2], st.f[r][3]) = (alpha, w);
     }
-    let start = st.shape.lower_value_plane();
-    let plane = (&upper[st.shape.value_plane()..], if both { &lower[start..] } else { lower });
+    for l in 0..16 {
+        st.l[r * 16 + l] = madd::<FMA>(st.l[r * 16 + l], alpha, sum[l] * w);
+        st.zero[r * 16 + l] = madd::<FMA>(st.zero[r * 16 + l], alpha, zeros[l] * w);
+    }
+    (st.factors[r].alpha, st.factors[r].page) = (alpha, w);
+}
+
+/// Adds the weighted values of a page to the output.
+#[inline(always)]
+fn values<const FMA: bool>(st: &mut State, rows: Range<usize>, codes: (bool, f32), plane: (&[u8], &[u8])) {
+    let (d16, wide) = (st.shape.d16, st.shape.wide());
     for (first, vectors) in st.shape.value_groups() {
         for vector in 0..vectors {
             let at = (first * G / 8 + vector, vectors, G / 8);
             macro_rules! values {
                 ($n:literal, $r:expr) => {
-                    let sums = dots::<FMA, $n>((both, centre), plane, at, &st.folded[$r * wide..], wide);
+                    let sums = dots::<FMA, $n>(codes, plane, at, &st.folded[$r * wide..], wide);
                     for (i, sums) in sums.iter().enumerate() {
-                        let [_, _, alpha, w] = st.f[$r + i];
+                        let Factors { alpha, page, .. } = st.factors[$r + i];
                         let o = &mut st.o[($r + i) * d16 + (first + vector) * 16..][..16];
                         for l in 0..16 {
-                            o[l] = madd::<FMA>(sums[l], w, o[l] * alpha);
+                            o[l] = madd::<FMA>(sums[l], page, o[l] * alpha);
                         }
                     }
                 };
