@@ -84,6 +84,17 @@ def test_the_tool_that_shows_rounds(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in capsys.readouterr().err.splitlines()] == ["error:", "hint:"] * 3
 
 
+def test_options_are_read_by_name() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
+        opened(slot=2)
+    with pytest.raises(TypeError, match="capacity"):
+        _native.plan(str(hub.demo()), device="cpu")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        opened(slots="2")
+    with pytest.raises(_native.NativeError, match="page_choice is"):
+        opened(page_choice="worst")
+
+
 def test_threads_take_turns() -> None:
     engine = opened(slots=2, gamma=8)
     slots = [engine.add([1, 2, 3 + index] * 300, max_new_tokens=4, **SAMPLING) for index in range(2)]
