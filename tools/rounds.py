@@ -45,12 +45,13 @@ def described(drafted: list[int], tokens: list[int], logprobs: list[TokenLogprob
 
 def show(asked: argparse.Namespace) -> None:
     """Decodes the document and prints each round."""
-    options = EngineOptions(method=asked.method, gamma="auto" if asked.gamma is None else asked.gamma)
+    gamma = "auto" if asked.gamma is None else asked.gamma
+    options = EngineOptions(method=asked.method, gamma=gamma, draft_model=asked.draft_model)
     sampling = GenerateOptions(
         max_new_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed, logprobs=LOGPROBS_MAX
     ).sampling()
     (document,) = prompts.read_all([asked.file], [])
-    model = Model.open(asked.model)
+    model = Model.open(asked.model, draft_model=asked.draft_model)
     prompt = model.prompt(document.text, instruction=asked.instruction).ids
     context = model.resolve_context(len(prompt) + asked.max_tokens)
 
@@ -58,7 +59,8 @@ def show(asked: argparse.Namespace) -> None:
         return repr(model.tokenizer.token_bytes(token).decode(errors="replace"))
 
     with native_errors():
-        engine = _native.Engine(str(model.directory), capacity=context, **options.native())
+        draft_model = model.draft_model(options.draft_model)
+        engine = _native.Engine(str(model.directory), capacity=context, draft_model=draft_model, **options.native())
         slot = engine.add(prompt, **sampling)
         tokens, number, left = [engine.prefill(slot)], 0, asked.max_tokens - 1
         engine.take_logprobs(slot)
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruction", help="for a model with a chat template; without it the document is continued")
     parser.add_argument("-n", "--max-tokens", type=int, default=64)
     parser.add_argument("--method", default="quantspec")
+    parser.add_argument("--draft-model", help="for the method draft-model: a checkpoint with the same tokenizer")
     parser.add_argument("--gamma", type=int, help="default: as measured")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
