@@ -17,6 +17,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from program import Parser
 
@@ -45,7 +46,7 @@ def described(drafted: list[int], tokens: list[int], logprobs: list[TokenLogprob
 
 def show(asked: argparse.Namespace) -> None:
     """Decodes the document and prints each round."""
-    gamma = "auto" if asked.gamma is None else asked.gamma
+    gamma: int | Literal["auto"] = "auto" if asked.gamma is None else asked.gamma
     options = EngineOptions(method=asked.method, gamma=gamma, draft_model=asked.draft_model)
     sampling = GenerateOptions(
         max_new_tokens=asked.max_tokens, temperature=asked.temperature, seed=asked.seed, logprobs=LOGPROBS_MAX
