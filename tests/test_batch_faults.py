@@ -191,7 +191,7 @@ def test_documents_that_change_while_the_batch_runs(start: Start, fake: Any, qua
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size_kb", [120, 160, 240])
+@pytest.mark.parametrize("size_kb", [140, 180, 240])
 def test_a_disk_that_is_really_full(toy_command: list[str], tmp_path: Path, size_kb: int) -> None:
     """A small file system for OUT, then the same one with more space. Which file meets the end of the space depends on the
     size.

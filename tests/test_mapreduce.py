@@ -11,7 +11,7 @@ from conftest import Outcome, lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch_plan, batch_view, mapreduce, sources, tokenizer
+from quantspec_cli import batch_plan, batch_view, engine, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError
 
@@ -36,6 +36,48 @@ def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run
     assert result["calls"] == count(tree)
     assert (out / "long.txt.md").read_text() == tree["text"] + "\n"
     assert all("tree" not in other for other in lines(out) if other["document"] != "long.txt")
+
+
+def test_an_interrupted_document_continues_after_its_last_call(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
+    calls: list[int] = []
+    start = engine.Engine.start
+
+    def counted(self: Any, prompts: Any, options: Any, **others: Any) -> Any:
+        calls.append(len(prompts))
+        return start(self, prompts, options, **others)
+
+    monkeypatch.setattr(engine.Engine, "start", counted)
+
+    def run(out: str, *flags: str) -> tuple[int, Any]:
+        calls.clear()
+        command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / out), "-n", "20", "-c", "700", "--json"]
+        report = quantspec(*command, "--long", "map-reduce", "--instruction", "Sum up.", *flags).json
+        for result in report["results"]:
+            del result["seconds"]
+        return len(calls), report
+
+    def failing(after: int, *flags: str) -> int:
+        fake.fail, fake.fail_after = ("device", "the device fell off", "plug it in"), after
+        made, report = run("out", *flags)
+        fake.fail = None
+        assert report["error"]["kind"] == "device"
+        assert report["results"] == []
+        return made
+
+    whole, calm = run("calm")
+    in_map = failing(30)
+    assert 2 < in_map < whole
+    assert failing(0, "--seed", "1", "--temperature", "1") == 1, "other options give other answers"
+    made, report = run("out")
+    assert made == whole - (in_map - 1)
+    assert report["results"] == calm["results"]
+    # Nothing is kept of a finished document, and --no-resume begins again.
+    assert run("out", "--no-resume")[0] == whole
+    failing(30, "--no-resume")
+    assert run("out", "--no-resume")[0] == whole
 
 
 def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -52,7 +52,7 @@ from .batch_plan import (
     room,
 )
 from .cluster import Cluster, WorkerSpec, check_cluster
-from .engine import Engine, Stream, check_folder
+from .engine import Engine, Generation, Stream, check_folder
 from .errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -69,7 +69,6 @@ from .model import Model
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from .engine import Generation
     from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
@@ -459,7 +458,9 @@ class _Run:
                 return reader.tokens(name, text)
 
             def call(text: str) -> Generation:
-                return self._generate(engine, job, reader.prompt(name, text))
+                if text == document.text:
+                    return self._generate(engine, job, reader.prompt(name, text))
+                return self._call(engine, job, text)
 
             return mapreduce.answer(
                 name, document.text, budget=reader.budget, count=count, call=call
@@ -467,6 +468,19 @@ class _Run:
         job.tokens = len(prompt.ids)
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
+
+    def _call(self, engine: Engine | Cluster, job: Job, part: str) -> Generation:
+        """The answer to a part of a document, which an interrupted run may have decoded already."""
+        key = (job.source.name, self._fingerprints.split, part)
+        with self._writing:
+            known = self.journal.kept_call(*key)
+        if known is not None:
+            job.read_tokens += known["prompt_tokens"]
+            return Generation(**known)
+        found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
+        with self._writing:
+            self.journal.keep_call(*key, asdict(found))
+        return found
 
     def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt) -> Generation:
         options = self.reader.options

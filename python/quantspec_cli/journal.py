@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -48,7 +49,14 @@ CREATE TABLE IF NOT EXISTS earlier ( -- answers that stay where another --suffix
     sha256 TEXT,
     fingerprint TEXT,
     size INTEGER
-);
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS calls ( -- answers to parts of documents that are not finished
+    name BLOB,
+    fingerprint TEXT,
+    part BLOB,   -- SHA-256 of the part's text
+    answer TEXT, -- in JSON
+    PRIMARY KEY (name, fingerprint, part)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
 """
 
@@ -200,6 +208,10 @@ class Journal:
             new = {name: output for name, output in outputs.items() if name not in kept}
             with self._transaction():
                 self._leave(new)
+                if self._replace:
+                    self._connection.executemany(
+                        "DELETE FROM calls WHERE name = ?", [(os.fsencode(name),) for name in new]
+                    )
                 self._connection.executemany(
                     "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
                 )
@@ -244,7 +256,26 @@ class Journal:
                     line,
                 ),
             )
+            if size is not None:
+                self._connection.execute("DELETE FROM calls WHERE name = ?", (os.fsencode(name),))
         self._append(line)
+
+    def keep_call(self, name: str, fingerprint: str, part: str, answer: Mapping[str, Any]) -> None:
+        """Keeps the answer to a part of a document until the document is finished: a book may take hours."""
+        with self._reported():
+            self._connection.execute(
+                "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?)",
+                (os.fsencode(name), fingerprint, _digest(part), json.dumps(answer, ensure_ascii=False)),
+            )
+
+    def kept_call(self, name: str, fingerprint: str, part: str) -> dict[str, Any] | None:
+        """The answer of `keep_call`, perhaps in an earlier run; None if there is none."""
+        with self._reported():
+            found = self._connection.execute(
+                "SELECT answer FROM calls WHERE name = ? AND fingerprint = ? AND part = ?",
+                (os.fsencode(name), fingerprint, _digest(part)),
+            ).fetchone()
+        return None if found is None else dict(json.loads(found[0]))
 
     def write(self, name: str, output: str, text: str) -> int:
         """Moves a document's answer to its path below the folder, atomically. Returns its size in bytes.
@@ -487,6 +518,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _digest(part: str) -> bytes:
+    return hashlib.sha256(part.encode()).digest()
 
 
 def _raw(line: str) -> bytes:

@@ -81,7 +81,7 @@ def warn_of_threads(threads: int | None) -> None:
     """Warns if there are more workers than processors, which then wait for each other."""
     if threads is not None and threads > (usable := processors()):
         note(
-            f"warning: {threads:,} threads on {count(usable, 'processor')} wait for each other; use --threads {usable}"
+            f"warning: {threads} threads on {count(usable, 'processor')} wait for each other; use --threads {usable}"
         )
 
 
