@@ -402,6 +402,9 @@ def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:
     assert document.warnings == ("1 inserted file not read", "1 chart not read")
 
 
+MATH = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+
+
 def level(index: int, form: str, text: str, more: str = "") -> str:
     form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
     return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
@@ -606,6 +609,42 @@ def test_raised_numbers_are_not_joined_to_others() -> None:
 
     body = run("10") + run("6", "superscript") + run(" CO") + run("2", "subscript") + run("no", "superscript")
     assert text_of(word(f"<w:p>{body}</w:p>")) == "10⁶ CO₂no"
+
+
+def test_formulas_are_on_one_line() -> None:
+    """A fraction read without its bar is another number."""
+
+    def math(xml: str) -> str:
+        return text_of(word(f"<w:p><w:r><w:t>A </w:t></w:r><m:oMath {MATH}>{xml}</m:oMath></w:p>")).removeprefix("A ")
+
+    def r(text: str) -> str:
+        return f"<m:r><m:t>{text}</m:t></m:r>"
+
+    def of(name: str, **parts: str) -> str:
+        return f"<m:{name}>{''.join(f'<m:{part}>{xml}</m:{part}>' for part, xml in parts.items())}</m:{name}>"
+
+    assert math(of("f", num=r("1"), den=r("2"))) == "1/2"
+    assert math(of("f", num=r("a+b"), den=of("f", num=r("c"), den=r("3")))) == "(a+b)/(c/3)"
+    assert math(of("sSup", e=r("x"), sup=r("2")) + r("+") + of("sSubSup", e=r("y"), sub=r("i"), sup=r("n+k"))) == (
+        "x²+y_i^(n+k)"
+    )
+    assert math(of("d", e=r("x+1")) + of("d", dPr='<m:begChr m:val="["/><m:endChr m:val=""/>', e=r("y"))) == "(x+1)[y"
+    assert math(of("nary", naryPr='<m:chr m:val="∑"/>', sub=r("i=1"), sup=r("9"), e=r("i"))) == "∑_(i=1)⁹ i"
+    assert math(of("rad", deg=r("3"), e=r("x+1")) + of("func", fName=r("sin"), e=r("t"))) == "³√(x+1)sin t"
+    assert math(of("m", mr=f"<m:e>{r('1')}</m:e><m:e>{r('0')}</m:e>")) == "[1, 0]"
+
+    def page_math(xml: str) -> str:
+        return page(f"<p>A <math>\n {xml}</math> b").removeprefix("A ").removesuffix(" b")
+
+    assert page_math("<mfrac><mn>1</mn> <mrow><mi>x</mi><mo>+</mo><mi>y</mi></mrow></mfrac>") == "1/(x+y)"
+    assert page_math("<msup><mi>x</mi><mn>2</mn></msup><msubsup><mi>y</mi><mi>i</mi><mi>n</mi></msubsup>") == "x²y_iⁿ"
+    assert (
+        page_math("<semantics><mroot><mi>x</mi><mn>3</mn></mroot><annotation>x^{1/3}</annotation></semantics>") == "³√x"
+    )
+    assert page_math("<mfenced open='['><mi>a</mi><mi>b</mi></mfenced><msqrt><mn>2</mn></msqrt>") == "[a,b)√2"
+    # No word is lost in a formula that does not end, or in one that is not as it should be.
+    assert page("<p>a <math><mfrac><mn>1<p>b <msup>c</math> d") == "a 1/\n\nb c d"
+    assert page("<math>" * 3000 + "deep" + "<mrow>" * 3000 + "er</math> end") == "deeper end"
 
 
 def test_soft_hyphens_are_no_characters_of_a_word() -> None:

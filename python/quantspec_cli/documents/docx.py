@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .archive import Archive, local
 from .blocks import Blocks, shifted
+from .formula import Formula
 from .numbering import OFF, Numbering
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class _Story:
         # Those around the current element, as a run may have a text box with runs.
         self._runs: list[_Run] = []
         self._control: _Control | None = None
+        self._formula: Formula | None = None
 
     def text(self) -> str:
         """The text, at the end of the part."""
@@ -209,20 +211,35 @@ class _Story:
             self._joined = []
         elif name == "w:pPr":
             self._in_properties = True
-        elif name in {"w:t", "m:t"}:
+        elif name == "w:t":
             self._taking = True
+        elif name.startswith("m:"):
+            self._in_formula(local(tag), values)
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
-        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridSpan"}:
-            self._in_table(name, values)
-        elif name in {"w:footnote", "w:endnote"}:
-            self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
+        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridSpan", "w:footnote", "w:endnote"}:
+            self._in_block(name, values)
         elif self._control is not None:
             self._in_control(self._control, name, values)
         elif paragraph is not None:
             self._in_paragraph(paragraph, name, values)
 
-    def _in_table(self, name: str, values: Mapping[str, str]) -> None:
+    def _in_formula(self, name: str, values: Mapping[str, str]) -> None:
+        if name == "oMath":
+            self._formula = Formula()
+        if self._formula is not None:
+            self._formula.start(name, {"val": _value(values)})
+        self._taking |= name == "t"
+
+    def _end_in_formula(self, name: str) -> None:
+        self._taking &= name != "t"
+        if self._formula is not None:
+            self._formula.end(name)
+            if name == "oMath":
+                formula, self._formula = self._formula.text(), None
+                self._write(formula)
+
+    def _in_block(self, name: str, values: Mapping[str, str]) -> None:
         if name == "w:tbl":
             self._release()
             self.blocks.open_table()
@@ -230,6 +247,8 @@ class _Story:
             self.blocks.open_row()
         elif name == "w:tc":
             self.blocks.open_cell()
+        elif name != "w:gridSpan":
+            self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
         else:
             self.blocks.widen_cell(_integer(_value(values), 1000))
 
@@ -277,8 +296,10 @@ class _Story:
         elif self._control is not None and name in {"w:checkBox", "w:ddList"}:
             self._write(self._control.shown())
             self._control = None
-        elif name in {"w:t", "m:t"}:
+        elif name == "w:t":
             self._taking = False
+        elif name.startswith("m:"):
+            self._end_in_formula(local(tag))
         elif name == "mc:AlternateContent":
             self._alternatives.pop()
         elif name == "w:tbl":
@@ -292,7 +313,10 @@ class _Story:
     def data(self, text: str) -> None:
         """Characters of an element."""
         if self._taking and not self._unseen:
-            self._write(text)
+            if self._formula is None:
+                self._write(text)
+            else:
+                self._formula.data(text)
 
     def _is_unseen(self, name: str, values: Mapping[str, str]) -> bool:
         if name == "mc:Fallback":  # the same content for programs without support for the newer form

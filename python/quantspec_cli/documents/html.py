@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from .blocks import Blocks, shifted, without_blank_runs
+from .formula import Formula
 from .numbering import roman
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class _Reader(HTMLParser):
         self._preformatted = 0
         # Where each open superscript or subscript of the paragraph begins.
         self._shifted: list[int] = []
+        self._formula: Formula | None = None
 
     def text(self) -> str:
         """What a page shows."""
@@ -116,7 +118,9 @@ class _Reader(HTMLParser):
         return self._blocks.text()
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen:
+        if self._formula is not None:
+            self._formula.data("" if self._unseen else _SPACE.sub(" ", data).strip(" "))
+        elif not self._unseen:
             self._pieces.append(data.replace("\r\n", "\n") if self._preformatted else _SPACE.sub(" ", data))
 
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
@@ -128,12 +132,12 @@ class _Reader(HTMLParser):
             self._flush()
         if tag in _UNSEEN:
             self._unseen = tag
-        elif tag == "br":
-            self._pieces.append("\n")
+        elif self._formula is not None:
+            self._formula.start(tag, {name: value or "" for name, value in attrs})
         elif tag in _SHIFTED:
             self._shifted.append(len(self._pieces))
-        elif tag == "img":
-            self._pieces.append(_SPACE.sub(" ", dict(attrs).get("alt") or ""))
+        elif tag in {"br", "img"}:
+            self._pieces.append("\n" if tag == "br" else _SPACE.sub(" ", dict(attrs).get("alt") or ""))
         elif tag in _PREFORMATTED:
             self._preformatted += 1
         elif tag in _LISTS:
@@ -152,7 +156,9 @@ class _Reader(HTMLParser):
             return
         if tag in _BREAKING:
             self._flush()
-        if tag in _PREFORMATTED:
+        if self._formula is not None:
+            self._end_in_formula(tag)
+        elif tag in _PREFORMATTED:
             self._preformatted = max(0, self._preformatted - 1)
         elif tag in _SHIFTED and self._shifted:
             at = self._shifted.pop()
@@ -176,6 +182,15 @@ class _Reader(HTMLParser):
             self._blocks.open_row()
         elif tag in {"td", "th"}:
             self._blocks.open_cell(_integer(values.get("colspan")) or 1, _integer(values.get("rowspan")) or 1)
+        elif tag == "math":
+            self._formula = Formula()
+
+    def _end_in_formula(self, tag: str) -> None:
+        if self._formula is not None and tag != "math":
+            self._formula.end(tag)
+        elif self._formula is not None:
+            self._pieces.append(self._formula.text())
+            self._formula = None
 
     def _end_of_table(self, tag: str) -> None:
         if tag == "table":
@@ -200,7 +215,8 @@ class _Reader(HTMLParser):
         return super().parse_html_declaration(i)
 
     def _flush(self) -> None:
-        """Ends a paragraph."""
+        """Ends a paragraph, and a formula in it."""
+        self._end_in_formula("math")
         whole, self._pieces, self._shifted = "".join(self._pieces), [], []
         if self._preformatted:
             self._blocks.add(whole)

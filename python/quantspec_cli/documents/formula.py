@@ -1,0 +1,189 @@
+"""Formulas of Word (OMML) and of web pages (MathML) on one line: fractions with /, powers and indices, roots, brackets.
+
+Without them 1/2 would be read as 12.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .blocks import shifted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# Deeper elements are read as a row of characters.
+_DEPTH_MAX = 40
+# Elements of MathML whose characters are not shown: other forms of the formula, and room for them.
+_UNSEEN = frozenset({"annotation", "annotation-xml", "mphantom"})
+_SIMPLE = re.compile(r"\w+|[\d.,]+|")
+
+
+@dataclass
+class _Node:
+    name: str
+    values: Mapping[str, str]
+    parts: list[_Node | str] = field(default_factory=list)
+
+
+class Formula:
+    """A formula, from the events of a parser; names of elements are without their namespace."""
+
+    def __init__(self) -> None:
+        self._open = [_Node("", {})]
+        self._deeper = 0
+
+    def start(self, name: str, values: Mapping[str, str]) -> None:
+        """An element begins; `values` are its attributes, also without a namespace."""
+        if len(self._open) > _DEPTH_MAX:
+            self._deeper += 1
+            return
+        node = _Node(name, values)
+        self._open[-1].parts.append(node)
+        self._open.append(node)
+
+    def end(self, name: str) -> None:
+        """An element ends, and those in it that are still open."""
+        if self._deeper:
+            self._deeper -= 1
+        elif any(node.name == name for node in self._open[1:]):
+            while self._open.pop().name != name:
+                pass
+
+    def data(self, text: str) -> None:
+        """Characters that the formula shows."""
+        if text:
+            self._open[-1].parts.append(text)
+
+    def text(self) -> str:
+        """The formula on one line."""
+        return _row(self._open[0]).strip()
+
+
+def _row(node: _Node | str) -> str:
+    """The parts of an element, each after the other, unless the element has a form of its own."""
+    if isinstance(node, str):
+        return node
+    if node.name in _UNSEEN:
+        return ""
+    form = _FORMS.get(node.name)
+    return "".join(map(_row, node.parts)) if form is None else form(node)
+
+
+def _fraction(node: _Node) -> str:
+    above, below = _shown(node, 2)
+    return f"{_grouped(above)}/{_grouped(below)}"
+
+
+def _with_scripts(base: str, sub: str, sup: str) -> str:
+    return base + _script(sub, up=False) + _script(sup, up=True)
+
+
+def _script(text: str, *, up: bool) -> str:
+    if not text:
+        return ""
+    small = shifted(text, up=up)
+    return small if small != text else f"{'^' if up else '_'}{_grouped(text)}"
+
+
+def _grouped(text: str) -> str:
+    return text if _SIMPLE.fullmatch(text) else f"({text})"
+
+
+def _shown(node: _Node, count: int) -> list[str]:
+    """The first `count` elements of a node; missing ones are empty. More are part of the last."""
+    found = [_row(part) for part in node.parts if isinstance(part, str) or not part.name.endswith("Pr")]
+    found += [""] * (count - len(found))
+    return [*found[: count - 1], "".join(found[count - 1 :])]
+
+
+def _named(node: _Node, name: str) -> str:
+    return next((_row(part) for part in node.parts if isinstance(part, _Node) and part.name == name), "")
+
+
+def _property(node: _Node, group: str, name: str, default: str) -> str:
+    """A property of an OMML element."""
+    for part in node.parts:
+        if isinstance(part, _Node) and part.name == group:
+            for inner in part.parts:
+                if isinstance(inner, _Node) and inner.name == name:
+                    return inner.values.get("val", "")
+    return default
+
+
+def _of_word(node: _Node) -> str:
+    """A base with an index, a power or both."""
+    return _with_scripts(_named(node, "e"), _named(node, "sub"), _named(node, "sup"))
+
+
+def _sum(node: _Node) -> str:
+    sign = _property(node, "naryPr", "chr", "\N{INTEGRAL}")
+    return _with_scripts(sign, _named(node, "sub"), _named(node, "sup")) + " " + _named(node, "e")
+
+
+def _root_of_word(node: _Node) -> str:
+    return _script(_named(node, "deg"), up=True) + "\N{SQUARE ROOT}" + _grouped(_named(node, "e"))
+
+
+def _brackets(node: _Node) -> str:
+    inner = [_row(part) for part in node.parts if isinstance(part, _Node) and part.name == "e"]
+    first, last = (_property(node, "dPr", name, default) for name, default in (("begChr", "("), ("endChr", ")")))
+    return first + _property(node, "dPr", "sepChr", "|").join(inner) + last
+
+
+def _function(node: _Node) -> str:
+    return f"{_named(node, 'fName')} {_named(node, 'e')}"
+
+
+def _table(node: _Node) -> str:
+    return f"[{'; '.join(filter(None, map(_row, node.parts)))}]"
+
+
+def _cells(node: _Node) -> str:
+    return ", ".join(map(_row, node.parts))
+
+
+def _scripted(node: _Node, *, up: bool) -> str:
+    base, script = _shown(node, 2)
+    return base + _script(script, up=up)
+
+
+def _twice_scripted(node: _Node) -> str:
+    base, sub, sup = _shown(node, 3)
+    return _with_scripts(base, sub, sup)
+
+
+def _root(node: _Node) -> str:
+    base, index = _shown(node, 2)
+    return _script(index, up=True) + "\N{SQUARE ROOT}" + _grouped(base)
+
+
+def _fenced(node: _Node) -> str:
+    separators = "".join(node.values.get("separators", ",").split()) or " "
+    return node.values.get("open", "(") + separators[0].join(map(_row, node.parts)) + node.values.get("close", ")")
+
+
+_FORMS: dict[str, Callable[[_Node], str]] = {
+    # OMML.
+    "f": _fraction,
+    **dict.fromkeys(("sSub", "sSup", "sSubSup", "sPre"), _of_word),
+    "nary": _sum,
+    "rad": _root_of_word,
+    "d": _brackets,
+    "func": _function,
+    "m": _table,
+    "mr": _cells,
+    # MathML.
+    "mfrac": _fraction,
+    **dict.fromkeys(("msub", "munder"), partial(_scripted, up=False)),
+    **dict.fromkeys(("msup", "mover"), partial(_scripted, up=True)),
+    **dict.fromkeys(("msubsup", "munderover"), _twice_scripted),
+    "msqrt": lambda node: "\N{SQUARE ROOT}" + _grouped("".join(map(_row, node.parts))),
+    "mroot": _root,
+    "mfenced": _fenced,
+    "mtable": _table,
+    "mtr": _cells,
+}
