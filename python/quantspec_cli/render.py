@@ -80,9 +80,7 @@ def processors() -> int:
 def warn_of_threads(threads: int | None) -> None:
     """Warns if there are more workers than processors, which then wait for each other."""
     if threads is not None and threads > (usable := processors()):
-        note(
-            f"warning: {threads} threads on {count(usable, 'processor')} wait for each other; use --threads {usable}"
-        )
+        note(f"warning: {threads} threads on {count(usable, 'processor')} wait for each other; use --threads {usable}")
 
 
 def warn_of_documents(documents: Iterable[Document]) -> None:
