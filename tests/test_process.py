@@ -628,3 +628,14 @@ def test_a_terminal_that_goes_away_costs_no_answer(toy_command: list[str], tmp_p
     assert result["new_tokens"] == 9
     answer = tmp_path / "out" if command[0] == "run" else tmp_path / "out" / "a.txt.md"
     assert answer.read_text(encoding="utf-8").strip()
+
+
+def test_a_plan_says_on_a_terminal_what_takes_its_time() -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "quantspec_cli", "plan", "-c", "512", "-t", "1"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=os.environ | {"TERM": "xterm"})
+    os.close(end)
+    stdout, _ = child.communicate(timeout=120)
+    assert child.returncode == 0
+    assert b"timing passes of this shape" in rest_of(terminal)
+    assert b"timing" not in stdout

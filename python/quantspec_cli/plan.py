@@ -154,6 +154,9 @@ def _rates(path: str, options: EngineOptions, view: str, held: Mapping[str, Any]
     """The machine's speed at the shapes of a model whose cache has this view."""
     from . import _native
 
+    # On a CPU, passes of a large model take half a minute. A line that is redrawn would disturb them.
+    if render.on_terminal():
+        render.note("timing passes of this shape on this machine")
     with native_errors():
         return _native.rates(
             path,
