@@ -630,9 +630,11 @@ def test_a_terminal_that_goes_away_costs_no_answer(toy_command: list[str], tmp_p
     assert answer.read_text(encoding="utf-8").strip()
 
 
-def test_a_plan_says_on_a_terminal_what_takes_its_time() -> None:
+def test_a_plan_says_on_a_terminal_what_takes_its_time(toy_command: list[str]) -> None:
+    import pty
+
     terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "quantspec_cli", "plan", "-c", "512", "-t", "1"]
+    command = [*toy_command, "plan", "-c", "512"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=os.environ | {"TERM": "xterm"})
     os.close(end)
     stdout, _ = child.communicate(timeout=120)
