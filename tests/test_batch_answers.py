@@ -242,6 +242,15 @@ def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, 
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_folder_may_be_a_link(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("out")
+    command = ["batch", str(docs), "--out", str(tmp_path / "link"), "-n", "3"]
+    quantspec(*command).assert_error(1, "is a link to out, which does not exist", "create that folder")
+    (tmp_path / "out").mkdir()
+    assert quantspec(*command).code == 0
+    assert len(answers(tmp_path / "out")) == 3
+
+
 def test_an_output_folder_may_have_any_name(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     command = ["batch", str(docs), "--out", str(tmp_path / os.fsdecode(b"100%?\xff#")), "-n", "3", "--json"]
     assert quantspec(*command).json["done"] == 3

@@ -120,6 +120,11 @@ class Journal:
         self.out = out
         self.state = out / STATE
         self._replace = replace
+        if out.is_symlink() and not out.exists():
+            raise FileError(
+                f"output folder {out} is a link to {one_line(str(out.readlink()))}, which does not exist",
+                "create that folder, or remove the link",
+            )
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

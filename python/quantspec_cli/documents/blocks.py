@@ -49,10 +49,14 @@ class _Table:
 
     def placed(self) -> list[list[Block]]:
         """The cells of the row that ends, with empty ones where a wider or higher cell covers a column."""
+        row, spans = self.row or [], self.spans
+        self.row, self.cell, self.spans = None, None, []
+        if not self.covered and spans.count((1, 1)) == len(spans):  # most rows
+            return row
         cells: list[list[Block]] = []
         end = 0
         below = {column: rows - 1 for column, rows in self.covered.items() if rows > 1}
-        for cell, (wide, rows) in zip(self.row or (), self.spans, strict=True):
+        for cell, (wide, rows) in zip(row, spans, strict=True):
             while self.covered.get(len(cells)):
                 cells.append([])
             columns = max(1, min(wide, _COLUMNS_MAX - len(cells)))
@@ -60,7 +64,7 @@ class _Table:
                 below |= dict.fromkeys(range(len(cells), len(cells) + columns), rows - 1)
             end = len(cells) + 1
             cells += [cell, *([] for _ in range(columns - 1))]
-        self.row, self.cell, self.spans, self.covered = None, None, [], below
+        self.covered = below
         return cells[:end]
 
 

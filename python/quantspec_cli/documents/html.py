@@ -273,5 +273,5 @@ def _formatted(value: int, form: str) -> str:
 
 def _integer(value: str | None) -> int | None:
     """A number at the start of an attribute, as browsers read it; None if there is none."""
-    found = re.match(r"\s*([+-]?[0-9]{1,6})(?![0-9])", value or "", re.ASCII)
-    return None if found is None else int(found[1])
+    found = value and re.match(r"\s*([+-]?[0-9]{1,6})(?![0-9])", value, re.ASCII)
+    return int(found[1]) if found else None
