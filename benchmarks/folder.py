@@ -3,9 +3,9 @@
 
     python benchmarks/folder.py [MODEL] [--documents 64] [--shortest 2000] [--longest 60000] [-n 100] [--device cuda]
 
-Documents are parts of the book in the package; the logarithms of their lengths are uniform. The kernels' time is that of
-each prompt alone, at the rate that `quantspec bench` measures for its length, and of the answers at bench's rate for as
-many sequences as a round of the batch has. Needs quantspec; prints one JSON object, times in seconds.
+Documents are parts of the book in the package; the logarithms of their lengths are uniform. The kernels' time is computed
+from rates of `quantspec bench`: of each prompt alone, at its length, and of the answers, with as many sequences as a round
+of the batch has. Needs quantspec; prints one JSON object, times in seconds.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ fn quantize_group(
     Ok(params)
 }
 
-/// Of the grids whose `steps` fine steps span the range, the one with the least squared error in view Both, then its zero of
-/// [`FIRST_CODES`] whose upper codes have the least; the first wins ties.
+/// Takes the number of fine steps across the range with the least squared error in view Both. Of [`FIRST_CODES`] it then takes
+/// the first code whose upper codes have the least squared error. The first of a list wins ties.
 fn search(group: Group, low: f32, high: f32, steps: &[u8]) -> Result<Params> {
     let params = |steps: u8, first: u8| {
         let step = (high - low) / f32::from(steps);
@@ -199,13 +199,14 @@ fn search(group: Group, low: f32, high: f32, steps: &[u8]) -> Result<Params> {
     Ok(firsts.fold(start, |best, &first| quantize::better(group, best, params(taken, first))).1)
 }
 
-/// Parameters whose grid contains every weight of a group, if all are integers times one step d that is an f16: first a grid
-/// of 16 values, which both views have, then with `both` planes one of 256. `low` and `high` are the group's range, low < high.
+/// Parameters whose grid contains every weight of a group, if all are integers times one step d that is an f16. A grid of 16
+/// values, which both views have, comes first; with `both` planes one of 256 follows. `low` and `high` are the group's range,
+/// low < high.
 ///
 /// With 256 values a narrow group takes the finest grid `d/2ʲ` that covers it, so that the upper nibbles span the group.
 /// The scale is ±d (±16·d/2ʲ), and the zero `q·d`, with sign and q chosen so that it is exact in f16 if possible. Otherwise
-/// f16 rounds it, and all weights of the group are off by the same `q·d/2048` at most: 0.008 of a step for 16 values, 0.13
-/// of a fine step for 256, 0.06 if the codes are signed.
+/// f16 rounds it, and all weights of the group are off by the same amount, at most `q·d/2048`. That is 0.008 of a step for 16
+/// values; for 256 it is 0.13 of a fine step, or 0.06 if the codes are signed.
 pub fn grid_of(w: &[f32], low: f32, high: f32, both: bool) -> Option<Params> {
     let upper = grid_of_values(w, low, high, 15, 0);
     if both { upper.or_else(|| grid_of_values(w, low, high, 255, 8)) } else { upper }

@@ -38,8 +38,8 @@ fn nibble_bytes((rows, columns): (usize, usize), group: usize) -> (usize, usize)
     (groups * (group + PARAMS), groups * (group / 2 + PARAMS))
 }
 
-/// `traffic(model, start, tokens, weights, device)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
-/// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
+/// `traffic(model, start, tokens, weights, device)`: mean bytes that steps at positions `start .. start + tokens` read, over all
+/// layers and KV heads: of the cache, of the target's weights, and in drafts of weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]

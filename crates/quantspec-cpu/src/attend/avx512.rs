@@ -11,9 +11,9 @@ const MANY: usize = 8;
 
 /// Adds a page to rows of the state with integer dot products.
 ///
-/// The query times the page's steps, and the probabilities times the tokens' steps, become one int8 limb (UpperCoarse) or
-/// two, 15 bits (at most `127` or `127·128 = 16,256`), each row with its own scale. So the order of summation inside a page
-/// does not matter. Codes are centred through the sum of the limbs.
+/// The query times the page's steps becomes integers, and so do the probabilities times the tokens' steps; each row has its own
+/// scale. They have one int8 limb (UpperCoarse, at most 127) or two (15 bits, at most `127·128`). So the order of summation
+/// inside a page does not matter. Codes are centred through the sum of the limbs.
 ///
 /// # Safety
 /// AVX-512 F, BW, DQ and VNNI; block lengths as `Shape` says; rows inside the state.
