@@ -98,6 +98,12 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
         # All is read, and the answer grows.
         job.stage, job.read_tokens = "decoding", 4250
         assert "left" not in view.totals([job], [])
+        # All calls of the next document are of an earlier run.
+        view.finished({**result, "prompt_tokens": 4250})
+        before = view.totals([], [])
+        view.known(1000, 50)
+        view.finished({**result, "prompt_tokens": 1000})
+        assert view.totals([], []) == before.replace("3 of 3", "4 of 3")
 
 
 def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp_path: Path) -> None:

@@ -302,6 +302,8 @@ class _Run:
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
         self._count_s = 0.0
+        documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
+        self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not request.quiet)
         # Answers that the token limit cut.
         self._cut = 0
 
@@ -321,19 +323,18 @@ class _Run:
         finished = {source.name: "done" for source in workload.skipped}
         finished |= {source.name: "failed" for source in workload.failed}
         workload.foreign = set(self.journal.begin(todo, finished))
-        view = batch_view.View(len(found), len(workload.skipped), len(workload.failed), shown=not quiet)
         # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and request.ray is None else None
-        ready = self._examined(view, opening)
+        ready = self._examined(opening)
         self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
         if ready:
-            engine, parallel = self._opened(engine_options, opening, ready, view)
+            engine, parallel = self._opened(engine_options, opening, ready)
         if engine is not None:
             try:
-                with view, _switching():
-                    self._decode(engine, parallel, view)
+                with self._view, _switching():
+                    self._decode(engine, parallel)
             except KeyboardInterrupt:
                 interrupted = True
                 self._stop()
@@ -347,7 +348,7 @@ class _Run:
                 engine.close()
 
     def _opened(
-        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job], view: batch_view.View
+        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
     ) -> tuple[Engine | Cluster | None, int]:
         """The engine, and how many documents decode together; they wait for it. No engine if memory holds no document."""
         request, reader = self.request, self.reader
@@ -365,10 +366,10 @@ class _Run:
             if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
                 self._waiting.append(job)
             else:
-                view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
+                self._view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
         return (_engine(request, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
 
-    def _examined(self, view: batch_view.View, opening: Opening | None) -> list[Job]:
+    def _examined(self, opening: Opening | None) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
@@ -384,10 +385,10 @@ class _Run:
                 started = time.perf_counter()
         # Printed after the bar has been removed.
         for result in failed:
-            view.finished(result)
+            self._view.finished(result)
         return todo
 
-    def _decode(self, engine: Engine | Cluster, parallel: int, view: batch_view.View) -> None:
+    def _decode(self, engine: Engine | Cluster, parallel: int) -> None:
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
             # As many documents again are prompts already when a slot becomes free, so that the engine does not wait for a
@@ -404,11 +405,11 @@ class _Run:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 left -= 1
-                view.finished(outcome)
+                self._view.finished(outcome)
             # Not after each document: with many short ones, drawing would take the time of the scheduler's thread.
             if (now := time.perf_counter()) >= drawn + _TICK_S:
                 drawn = now
-                view.show(self._running, self._waiting)
+                self._view.show(self._running, self._waiting)
 
     def _work(self, engine: Engine | Cluster) -> None:
         """A worker: processes one document after another."""
@@ -474,9 +475,11 @@ class _Run:
         key = (job.source.name, self._fingerprints.split, part)
         with self._writing:
             known = self.journal.kept_call(*key)
-        if known is not None:
-            job.read_tokens += known["prompt_tokens"]
-            return Generation(**known)
+            if known is not None:
+                job.read_tokens += known["prompt_tokens"]
+                job.answer_tokens += len(known["tokens"])
+                self._view.known(known["prompt_tokens"], len(known["tokens"]))
+                return Generation(**known)
         found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
         with self._writing:
             self.journal.keep_call(*key, asdict(found))

@@ -59,6 +59,11 @@ class View:
         if self._shown and self._live is None:
             render.note(_line(result))
 
+    def known(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Leaves a call of an earlier run out of the rates; the document counts as if all its calls were of this one."""
+        self._prompt_tokens -= prompt_tokens
+        self._new_tokens -= new_tokens
+
     def show(self, running: Sequence[Job], waiting: Collection[Job]) -> None:
         """Draws the running documents and the totals."""
         if self._live is None:
@@ -98,7 +103,7 @@ class View:
         left: float = sum(job.tokens or 0 for job in list(waiting))
         left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
         # An answer's time is assumed proportional to its prompt, which says nothing about the last answers.
-        if self._answers and left:
+        if self._answers and left and read:
             parts.append(f"about {duration(elapsed * left / read)} left")
         return ", ".join(parts)
 
