@@ -11,9 +11,9 @@ from conftest import Outcome, lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch_plan, batch_view, engine, mapreduce, sources, tokenizer
+from quantspec_cli import batch_plan, batch_view, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.engine import Generation
-from quantspec_cli.errors import DoesNotFitError
+from quantspec_cli.errors import DoesNotFitError, FileError
 
 Run = Callable[..., Outcome]
 
@@ -78,6 +78,18 @@ def test_an_interrupted_document_continues_after_its_last_call(
     assert run("out", "--no-resume")[0] == whole
     failing(30, "--no-resume")
     assert run("out", "--no-resume")[0] == whole
+
+
+def test_a_call_that_cannot_be_kept_is_no_failure(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise FileError("the journal cannot be used: disk is full", "free some space")
+
+    monkeypatch.setattr(journal.Journal, "keep_call", full)
+    (tmp_path / "long.txt").write_text("word " * 2000)
+    command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / "out"), "-n", "20", "-c", "700"]
+    assert quantspec(*command, "--long", "map-reduce", "--instruction", "Sum up.").code == 0
 
 
 def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:

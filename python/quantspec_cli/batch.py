@@ -481,7 +481,8 @@ class _Run:
                 self._view.known(known["prompt_tokens"], len(known["tokens"]))
                 return Generation(**known)
         found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
-        with self._writing:
+        # A full disk is an error when the answer is written. Until then it costs only a repetition after an interrupt.
+        with self._writing, suppress(FileError):
             self.journal.keep_call(*key, asdict(found))
         return found
 
