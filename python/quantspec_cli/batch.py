@@ -322,6 +322,7 @@ class _Run:
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
         finished |= {source.name: "failed" for source in workload.failed}
+        self.journal.move(workload.moved)
         workload.foreign = set(self.journal.begin(todo, finished))
         # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and request.ray is None else None

@@ -119,6 +119,7 @@ class Workload:
     """The documents of a run, grouped by what has to be done.
 
     Attributes:
+        moved: places of answers, by name, that the journal last had at the place of another --suffix.
         again: number of documents that are done again.
         edited: documents whose answers were changed after they were written.
         foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
@@ -127,6 +128,7 @@ class Workload:
     todo: list[Job] = field(default_factory=list)
     skipped: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
     again: int = 0
     edited: list[str] = field(default_factory=list)
     foreign: set[str] = field(default_factory=set)
@@ -151,6 +153,7 @@ def find_work(request: Request, places: Mapping[Source, str], known: Contents, f
                     size = _size(Path(request.out) / place)
                     if _in_place(row, place, size, known.earlier.get(place)):
                         workload.skipped.append(source)
+                        workload.moved |= {source.name: place} if row.output != place else {}
                         workload.edited += [source.shown] if size != row.size else []
                         continue
                 if status == "failed" and not request.retry_failed:

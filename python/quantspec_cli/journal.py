@@ -236,6 +236,18 @@ class Journal:
         self._rewrite()
         return refused
 
+    def move(self, outputs: Mapping[str, str]) -> None:
+        """Records that the answers of these documents (name to output) are at these places as well, and names these."""
+        with self._reported(), self._transaction():
+            self._leave(outputs)
+            for name, output in outputs.items():
+                row = os.fsencode(name)
+                (line,) = self._connection.execute("SELECT result FROM documents WHERE name = ?", (row,)).fetchone()
+                line = json.dumps({**json.loads(line), "output": shown(output)}, ensure_ascii=False)
+                self._connection.execute(
+                    "UPDATE documents SET output = ?, result = ? WHERE name = ?", (os.fsencode(output), line, row)
+                )
+
     def finish(
         self, name: str, output: str, result: Mapping[str, Any], fingerprint: str, size: int | None = None
     ) -> None:
