@@ -236,6 +236,23 @@ def test_form_fields_are_read() -> None:
     assert text_of(raw) == "Name:\nJane Doe\nOhio\ntyped on top"
 
 
+def test_chosen_boxes_of_a_form_are_read() -> None:
+    def box(field: bytes, state: bytes) -> bytes:
+        return b"<< /Type /Annot /Subtype /Widget %s /AS /%s /Rect [0 0 9 9] >>" % (field, state)
+
+    boxes = [
+        box(b"/FT /Btn /T (b1) /TU 11 0 R", b"Yes"),
+        box(b"/FT /Btn /T (b2)", b"Off"),
+        box(b"/Parent 9 0 R", b"Single"),
+        box(b"/Parent 9 0 R", b"Off"),
+        b"<< /FT /Btn /Ff 32768 /T (status) /V /Single /Kids [7 0 R 8 0 R] >>",
+        box(b"/FT /Btn /Ff 65536 /T (print)", b"Yes"),
+        b"(I agree)",
+    ]
+    raw = pdf(lines("Form"), more=boxes, page=b"/Annots [5 0 R 6 0 R 7 0 R 8 0 R 10 0 R]")
+    assert text_of(raw) == "Form\n☒ I agree\n☒ status: Single"
+
+
 def test_a_form_for_adobe_only_is_refused() -> None:
     raw = pdf(lines("Please wait...")).replace(b"/Type /Catalog", b"/Type /Catalog /NeedsRendering true")
     assert "XFA" in refusal(raw).message

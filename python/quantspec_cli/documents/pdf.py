@@ -34,6 +34,9 @@ _WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
 _GAP = 1.3
 # A page with a page-sized picture and fewer words than this is probably a scan with a stamp.
 _SCAN_WORDS = 25
+# Flags of a form's buttons.
+_RADIO = 1 << 15
+_PUSH_BUTTON = 1 << 16
 # Messages of pypdf shown in full; the others are counted.
 _MESSAGES_MAX = 3
 
@@ -225,9 +228,22 @@ def _filled(page: PageObject) -> list[str]:
             field = annotation if "/FT" in annotation else parent.get_object() if parent else {}
             if field.get("/FT") in {"/Tx", "/Ch"}:
                 text = field.get("/V")
+            elif field.get("/FT") == "/Btn":
+                text = _chosen(annotation, field)
         if isinstance(text, str) and text.strip():
             found.append(text.strip())
     return found
+
+
+def _chosen(box: Any, field: Any) -> str:
+    """A check box or radio button that is chosen, with its field's description or name; "" for others."""
+    # Only [] follows references to other objects.
+    state, kind = (of[key] if key in of else None for of, key in ((box, "/AS"), (field, "/Ff")))
+    name = next((field[key] for key in ("/TU", "/T") if key in field), "")
+    kind = kind if isinstance(kind, int) else 0
+    if state in (None, "/Off") or kind & _PUSH_BUTTON or not name:
+        return ""
+    return f"\N{BALLOT BOX WITH X} {name}" + (f": {str(state).removeprefix('/')}" if kind & _RADIO else "")
 
 
 def _ranges(numbers: list[int]) -> str:
