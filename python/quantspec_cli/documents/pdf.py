@@ -237,13 +237,18 @@ def _filled(page: PageObject) -> list[str]:
 
 def _chosen(box: Any, field: Any) -> str:
     """A check box or radio button that is chosen, with its field's description or name; "" for others."""
-    # Only [] follows references to other objects.
-    state, kind = (of[key] if key in of else None for of, key in ((box, "/AS"), (field, "/Ff")))
-    name = next((field[key] for key in ("/TU", "/T") if key in field), "")
+    state, kind = _entry(box, "/AS"), _entry(field, "/Ff")
     kind = kind if isinstance(kind, int) else 0
+    name = _entry(field, "/TU") or _entry(field, "/T")
     if state in (None, "/Off") or kind & _PUSH_BUTTON or not name:
         return ""
     return f"\N{BALLOT BOX WITH X} {name}" + (f": {str(state).removeprefix('/')}" if kind & _RADIO else "")
+
+
+def _entry(of: Any, key: str) -> Any:
+    """A dictionary's entry, which may be a reference to an object; None if there is none."""
+    entry = of.get(key)
+    return None if entry is None else entry.get_object()
 
 
 def _ranges(numbers: list[int]) -> str:
