@@ -125,14 +125,17 @@ def render(
 
 
 def _marked(
-    turns: Sequence[Mapping[str, str]], tokens: Iterable[str], other: str
+    turns: Sequence[Mapping[str, str]], tokens: Sequence[str], other: str
 ) -> tuple[Sequence[Mapping[str, str]], str]:
     """The turns with a mark after the first character of each control token that users, documents and system prompts contain,
     and the mark; "" if they contain none. `other` text has no mark either. Encoded in parts, such a token is text: a document
     cannot end its own turn.
     """
     contents = [turn["content"] for turn in turns if turn["role"] != "assistant"]
-    found = {token for token in tokens if len(token) > 1 and any(token in content for content in contents)}
+    # A model may have hundreds of control tokens, and most begin alike.
+    begun = {start for start in {token[:2] for token in tokens} if any(start in content for content in contents)}
+    likely = [token for token in tokens if len(token) > 1 and token[:2] in begun]
+    found = {token for token in likely if any(token in content for content in contents)}
     if not found:
         return turns, ""
     texts = [other, *(turn["content"] for turn in turns)]

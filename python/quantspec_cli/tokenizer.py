@@ -195,7 +195,7 @@ class Tokenizer:
         found = self._inner.token_to_id(token) if token else None
         return None if found is None else int(found)
 
-    @property
+    @cached_property
     def control_tokens(self) -> list[str]:
         """Texts of the special tokens, which are encoded as such wherever a text has them."""
         return [self._inner.id_to_token(id) for id in self._hidden]
