@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm, Rope, RopeScaling, Scales};
+use quantspec_core::config::{Dtype, ModelConfig, Rope};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -90,32 +90,8 @@ impl Random {
 
 /// A model of one layer of which attention is tested.
 pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, dim: head_dim, scaling: RopeScaling::None, query_scale: None },
-        no_rope: Vec::new(),
-        local: None,
-        activation: Activation::Silu,
-        norms_less_one: false,
-        scales: Scales::NONE,
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: QkNorm::None,
-        norms: LayerNorms::Before,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
+    let rope = Rope { dim: head_dim, ..ModelConfig::default().rope };
+    ModelConfig { heads, kv_heads, head_dim, rope, tied_embeddings: true, dtype: Dtype::Bf16, ..ModelConfig::default() }
 }
 
 /// GELU by its definition with tanh.
