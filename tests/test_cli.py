@@ -13,11 +13,15 @@ from typing import Any
 import click
 import pytest
 from conftest import DEMO, Outcome, copy_demo, ids_of
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from quantspec_cli import __version__, tokenizer
 from quantspec_cli.cli import cli
 from quantspec_cli.engine import Statistics
+from quantspec_cli.errors import DoesNotFitError
+from quantspec_cli.model import Model, Prompt
 from quantspec_cli.options import METHODS
 
 Run = Callable[..., Outcome]
@@ -384,6 +388,33 @@ def test_ctx_size_limits_and_is_limited(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "x", "-n", "60", "-c", "50").assert_error(3, "context is 50", "raise the context")
     quantspec("run", "--text", "x", "-c", "200000").assert_error(3, "200000", "131072")
     assert quantspec("run", "--text", "x", "-n", "40", "-c", "50").code == 0
+
+
+@given(length=st.integers(1, 100), new_tokens=st.integers(1, 100), context=st.integers(1, 64))
+def test_every_remedy_of_a_short_context_works(length: int, new_tokens: int, context: int) -> None:
+    no_tokenizer: Any = None
+    model = Model("demo", DEMO, {"max_positions": 64}, no_tokenizer)
+
+    def hint(length: int, new_tokens: int, context: int) -> str:
+        try:
+            model.check_fits(Prompt([0] * length), new_tokens, context)
+        except DoesNotFitError as error:
+            return error.hint
+        return ""
+
+    remedies = hint(length, new_tokens, context)
+    _, both, changed = remedies.rpartition("raise the context to the model's 64, and ")
+    at = 64 if both else context
+    shorter = re.search(r"shorten the prompt to (\d+) token", changed)
+    assert shorter is None or hint(int(shorter[1]), new_tokens, at) == ""
+    fewer = re.search(r"ask for at most (\d+) new token", changed)
+    assert fewer is None or hint(length, int(fewer[1]), at) == ""
+    larger = "up to the model's 64" in changed
+    assert not larger or hint(length, new_tokens, 64) == ""
+    assert (remedies == "") == (length + new_tokens <= context)
+    if not (shorter or fewer or larger):
+        assert remedies in ("", "choose a model with a longer context")
+        assert length + new_tokens <= context or min(length, new_tokens) >= 64
 
 
 def test_an_engine_is_as_large_as_the_longest_sequence(fake: Any, quantspec: Run) -> None:

@@ -343,6 +343,7 @@ def test_files_that_hold_no_schema(quantspec: Run, tmp_path: Path) -> None:
     refused(b"\xff\xfe{}", "not UTF-8 at byte 0")
     refused(b'"text"', "no object")
     quantspec("run", "--text", "A", "--json-schema", str(tmp_path)).assert_error(2, "is not a file")
+    quantspec("run", "--text", "A", "--json-schema", "").assert_error(2, "'' is not a file")
     assert not (tmp_path / "out").exists()
 
 

@@ -41,6 +41,19 @@ def test_a_flag_beats_a_variable_and_a_variable_beats_the_file(
     assert gamma_used(quantspec(*command, "--gamma", "2")) == 2
 
 
+def test_flags_that_differ_between_commands_are_not_shared(
+    fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTSPEC_DRAFT_PAGES", "all")
+    monkeypatch.setenv("QUANTSPEC_BATCH", "1,4")
+    file.write_text('draft-pages = "auto"\nbatch = "1,4"\n')
+    quantspec("eval", "-p", "nosuch").assert_error(1, "nosuch does not exist")
+    assert quantspec("plan", "--json").json["batch"] == 1
+    file.write_text('[eval]\ndraft-pages = "many"\n[plan]\nbatch = 2\n')
+    quantspec("eval", "-p", "nosuch").assert_error(2, "--draft-pages has 'many'", f"draft-pages in {file}")
+    assert quantspec("plan", "--json").json["batch"] == 2
+
+
 def test_a_refused_value_names_its_source(
     fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -566,10 +566,12 @@ def bench(
     metavar="N",
     help="Process the first N tokens as a prompt. They and the next token are not scored.",
 )
+# For `run` a variable or a key of this name has another meaning, and values such as "auto".
 @click.option(
     "--draft-pages",
     cls=Lists,
     metavar="LIST",
+    allow_from_autoenv=False,
     help="Compare ways to choose this many pages for a draft: best, snap, window, and single tokens.",
 )
 @click.option(

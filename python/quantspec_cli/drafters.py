@@ -98,7 +98,7 @@ def ids_of(model: Model, name: str, text: str, request: Request) -> list[int]:
         raise DoesNotFitError(
             f"depth {max(request.depths)} and {request.tokens} decoded tokens take {request.capacity} tokens, the context "
             f"of {model.name} is {model.context}",
-            "lower --depths or --decode",
+            _room(request, model.context),
         )
     wanted = max(request.depths) + 1
     ids = model.tokenizer.encode_start(text, wanted)
@@ -107,6 +107,13 @@ def ids_of(model: Model, name: str, text: str, request: Request) -> list[int]:
             f"{name} has {len(ids)} tokens; {wanted} were requested", "give a longer text, or lower --depths"
         )
     return ids
+
+
+def _room(request: Request, context: int) -> str:
+    """A hint: values that fit a context."""
+    room = {"--depths": context - request.tokens - 1, "--decode": context - max(request.depths) - 1}
+    ways = [f"{flag} to at most {most}" for flag, most in room.items() if most > 0]
+    return f"lower {' or '.join(ways) or '--depths and --decode'}"
 
 
 def scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> list[dict[str, Any]]:

@@ -294,15 +294,12 @@ class Model:
         length, needed = len(prompt.ids), len(prompt.ids) + max_new_tokens
         if needed <= context:
             return needed
-        hints = []
-        if length < context:
-            hints.append(f"ask for at most {context - length} new token{'s' * (context - length > 1)} (-n)")
-        if max_new_tokens < context:
-            hints.append(
-                f"shorten the prompt to {context - max_new_tokens} token{'s' * (context - max_new_tokens > 1)}"
-            )
-        if context < self.context:
+        hints = _shorter(length, max_new_tokens, context)
+        if needed <= self.context:
             hints.append(f"raise the context, up to the model's {self.context}")
+        elif context < self.context and not hints:
+            ways = _shorter(length, max_new_tokens, self.context)
+            hints = [f"raise the context to the model's {self.context}, and {' or '.join(ways)}"] if ways else []
         raise DoesNotFitError(
             f"{prompt.name} and its answer need {needed} tokens ({length} + {max_new_tokens}); the context is {context}",
             " or ".join(hints) or "choose a model with a longer context",
@@ -325,6 +322,17 @@ class Model:
                 option="ctx_size",
             )
         return wanted
+
+
+def _shorter(length: int, max_new_tokens: int, context: int) -> list[str]:
+    """Each way to fit a prompt and its answer into a context by changing one of them."""
+    answer, prompt = context - length, context - max_new_tokens
+    ways = []
+    if answer > 0:
+        ways.append(f"ask for at most {answer} new token{'s' * (answer > 1)} (-n)")
+    if prompt > 0:
+        ways.append(f"shorten the prompt to {prompt} token{'s' * (prompt > 1)}")
+    return ways
 
 
 def planned(

@@ -33,7 +33,9 @@ def read(path: str) -> str:
     place = Path(path)
     if not files.is_file(place):
         what = "does not exist" if files.status(place) is None else "is not a file"
-        raise UsageError(f"{one_line(path)} {what}", "name a file that holds a JSON schema", option=_OPTION)
+        raise UsageError(
+            f"{one_line(path) or repr(path)} {what}", "name a file that holds a JSON schema", option=_OPTION
+        )
     try:
         return files.read(place).decode("utf-8-sig")
     except UnicodeDecodeError as error:

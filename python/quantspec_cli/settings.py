@@ -108,7 +108,7 @@ def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict
     defaults: dict[str, Any] = {name: {} for name in commands}
     _refuse_twice(path, "", table)
     for key, value in table.items():
-        users = [name for name in commands if _parameter(key) in known[name]]
+        users = [name for name in commands if _shared(known[name].get(_parameter(key)))]
         if not users or isinstance(value, dict):
             raise _unknown(path, key, set().union(*map(set, known.values())) | set(commands))
         for name in users:
@@ -176,6 +176,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _settable(command: click.Command) -> dict[str, click.Parameter]:
     return {name: parameter for parameter in command.params if (name := parameter.name) and name not in _NO_SETTING}
+
+
+def _shared(parameter: click.Parameter | None) -> bool:
+    """Whether a variable or a key at the top sets this parameter. It may have another meaning in another command."""
+    return isinstance(parameter, click.Option) and parameter.allow_from_autoenv
 
 
 def _checked(path: Path, key: str, value: object, parameter: click.Parameter) -> object:
