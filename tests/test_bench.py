@@ -16,13 +16,14 @@ import fake_native
 import pytest
 from conftest import copy_demo
 
-from quantspec_cli import hub, render
+from quantspec_cli import _native, hub, render
 from quantspec_cli.bench import grid, samples
 from quantspec_cli.bench import measure as measuring
 from quantspec_cli.bench.grid import Method
 from quantspec_cli.bench.samples import Sample
 from quantspec_cli.errors import DeviceError, InternalError
 from quantspec_cli.model import Model
+from quantspec_cli.options import BATCH_MAX
 
 CONTRACT = {
     *(
@@ -759,4 +760,11 @@ def test_a_batch_reads_weights_once_and_the_cache_once_per_sequence(quantspec: C
             emitted = row["mean_acceptance_length"] * batch
             assert row["round_ms"] == pytest.approx(row["ms_per_token"] * emitted, rel=0.05)
     quantspec("bench", "--batch", "0", *flags).assert_error(2, "--batch is 0")
-    quantspec("bench", "--batch", "5000", *flags).assert_error(2, "1 to 4096")
+    for too_many in (BATCH_MAX + 1, 10**8):
+        quantspec("bench", "--batch", str(too_many), *flags).assert_error(2, f"1 to {BATCH_MAX}")
+
+
+def test_the_largest_batch_is_one_that_every_method_can_have() -> None:
+    assert _native.planned(str(hub.demo()), capacity=1, slots=BATCH_MAX, device="cpu") > 0
+    with pytest.raises(_native.NativeError, match="make a step of"):
+        _native.planned(str(hub.demo()), capacity=1, slots=BATCH_MAX + 1, device="cpu")

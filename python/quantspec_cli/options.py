@@ -67,8 +67,8 @@ PAGES_MIN = 2
 # More than any cache has, and small enough for the engine's integers.
 PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
-# More sequences than any memory holds, and small enough for the engine's integers.
-BATCH_MAX = 4096
+# Sequences of a step whose rows, one and the longest draft of each, fit in 16 bits (STEP_ROWS_MAX in quantspec-py).
+BATCH_MAX = (2**16 - 1) // (GAMMA_MAX + 1)
 # More than any machine has, and small enough for the system's integers.
 THREADS_MAX = 4096
 # Longest n-grams that can be forbidden (NGRAM_MAX in quantspec-core), and most tokens of a position with log-probabilities.
