@@ -70,6 +70,10 @@ impl Costs {
 pub(crate) struct Ratio(pub(crate) f64, pub(crate) f64);
 
 impl Ratio {
+    pub(crate) fn value(self) -> f64 {
+        self.0 / self.1.max(f64::MIN_POSITIVE)
+    }
+
     pub(crate) fn add(&mut self, above: f64, below: f64, keep: f64) {
         *self = Ratio(self.0 * keep + above, self.1 * keep + below);
     }

@@ -25,6 +25,8 @@ pub struct Prior {
     pub bytes: f64,
     /// Highest plausible probability that a drafted token is accepted.
     pub alpha: f64,
+    /// Expected rejections, relative to those of other candidates with the same weights.
+    pub rejections: f64,
     /// Identifies its weights: measurements of one candidate apply in part to others with the same weights.
     pub weights: usize,
 }
@@ -51,8 +53,8 @@ fn forecast(prior: &Prior, priors: &[Prior], measured: &[Option<(f64, f64)>]) ->
 mod tests {
     use super::*;
 
-    const QUICK: Prior = Prior { bytes: 0.25, alpha: 0.95, weights: 0 };
-    const SLOW: Prior = Prior { bytes: 0.9, alpha: 0.99, weights: 1 };
+    const QUICK: Prior = Prior { bytes: 0.25, alpha: 0.95, rejections: 1.0, weights: 0 };
+    const SLOW: Prior = Prior { bytes: 0.9, alpha: 0.99, rejections: 1.0, weights: 1 };
 
     #[test]
     fn fewer_bytes_raise_a_forecast() {

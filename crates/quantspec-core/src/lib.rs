@@ -9,6 +9,7 @@
 pub mod ablation;
 pub mod attend;
 pub mod cache;
+mod candidate;
 pub mod config;
 mod costs;
 pub mod error;

@@ -9,8 +9,9 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
-use crate::costs::{Costs, RELIABLE, Ratio, Timings};
-use crate::forecast::expected_tokens;
+use crate::candidate::{Candidate, acceptance};
+use crate::costs::{Costs, RELIABLE};
+use crate::forecast::{Prior, expected_tokens};
 use crate::stop::Stop;
 
 /// Share of the time that may be lost against plain decoding; probes may lose as much against the fastest choice.
@@ -38,9 +39,6 @@ const RETIMED: (usize, f64) = (3, 0.9);
 /// Drafted tokens per sequence over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
-/// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
-const MARGIN_SCALE: f64 = 0.45;
-const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
 /// Cost of a drafted token, relative to the mean one, above which no draft becomes longer than chosen.
 const STEEP: f64 = 1.5;
 /// Drafts with a higher probability always continue, however expensive a step is.
@@ -80,40 +78,6 @@ struct Choice {
     gamma: usize,
     candidate: usize,
     probe: bool,
-}
-
-/// A way to draft: its cost and yield.
-#[derive(Clone, Debug)]
-struct Candidate {
-    /// Expected tokens in the time of a plain step; 0 if it cannot draft.
-    forecast: f64,
-    /// Seconds of one step.
-    step: Timings,
-    /// Accepted tokens per judged token.
-    acceptance: Ratio,
-    /// Rejections per rejection that margins predict at a scale of one logit.
-    margins: Ratio,
-    /// Rounds in which it was chosen, and the last of them.
-    rounds: usize,
-    last: usize,
-}
-
-impl Candidate {
-    fn new() -> Candidate {
-        // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
-        let (acceptance, margins) = (Ratio(4.0, 5.0), Ratio(2.0, 2.0 / MARGIN_SCALE));
-        Candidate { forecast: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
-    }
-
-    /// α, limited to values for which the geometric sum has a closed form (below 1).
-    fn alpha(&self) -> f64 {
-        (self.acceptance.0 / self.acceptance.1).min(0.999)
-    }
-
-    fn stop(&self, min_acceptance: f64) -> Stop {
-        let scale = self.margins.0 / self.margins.1.max(f64::MIN_POSITIVE);
-        Stop { min_acceptance, margin_scale: scale.clamp(MARGIN_SCALES.0, MARGIN_SCALES.1) }
-    }
 }
 
 impl Policy {
@@ -169,18 +133,21 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Measurements of each candidate: the time of its step relative to a plain one, and α. `None` before two of its drafts
+    /// Measurements of each candidate: the time of its step relative to a plain one, and accepted per judged tokens. `None` before two of its drafts
     /// were timed, as the first may be slow.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
         let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.recent.len() >= RELIABLE);
-        self.candidates.iter().map(|own| Some((known(own)?, own.alpha()))).collect()
+        self.candidates.iter().map(|own| Some((known(own)?, own.acceptance.value()))).collect()
     }
 
     /// Sets the expected tokens of each candidate in the time of a plain step, for the current round; 0 if it cannot draft.
-    /// Candidate 0 always can. The highest are tried first; those below the fastest choice's rate are not tried.
-    pub fn observe_forecasts(&mut self, forecasts: &[f64]) {
-        self.candidates.iter_mut().zip(forecasts).for_each(|(own, &forecast)| own.forecast = forecast);
+    /// Candidate 0 always can. The highest are tried first; those below the fastest choice's rate are not tried. `priors`: what
+    /// is known of each; may be empty.
+    pub fn observe_forecasts(&mut self, forecasts: &[f64], priors: &[Prior]) {
+        for (index, (own, &forecast)) in self.candidates.iter_mut().zip(forecasts).enumerate() {
+            (own.forecast, own.prior) = (forecast, priors.get(index).copied());
+        }
         self.next.candidate *= usize::from(self.candidates[self.next.candidate].forecast > 0.0);
     }
 
@@ -362,7 +329,7 @@ impl Policy {
     fn best(&self, candidate: usize) -> Option<(Choice, f64)> {
         let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
-        let alpha = self.candidates[candidate].alpha();
+        let alpha = acceptance(&self.candidates, candidate);
         let rate = |gamma| Some(expected_tokens(alpha, gamma) / self.round_s(candidate, gamma)?);
         let choices = gammas.filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)));
         choices.max_by(|a, b| a.1.total_cmp(&b.1))
@@ -391,7 +358,7 @@ impl Policy {
         let Some((round, token)) = self.round_s(candidate, gamma).zip(self.token_s(candidate, gamma)) else {
             return 0.0;
         };
-        let alpha = self.candidates[candidate].alpha();
+        let alpha = acceptance(&self.candidates, candidate);
         (expected_tokens(alpha, gamma) / round * token / alpha).clamp(0.0, MIN_ACCEPTANCE_MAX)
     }
 }

@@ -77,17 +77,23 @@ impl Drafter for Auto {
                 .filter(|(_, config)| config.view != View::Upper)
                 .for_each(|(forecast, _)| *forecast = 0.0);
         }
-        let mut priors: Vec<Prior> = self.own.0.iter().map(|config| outlook.prior(config)).collect();
         if let Some(second) = &self.second {
-            let bytes = second.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
-            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, weights: 2 });
             usable.extend(second.forecasts(outlook, &measured[usable.len()..]));
             if self.lags.is_empty() {
                 usable[self.own.candidates()..].fill(0.0);
             }
         }
-        let forecast = forecasts(&priors, measured).into_iter();
+        let forecast = forecasts(&self.priors(outlook), measured).into_iter();
         forecast.zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
+    }
+
+    fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
+        let mut priors = self.own.priors(outlook);
+        if let Some(second) = &self.second {
+            let bytes = second.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
+            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, rejections: 1.0, weights: 2 });
+        }
+        priors
     }
 
     fn method(&self, candidate: usize) -> Option<&'static str> {

@@ -9,6 +9,7 @@ use super::ngram::{LONGEST, Text};
 use super::{Drafter, Needs, Outlook, Proposed, Target};
 use crate::backend::{Memory, Turn};
 use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::forecast::Prior;
 use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
@@ -142,6 +143,10 @@ impl Drafter for Copying {
 
     fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         self.network.forecasts(outlook, measured)
+    }
+
+    fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
+        self.network.priors(outlook)
     }
 
     fn method(&self, candidate: usize) -> Option<&'static str> {

@@ -58,6 +58,11 @@ pub trait Drafter: Debug + Send {
         vec![f64::INFINITY; self.candidates()]
     }
 
+    /// What is known of each candidate before it drafts, for one round; empty if nothing is.
+    fn priors(&self, _outlook: &Outlook) -> Vec<Prior> {
+        Vec::new()
+    }
+
     /// Name of a candidate's method, if the drafter has several.
     fn method(&self, _candidate: usize) -> Option<&'static str> {
         None
@@ -125,6 +130,10 @@ pub struct Outlook<'a> {
 /// Optimistic acceptance with 4-bit weights, and with the target's weights.
 const ALPHA: [f64; 2] = [0.95, 0.99];
 
+/// Loss of acceptance by reading one of 32 pages. It grows with the fifth root of pages per page read, as observed
+/// for one of 4 to one of 64 pages on widened models.
+const LOSS: f64 = 0.05;
+
 /// Bytes of the upper plane relative to both (`--weights int8`).
 const UPPER_PLANE: f64 = 0.53;
 
@@ -142,20 +151,26 @@ impl Outlook<'_> {
             (Weights::Draft | Weights::Draft4, 0) => UPPER_PLANE * weights_bytes as f64,
             (Weights::Draft | Weights::Draft4, bytes) => bytes as f64,
         };
-        let read = self.visible.iter().map(|&visible| pages.count().map_or(visible, |n| n.min(visible)));
         let page = match view {
             View::Upper => upper_page_bytes(self.head_dim),
             View::Both => upper_page_bytes(self.head_dim) + lower_page_bytes(self.head_dim),
             View::Full => full_page_bytes(self.head_dim),
         };
-        weights + (read.sum::<usize>() * page * self.kv_heads) as f64
+        weights + (self.read(pages) * page * self.kv_heads) as f64
+    }
+
+    /// Pages that all sequences read in a step, per KV head.
+    fn read(&self, pages: Pages) -> usize {
+        self.visible.iter().map(|&visible| pages.count().map_or(visible, |n| n.min(visible))).sum()
     }
 
     /// What is known of a draft configuration before it drafts.
     fn prior(&self, config: &DraftConfig) -> Prior {
         let bytes = self.step_bytes(config.weights, config.view, config.pages);
         let weights = usize::from(config.weights == Weights::Full);
-        Prior { bytes: bytes / self.plain_bytes(), alpha: ALPHA[weights], weights }
+        let per_read = self.read(Pages::All).max(1) as f64 / self.read(config.pages).max(1) as f64;
+        let rejections = 1.0 - ALPHA[weights] + LOSS * (per_read.powf(0.2) - 1.0);
+        Prior { bytes: bytes / self.plain_bytes(), alpha: ALPHA[weights], rejections, weights }
     }
 
     /// Bytes of a plain step, as [`Outlook::step_bytes`].

@@ -39,8 +39,12 @@ impl Drafter for SelfQuantised {
         if self.0.len() == 1 {
             return usable;
         }
-        let priors: Vec<Prior> = self.0.iter().map(|config| outlook.prior(config)).collect();
-        forecasts(&priors, measured).into_iter().zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
+        let forecasts = forecasts(&self.priors(outlook), measured).into_iter();
+        forecasts.zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
+    }
+
+    fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
+        self.0.iter().map(|config| outlook.prior(config)).collect()
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {

@@ -112,14 +112,14 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Tells the policy what the drafter expects of its candidates at the round's lengths.
+    /// Tells the policy what the drafter knows and expects of its candidates at the round's lengths.
     fn observe_forecasts(&mut self) {
         let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
         let (config, target, memory) = (self.backend.config(), *target, self.loaded);
         let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
         let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
         let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
-        policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()));
+        policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()), &drafter.priors(&outlook));
     }
 
     /// Drafts the round's tokens, at most `steps` of a sequence.
