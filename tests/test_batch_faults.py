@@ -90,7 +90,9 @@ def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run
 
 
 def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Path) -> None:
-    child = start("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "40", script={"round_s": 1.0})
+    (docs / "long.txt").write_text("word " * 3000)
+    flags = ["-n", "40", "-c", "700", "--long", "map-reduce", "--instruction", "Sum up."]
+    child = start("batch", str(docs), "--out", str(tmp_path / "out"), *flags, script={"round_s": 1.0})
     child.until("verify")
     child.send_signal(signal.SIGINT)
     time.sleep(0.4)

@@ -24,11 +24,11 @@ import json, subprocess, sys, time
 from pathlib import Path
 from ray.cluster_utils import Cluster
 
-docs, out = sys.argv[1:3]
+docs, out, *flags = sys.argv[1:]
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 other = nodes.add_node(num_cpus=1)
 nodes.wait_for_nodes()
-options = ["-n", "200", "--parallel", "2", "--device", "cpu", "-t", "1", "--ignore-eos", "--json", "--ray", nodes.address]
+options = [*flags, "--parallel", "2", "--device", "cpu", "--json", "--ray", nodes.address]
 command = [sys.executable, "-m", "quantspec_cli", "batch", docs, "--out", out, "-m", "model", *options]
 # The workers are in another folder.
 batch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(out).parent)
@@ -50,22 +50,25 @@ def test_a_node_that_dies_loses_nothing(quantspec: Callable[..., Outcome], tmp_p
     docs.mkdir()
     for number in range(24):
         (docs / f"{number}.txt").write_text(f"Chapter {number}. " + "It was a dark and stormy night. " * (1 + number))
+    # Answered in parts.
+    (docs / "long.txt").write_text("".join(f"It was night {number}, and the rain fell. " for number in range(700)))
     (tmp_path / "model").symlink_to(hub.demo())
     out = tmp_path / "cluster"
-    command = [sys.executable, "-c", DRIVER, str(docs), str(out)]
+    flags = ["-n", "200", "-c", "1000", "--long", "map-reduce", "--instruction", "Go on.", "-t", "1", "--ignore-eos"]
+    command = [sys.executable, "-c", DRIVER, str(docs), str(out), *flags]
     # Ray would send statistics about its use.
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     report = found["report"]
-    assert (found["code"], report["done"], report["failed"]) == (0, 24, 0)
-    assert 0 < found["at_kill"] < 24, "the node died when documents were under way"
+    assert (found["code"], report["done"], report["failed"]) == (0, 25, 0)
+    assert 0 < found["at_kill"] < 25, "the node died when documents were under way"
     assert (report["stats"]["workers"], report["stats"]["workers_lost"]) == (2, 1)
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert sorted(line["document"] for line in lines) == sorted(path.name for path in docs.iterdir()), "each once"
     alone = tmp_path / "alone"
-    assert quantspec("batch", str(docs), "--out", str(alone), "-n", "200", "--ignore-eos", "-t", "1").code == 0
+    assert quantspec("batch", str(docs), "--out", str(alone), *flags).code == 0
     for path in docs.iterdir():
         assert (out / f"{path.name}.md").read_text() == (alone / f"{path.name}.md").read_text()
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import pty
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome, lines
+from conftest import Child, Outcome, lines, rest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,16 +52,29 @@ def test_an_interrupted_document_continues_after_its_last_call(
 ) -> None:
     (tmp_path / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
     calls: list[int] = []
-    start = engine.Engine.start
+    kept, reused = [], []
+    start, keep, find = engine.Engine.start, journal.Journal.keep_call, journal.Journal.kept_call
 
     def counted(self: Any, prompts: Any, options: Any, **others: Any) -> Any:
         calls.append(len(prompts))
         return start(self, prompts, options, **others)
 
+    def keeping(*arguments: Any) -> None:
+        kept.append(arguments)
+        keep(*arguments)
+
+    def finding(*arguments: Any) -> Any:
+        found = find(*arguments)
+        reused.extend([found] if found else [])
+        return found
+
     monkeypatch.setattr(engine.Engine, "start", counted)
+    monkeypatch.setattr(journal.Journal, "keep_call", keeping)
+    monkeypatch.setattr(journal.Journal, "kept_call", finding)
 
     def run(out: str, *flags: str) -> tuple[int, Any]:
-        calls.clear()
+        for seen in (calls, kept, reused):
+            seen.clear()
         command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / out), "-n", "20", "-c", "700", "--json"]
         report = quantspec(*command, "--long", "map-reduce", "--instruction", "Sum up.", *flags).json
         for result in report["results"]:
@@ -68,16 +90,141 @@ def test_an_interrupted_document_continues_after_its_last_call(
         return made
 
     whole, calm = run("calm")
-    in_map = failing(30)
-    assert 2 < in_map < whole
-    assert failing(0, "--seed", "1", "--temperature", "1") == 1, "other options give other answers"
+    begun = failing(8)
+    done = len(kept)
+    assert 0 < done < begun <= whole
+    failing(0, "--seed", "1", "--temperature", "1")
+    assert not reused, "other options give other answers"
     made, report = run("out")
-    assert made == whole - (in_map - 1)
+    assert (made, len(reused)) == (whole - done, done)
     assert report["results"] == calm["results"]
     # Nothing is kept of a finished document, and --no-resume begins again.
     assert run("out", "--no-resume")[0] == whole
-    failing(30, "--no-resume")
+    failing(8, "--no-resume")
     assert run("out", "--no-resume")[0] == whole
+
+
+SPLIT = ("--long", "map-reduce", "--instruction", "Sum up.", "-n", "20", "-c", "700")
+
+
+def mixed(folder: Path) -> Path:
+    """Two long documents and many short ones."""
+    folder.mkdir()
+    for number, paragraphs in enumerate((60, 25)):
+        text = "\n\n".join(f"Paragraph {number} {place}. " + "word " * 50 for place in range(paragraphs))
+        (folder / f"long{number}.txt").write_text(text)
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(f"Document {number}. " * (1 + number))
+    return folder
+
+
+def results(report: Any) -> dict[str, str]:
+    """The lines of results.jsonl by document, without their times."""
+    return {result["document"]: json.dumps({**result, "seconds": 0}) for result in report["results"]}
+
+
+def test_parts_decode_together_and_change_nothing(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = mixed(tmp_path / "docs")
+    fake.round_s = 0.002
+    alone = quantspec("batch", str(docs), "--out", str(tmp_path / "alone"), *SPLIT, "--json", "--parallel", "1").json
+    assert (alone["done"], alone["stats"]["batch_peak"]) == (14, 1)
+    start = engine.Engine.start
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(random.random() * 0.01)
+        return start(*arguments, **options)
+
+    monkeypatch.setattr(engine.Engine, "start", late)
+    for parallel in ("auto", "9"):
+        found = quantspec(
+            "batch", str(docs), "--out", str(tmp_path / parallel), *SPLIT, "--json", "--parallel", parallel
+        )
+        assert results(found.json) == results(alone)
+    assert "quantspec-part" not in {thread.name for thread in threading.enumerate()}
+    book = ["batch", str(docs / "long0.txt"), "--out", str(tmp_path / "book"), *SPLIT, "--json"]
+    plan = quantspec(*book, "--dry-run").json
+    report = quantspec(*book).json
+    assert (plan["parallel"], fake.engines[-1]["slots"], report["stats"]["batch_peak"]) == (4, 4, 4)
+    assert fake.engines[-1]["pool_tokens"] == plan["pool"] > 3 * 600
+    assert quantspec(*book, "--dry-run", "--no-resume", "--parallel", "3").json["parallel"] == 3
+    fake.memory_bytes = 1000 * 2 * 700
+    tight = quantspec(*book, "--dry-run", "--no-resume").json
+    assert (tight["pool"], tight["fits"]) == (10 * 128, True), "pages for two parts"
+    (docs / "long0.txt").write_text("word " * 900)
+    fake.memory_bytes = 10**12
+    short = quantspec(*book, "--dry-run").json
+    assert (short["new_tokens"], short["parallel"]) == (20 * 3, 2), "two parts, and the call for both answers"
+
+
+def test_a_part_that_fails_fails_its_document_alone(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    docs = mixed(tmp_path / "docs")
+    command = ["batch", str(docs), *SPLIT, "--json", "--parallel", "2", "--out"]
+    calm = quantspec(*command, str(tmp_path / "calm")).json
+    book = next(result for result in calm["results"] if result["document"] == "long0.txt")
+    fake.not_finite = book["tree"]["parts"][2]["prompt_tokens"]
+    report = quantspec(*command, str(tmp_path / "out")).json
+    failed = [result["document"] for result in report["results"] if result["status"] == "failed"]
+    assert "long0.txt" in failed
+    assert {result["error"]["kind"] for result in report["results"] if result["error"]} == {"not_finite"}
+    assert report["done"] + len(failed) == 14
+    assert "quantspec-part" not in {thread.name for thread in threading.enumerate()}
+    fake.not_finite = None
+    again = quantspec(*command, str(tmp_path / "out"), "--retry-failed").json
+    assert results(again) == results(calm)
+
+
+def test_an_interrupt_ends_all_parts(start: Callable[..., Child], fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 5000)
+    command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--json", "--parallel", "3", "--out", str(tmp_path / "out")]
+    child = start(*command, script={"round_s": 0.1})
+    child.until("prefill", 5)
+    started = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=20)
+    assert (child.returncode, time.monotonic() - started < 2) == (143, True)
+    assert quantspec(*command).json["done"] == 1
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_calls_of_a_document(toy_command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 2700)
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.08}), "TERM": "xterm", "COLUMNS": "80"}
+    command = [*toy_command, "batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / "out"), *SPLIT]
+    child = subprocess.Popen(command, stderr=end, env=environment)
+    os.close(end)
+    seen = rest_of(terminal).decode()
+    assert child.wait(timeout=30) == 0
+    shown = re.findall(r"long.txt  (\S+) +(\d+) of (\d+) calls  2,7\d\d prompt tokens", seen)
+    assert shown[0][1:] == ("0", "5")
+    assert ("decoding", "5", "6") in shown, "the last call, for the five answers"
+    done = [int(number) for _, number, _ in shown]
+    assert done == sorted(done)
+
+
+@pytest.mark.slow
+def test_kills_in_parts_lose_nothing(start: Callable[..., Child], fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    docs = mixed(tmp_path / "docs")
+    command = ["batch", str(docs), *SPLIT, "--json", "--out"]
+    calm = quantspec(*command, str(tmp_path / "calm"), "--parallel", "1").json
+    random.seed(5)
+    kills, ended, script = 0, False, {"round_s": 0.02}
+    while not ended:
+        child = start(*command, str(tmp_path / "out"), "-q", script=script)
+        while child.poll() is None and not child.stages.exists():
+            time.sleep(0.005)
+        time.sleep(random.random() * 0.4)
+        number = (signal.SIGKILL, signal.SIGTERM)[kills % 2]
+        ended = child.poll() is not None
+        child.send_signal(number)
+        child.communicate(timeout=20)
+        assert child.returncode in {0, -number, 128 + number}
+        kills += not ended
+        assert kills < 100
+    assert kills > 3
+    assert results(quantspec(*command, str(tmp_path / "out")).json) == results(calm)
 
 
 def test_a_call_that_cannot_be_kept_is_no_failure(
@@ -104,11 +251,12 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
         job = batch_plan.Job(sources.Source("b"), "b.md", tokens=5250)
         totals = "2 of 3 documents, 1 failed, prompts 105 and answers 5.5 tokens/s, about 50 s left"
         assert view.totals([], [job]) == totals
-        # Two parts are done, and half of the third one is read.
-        job.stage, job.done, job.total, job.call_tokens, job.read_tokens = "reading", 1, 2, 1000, 2000
+        # Two parts are done, another one is half read, and a third waits.
+        job.read_tokens = 2000
+        job.running = [batch_plan.RunningCall(1000, "reading", 1, 2), batch_plan.RunningCall(1000)]
         assert view.totals([job], []).endswith("about 21 s left")
-        # All is read, and the answer grows.
-        job.stage, job.read_tokens = "decoding", 4250
+        # All is read, and the answers grow.
+        job.running = [batch_plan.RunningCall(1625, "decoding", 3) for _ in range(2)]
         assert "left" not in view.totals([job], [])
         # All calls of the next document are of an earlier run.
         view.finished({**result, "prompt_tokens": 4250})
@@ -179,9 +327,9 @@ def test_a_part_without_text_is_not_asked_about() -> None:
 
     asked: list[str] = []
 
-    def call(text: str) -> Generation:
-        asked.append(text)
-        return Generation(1, [1], "short", "eos")
+    def call(texts: Sequence[str]) -> list[Generation]:
+        asked.extend(texts)
+        return [Generation(1, [1], "short", "eos") for _ in texts]
 
     mapreduce.answer("it", "word " * 20 + "\n" * 300 + "word " * 20, budget=100, count=count, call=call)
     assert len(asked) > 2
@@ -191,9 +339,9 @@ def test_a_part_without_text_is_not_asked_about() -> None:
 def test_partial_answers_are_reduced_as_often_as_needed() -> None:
     calls: list[str] = []
 
-    def call(text: str) -> Generation:
-        calls.append(text)
-        return Generation(words(text), [1], f"answer {len(calls)}", "eos")
+    def call(texts: Sequence[str]) -> list[Generation]:
+        calls.extend(texts)
+        return [Generation(words(text), [1], f"answer {len(calls)}", "eos") for text in texts]
 
     tree = mapreduce.answer("it", "word " * 2000, budget=30, count=words, call=call)
     assert tree.count() == len(calls)
@@ -203,7 +351,11 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
     assert depth >= 3
     with pytest.raises(DoesNotFitError, match="two partial answers"):
         mapreduce.answer(
-            "it", "word " * 100, budget=30, count=words, call=lambda _: Generation(1, [1], "long " * 20, "length")
+            "it",
+            "word " * 100,
+            budget=30,
+            count=words,
+            call=lambda texts: [Generation(1, [1], "long " * 20, "length") for _ in texts],
         )
     with pytest.raises(DoesNotFitError, match="one character"):
         mapreduce.split("it", "word " * 10, 5, lambda text: 6 + len(text))

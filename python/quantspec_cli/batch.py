@@ -1,8 +1,9 @@
 """`quantspec batch`: a directory of documents in, one answer per document out.
 
-Each worker thread processes one document at a time, from its bytes to its row in the journal; the engine's scheduler
-combines them in shared rounds. The main thread shows progress and handles signals, so a signal never arrives between the
-steps that finish an answer. Every document ends as done or failed, and the next run continues an interrupted one.
+Each worker thread processes one document at a time, from its bytes to its row in the journal, and parts of a long one have
+threads of their own; the engine's scheduler combines them in shared rounds. The main thread shows progress and handles
+signals, so a signal never arrives between the steps that finish an answer. Every document ends as done or failed, and the
+next run continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -44,6 +46,7 @@ from .batch_plan import (
     Reader,
     Request,
     Room,
+    RunningCall,
     Workload,
     dry_run,
     examined,
@@ -301,6 +304,8 @@ class _Run:
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
+        # Places of the threads of all documents' parts.
+        self._places = threading.Semaphore(0)
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
         self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not request.quiet)
@@ -390,11 +395,13 @@ class _Run:
         return todo
 
     def _decode(self, engine: Engine | Cluster, parallel: int) -> None:
+        # As many documents or parts again are prompts already when a slot becomes free, so that the engine does not wait for
+        # a tokenizer or a disk.
+        threads = parallel if isinstance(engine, Cluster) else 2 * parallel
+        self._places.release(threads)
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
-            # As many documents again are prompts already when a slot becomes free, so that the engine does not wait for a
-            # tokenizer or a disk.
-            for _ in range(parallel if isinstance(engine, Cluster) else 2 * parallel)
+            for _ in range(threads)
         ]
         left = len(self._waiting)
         for worker in self._workers:
@@ -429,7 +436,6 @@ class _Run:
                 return
             finally:
                 self._running.remove(job)
-                job.stream = None  # it has the prompt's ids, and the run has all jobs
 
     def _outcome(self, engine: Engine | Cluster, job: Job) -> Outcome:
         started = time.perf_counter()
@@ -459,10 +465,10 @@ class _Run:
                     raise KeyboardInterrupt
                 return reader.tokens(name, text)
 
-            def call(text: str) -> Generation:
-                if text == document.text:
-                    return self._generate(engine, job, reader.prompt(name, text))
-                return self._call(engine, job, text)
+            def call(texts: Sequence[str]) -> Sequence[Generation]:
+                if texts == [document.text]:
+                    return [self._generate(engine, job, reader.prompt(name, document.text))]
+                return self._level(engine, job, texts)
 
             return mapreduce.answer(
                 name, document.text, budget=reader.budget, count=count, call=call
@@ -471,14 +477,47 @@ class _Run:
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
 
+    def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
+        """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error is
+        that of the first of them, whichever ends first: those before it have begun, and all that have begun are awaited.
+        """
+        job.known_calls += len(parts)
+        if len(parts) == 1:
+            return [self._call(engine, job, parts[0])]
+        answers: list[Future[Generation]] = []
+        threads: list[threading.Thread] = []
+        failed = threading.Event()
+
+        def work(part: str, answer: Future[Generation]) -> None:
+            try:
+                answer.set_result(self._call(engine, job, part))
+            except BaseException as error:
+                answer.set_exception(error)
+                failed.set()
+            finally:
+                self._places.release()
+
+        for part in parts:
+            self._places.acquire()
+            if failed.is_set():
+                self._places.release()
+                break
+            answers.append(Future())
+            threads.append(threading.Thread(target=work, args=(part, answers[-1]), name="quantspec-part", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return [answer.result() for answer in answers]
+
     def _call(self, engine: Engine | Cluster, job: Job, part: str) -> Generation:
         """The answer to a part of a document, which an interrupted run may have decoded already."""
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
         key = (job.source.name, self._fingerprints.split, part)
         with self._writing:
             known = self.journal.kept_call(*key)
             if known is not None:
-                job.read_tokens += known["prompt_tokens"]
-                job.answer_tokens += len(known["tokens"])
+                job.count(known["prompt_tokens"], len(known["tokens"]))
                 self._view.known(known["prompt_tokens"], len(known["tokens"]))
                 return Generation(**known)
         found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
@@ -497,31 +536,34 @@ class _Run:
                 f"{engine.context}",
                 "run the command again",
             )
-        job.stage, job.done, job.total, job.call_tokens = "waiting", 0, 0, len(prompt.ids)
-        if isinstance(engine, Cluster):
-            job.stage = "decoding"
-            generation = engine.generate(prompt, options, self._stopping)
-        else:
-            generation = self._decoded(engine, job, prompt)
-        job.read_tokens += len(prompt.ids)
-        job.answer_tokens += len(generation.tokens)
-        job.call_tokens = job.done = 0
+        call = RunningCall(len(prompt.ids), "decoding" if isinstance(engine, Cluster) else "waiting")
+        job.running.append(call)
+        try:
+            if isinstance(engine, Cluster):
+                generation = engine.generate(prompt, options, self._stopping)
+            else:
+                generation = self._decoded(engine, call, prompt)
+        finally:
+            job.running.remove(call)
+            call.stream = None  # it has the prompt's ids, and a callback that refers to the call
+        with self._writing:
+            job.count(len(prompt.ids), len(generation.tokens))
         return generation
 
-    def _decoded(self, engine: Engine, job: Job, prompt: Prompt) -> Generation:
+    def _decoded(self, engine: Engine, call: RunningCall, prompt: Prompt) -> Generation:
         def on_prefill(done: int, total: int) -> None:
-            job.stage, job.done, job.total = "reading", done, total
+            call.stage, call.done, call.total = "reading", done, total
             # `_stop` may have run before the stream existed.
-            if self._stopping.is_set() and (stream := job.stream) is not None:
+            if self._stopping.is_set() and (stream := call.stream) is not None:
                 stream.close()
 
         options = self.reader.options
         with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
-            job.stream = stream
+            call.stream = stream
             if self._stopping.is_set():  # `_stop` may have missed this stream
                 raise KeyboardInterrupt
             for _ in stream:
-                job.stage, job.done, job.total = "decoding", stream.new_tokens, options.max_new_tokens
+                call.stage, call.done = "decoding", stream.new_tokens
                 # An answer that was complete before the end is kept, even if this thread had not read it yet.
                 if self._stopping.is_set() and stream.generation.stop_reason == "interrupted":
                     raise KeyboardInterrupt
@@ -560,8 +602,8 @@ class _Run:
     def _stop(self) -> None:
         """Ends running work; the next run repeats documents that were decoding."""
         self._stopping.set()
-        for job in list(self._running):
-            if (stream := job.stream) is not None:
+        for call in [call for job in list(self._running) for call in list(job.running)]:
+            if (stream := call.stream) is not None:
                 stream.close()
         for worker in self._workers:
             if worker.is_alive():  # an interrupt may arrive before the last worker has started
@@ -653,7 +695,7 @@ def _cluster(
     *,
     model_print: str,
 ) -> tuple[Cluster, int]:
-    """The workers of a Ray cluster, with room for the longest document, and the number of documents that decode together."""
+    """The workers of a Ray cluster, with room for the longest document, and the number of sequences that decode together."""
     spec = WorkerSpec(
         model=hub.absolute(request.model),
         revision=request.revision,
@@ -670,8 +712,8 @@ def _cluster(
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")
     if not request.quiet:
         workers = render.count(cluster.workers, "worker")
-        render.note(f"{render.count(cluster.parallel, 'document')} at once on {workers} of the Ray cluster")
-    return cluster, min(cluster.parallel, len(todo))
+        render.note(f"{render.count(cluster.parallel, 'sequence')} at once on {workers} of the Ray cluster")
+    return cluster, cluster.parallel
 
 
 def _engine(request: Request, engine_options: EngineOptions, reader: Reader, fit: Room) -> Engine:

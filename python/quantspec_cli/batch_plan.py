@@ -36,8 +36,8 @@ KEPT_BYTES = 64 << 20
 # Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
-# Most documents that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most that are measured,
-# decode 1.3 to 1.6 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
+# Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most
+# that are measured, decode 1.3 to 1.6 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
 PARALLEL = {"cpu": 4, "cuda": 32}
 
 
@@ -81,6 +81,23 @@ class Request:
     quiet: bool
 
 
+@dataclass(eq=False)
+class RunningCall:
+    """A call of the model that has begun.
+
+    Attributes:
+        tokens: of its prompt.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stream: the growing answer, so that `_stop` can end it.
+    """
+
+    tokens: int
+    stage: str = "waiting"
+    done: int = 0
+    total: int = 0
+    stream: Stream | None = field(default=None, repr=False)
+
+
 @dataclass
 class Job:
     """One document to answer.
@@ -92,11 +109,12 @@ class Job:
         shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
         calls: of the model, as planned.
         sha256: of its bytes, if known.
-        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
-        call_tokens: of the running call's prompt.
+        stage: "waiting" or "reading", of the document's bytes.
+        running: its calls that have begun.
+        known_calls: if it is answered in parts, its calls that have begun or wait for others.
+        done_calls: its calls that are done.
         read_tokens: of the prompts of its calls that are done.
         answer_tokens: of the answers of these calls.
-        stream: the running answer, so that `_stop` can end it.
     """
 
     source: Source
@@ -106,12 +124,17 @@ class Job:
     calls: int = 1
     sha256: str | None = None
     stage: str = "waiting"
-    done: int = 0
-    total: int = 0
-    call_tokens: int = 0
+    running: list[RunningCall] = field(default_factory=list)
+    known_calls: int = 0
+    done_calls: int = 0
     read_tokens: int = 0
     answer_tokens: int = 0
-    stream: Stream | None = field(default=None, repr=False)
+
+    def count(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Counts a call that is done."""
+        self.done_calls += 1
+        self.read_tokens += prompt_tokens
+        self.answer_tokens += new_tokens
 
 
 @dataclass
@@ -449,8 +472,13 @@ def room(
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
-    # A document beyond the context is split or refused.
-    sizes = [_pages(min(length, context)) for length in lengths if length <= context or reader.may_split]
+    # A document beyond the context is refused, or split into parts that decode together.
+    sizes = [
+        _pages(min(length, context))
+        for length in lengths
+        if length <= context or reader.may_split
+        for _ in range(min(-(-(length - new_tokens) // max(context - new_tokens, 1)), most))
+    ]
     sizes = sorted(sizes, reverse=True) or [_pages(context)]
     best, most_held = Room(context, 1, _pages(context), wanted), 1
     for parallel in range(min(most, len(sizes)), 1, -1):

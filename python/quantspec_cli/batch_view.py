@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from .batch_plan import Job
+    from .batch_plan import Job, RunningCall
     from .options import GenerateOptions
 
 # Most rows of running documents; fits a terminal of 24 lines.
@@ -73,18 +73,16 @@ class View:
         from rich.text import Text
 
         # Prompts that wait for a slot come last.
-        running = sorted(running, key=lambda job: job.stage == "waiting")
+        running = sorted(running, key=lambda job: _stage(job) == "waiting")
         table = Table.grid(padding=(0, 2))
         table.add_column()
         for _ in range(3):
             table.add_column(no_wrap=True)
         for job in running[:_ROWS]:
-            share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
-            progress = render.count(job.done, "token") if job.stage == "decoding" else share
             tokens = "" if job.tokens is None else render.count(job.tokens, "prompt token")
             # A long name is cut, so that every document takes one line.
             name = Text(one_line(job.source.shown), no_wrap=True, overflow="ellipsis")
-            table.add_row(name, Text(job.stage), Text(progress), Text(tokens))
+            table.add_row(name, Text(_stage(job)), Text(_progress(job)), Text(tokens))
         if len(running) > _ROWS:
             table.add_row(Text(f"and {len(running) - _ROWS} more"))
         self._live.update(Group(table, Text(self.totals(running, waiting), style="dim")), refresh=True)
@@ -97,7 +95,7 @@ class View:
             parts.append(f"{self._failed:,} failed")
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
         new = self._new_tokens + sum(job.answer_tokens for job in running)
-        new += sum(job.done for job in running if job.stage == "decoding")
+        new += sum(call.done for job in running for call in list(job.running) if call.stage == "decoding")
         parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         # A copy, because workers take from the queue.
         left: float = sum(job.tokens or 0 for job in list(waiting))
@@ -108,10 +106,32 @@ class View:
         return ", ".join(parts)
 
 
+def _stage(job: Job) -> str:
+    """The stage of the document's calls that have come furthest; its own between calls."""
+    stages = {call.stage for call in list(job.running)}
+    return next((stage for stage in ("decoding", "reading", "waiting") if stage in stages), job.stage)
+
+
+def _progress(job: Job) -> str:
+    """How far the document's answer is: with map-reduce its calls, otherwise the tokens of its call."""
+    if job.known_calls:
+        return f"{job.done_calls:,} of {render.count(job.known_calls, 'call')}"
+    for call in list(job.running):
+        if call.stage == "decoding":
+            return render.count(call.done, "token")
+        if call.total:
+            return f"{_share(call):4.0%}"
+    return ""
+
+
+def _share(call: RunningCall) -> float:
+    """The share of a call's prompt that is processed."""
+    return call.done / call.total if call.stage == "reading" and call.total else float(call.stage == "decoding")
+
+
 def _read_tokens(job: Job) -> float:
     """Tokens of the document's prompts that are processed; map-reduce makes several."""
-    share = job.done / job.total if job.stage == "reading" and job.total else float(job.stage == "decoding")
-    return job.read_tokens + share * job.call_tokens
+    return job.read_tokens + sum(_share(call) * call.tokens for call in list(job.running))
 
 
 def _calls(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

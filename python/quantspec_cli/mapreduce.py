@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from .engine import Generation
 
@@ -59,7 +59,12 @@ class Call:
 
 
 def answer(
-    name: str, text: str, *, budget: int, count: Callable[[str], int], call: Callable[[str], Generation]
+    name: str,
+    text: str,
+    *,
+    budget: int,
+    count: Callable[[str], int],
+    call: Callable[[Sequence[str]], Sequence[Generation]],
 ) -> Call:
     """The answer to a text that may exceed the context.
 
@@ -68,18 +73,18 @@ def answer(
         text: the document.
         budget: most tokens of a call's prompt.
         count: tokens of the prompt made from a text.
-        call: runs the model on a text whose prompt is within the budget.
+        call: runs the model on texts whose prompts are within the budget; returns the answers in their order.
 
     Raises:
         DoesNotFitError: two partial answers do not fit in one prompt.
     """
     # A model would make up an answer to a part without text.
-    calls = [Call(call(part)) for part in split(name, text, budget, count) if not part.isspace()]
+    parts = [part for part in split(name, text, budget, count) if not part.isspace()]
+    calls = list(map(Call, call(parts)))
     while len(calls) > 1:
-        calls = [
-            Call(call(_joined(group)), group) if len(group) > 1 else group[0]
-            for group in _groups(name, calls, budget, count)
-        ]
+        groups = _groups(name, calls, budget, count)
+        answers = iter(call([_joined(group) for group in groups if len(group) > 1]))
+        calls = [Call(next(answers), group) if len(group) > 1 else group[0] for group in groups]
     return calls[0]
 
 
@@ -157,7 +162,7 @@ def _head(text: str, length: int) -> str:
     return window
 
 
-def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> Iterator[list[Call]]:
+def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> list[list[Call]]:
     """Groups of adjacent calls whose answers fit together in one prompt."""
     groups: list[list[Call]] = []
     for call in calls:
@@ -171,7 +176,7 @@ def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str]
             f"{name}: two partial answers make a prompt of {pair} tokens, the context leaves {budget}",
             "lower -n, or raise -c",
         )
-    yield from groups
+    return groups
 
 
 def _joined(calls: Sequence[Call]) -> str:
