@@ -24,7 +24,7 @@ from test_gguf import write_demo
 
 from quantspec_cli import Engine, _native, hub, predict, sizes
 from quantspec_cli.model import Model
-from quantspec_cli.options import EngineOptions
+from quantspec_cli.options import BATCH_MAX, EngineOptions
 from quantspec_cli.predict import TARGET, Curve, Draft, Load, Machine, Rounds
 
 Run = Callable[..., Outcome]
@@ -237,6 +237,13 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     largest = now["largest_batch"]
     assert sum(parts(plan(max(largest, 1))).values()) <= available or largest == 0
     assert available < sum(parts(plan(largest + 1)).values())
+
+
+def test_the_largest_batch_can_be_planned(fake: Any, quantspec: Run) -> None:
+    found = quantspec("plan", "-c", "10", "--json").json
+    assert found["largest_batch"] == BATCH_MAX
+    assert quantspec("plan", "-c", "10", "--batch", str(BATCH_MAX)).code == 0
+    quantspec("plan", "-c", "10", "--batch", str(BATCH_MAX + 1)).assert_error(2, f"1 to {BATCH_MAX}")
 
 
 def test_a_plan_of_more_bytes_than_there_are_addresses_does_not_fit(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _memory(
         "longest_context": held["longest_context"],
         "model_context": info["max_positions"],
         "batch": request.batch,
-        "largest_batch": held["largest_batch"] if context <= longest else 0,
+        "largest_batch": min(held["largest_batch"], BATCH_MAX) if context <= longest else 0,
         "device_name": None,
         "bandwidth_gb_per_s": None,
         "predicted": None,
