@@ -344,6 +344,8 @@ def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[.
     quantspec("batch", docs, "--out", out, "--report", f"{out}/a.txt.md").assert_error(2, "also a prompt")
     for stream in ("-", "/dev/stdout"):
         quantspec("eval", "--report", stream).assert_error(2, "open stream")
+    for command in (["eval"], ["bench"], ["batch", str(text), "--out", out]):
+        quantspec(*command, "--report", "").assert_error(2, "--report is ''")
     quantspec("bench", "kernels", "--report", "x.html").assert_error(2, "--report does not apply")
     assert text.read_text() == "A text."
     assert not (tmp_path / "docs/report.html").exists()

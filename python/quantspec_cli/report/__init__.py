@@ -42,6 +42,8 @@ def opened(path: str | None, inputs: Iterable[str], other: str | None = None) ->
     """The file of `--report` while the body runs, None if there is none. Refuses to overwrite an input or the file of
     `--output`, which is `other`.
     """
+    if path == "":
+        raise UsageError("--report is ''", "name a file, such as report.html", option="report")
     if path is not None and (path == "-" or output.descriptor(path) is not None):
         raise UsageError(f"--report {path} is an open stream", "name a file, such as report.html", option="report")
     with output.opened(path, inputs) as file:
