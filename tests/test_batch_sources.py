@@ -53,6 +53,7 @@ def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: P
         ("[1]", "no object"),
         ('{"path": 5}', "'path' in line 1"),
         ('{"path": ""}', "not empty"),
+        ('{"id": null, "text": "y"}', "is null"),
         ('{"text": "x"}', "no id"),
         ('{"id": "x"}', "neither path and text"),
         ('{"path": "x", "text": "y", "id": "z"}', "both path and text"),

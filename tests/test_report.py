@@ -338,6 +338,7 @@ def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[.
     quantspec("eval", "--output", str(tmp_path / "x"), "--report", str(tmp_path / "x")).assert_error(2, "--output")
     quantspec("bench", "--prompt", str(text), "--report", str(text)).assert_error(2, "also a prompt")
     quantspec("batch", docs, "--out", out, "--report", f"{docs}/report.html").assert_error(2, "would be a document")
+    quantspec("batch", "", "--out", out, "--report", "report.html").assert_error(2, "the name of a document is empty")
     quantspec("batch", str(text), "--out", out, "--report", str(text)).assert_error(2, "also a prompt")
     quantspec("batch", docs, "--out", out, "--report", "x.html", "--dry-run").assert_error(2, "--dry-run")
     Path(out).mkdir(exist_ok=True)

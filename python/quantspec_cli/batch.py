@@ -251,7 +251,7 @@ def _check_report(name: str, paths: Sequence[str], out: str) -> None:
         return
     for path in paths:
         folder = Path(path).resolve()
-        if folder.is_dir() and page.is_relative_to(folder):
+        if path and folder.is_dir() and page.is_relative_to(folder):
             raise UsageError(
                 f"the report {name} would be a document of {path}", "name a file in another folder", option="report"
             )

@@ -216,7 +216,7 @@ def run(
     metavar="N|auto",
     default="auto",
     show_default=True,
-    help="Maximum number of documents that decode together.",
+    help="Maximum number of documents, or parts of one, that decode together.",
 )
 @click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
 @click.option(

@@ -261,7 +261,9 @@ def _of_line(where: str, line: str, folder: str) -> Source:
         raise InputError(f"{where} has an unknown field {unknown[0]!r}", example)
     for key, value in entry.items():
         if not isinstance(value, str) or not value or "\0" in value:
-            raise InputError(f"{key!r} in {where} is {value!r:.60}", f"give a text that is not empty; {example}")
+            raise InputError(
+                f"{key!r} in {where} is {json.dumps(value):.60}", f"give a text that is not empty; {example}"
+            )
     if ("path" in entry) == ("text" in entry):
         raise InputError(f"{where} has {'both' if 'path' in entry else 'neither'} path and text", example)
     if "text" in entry and "id" not in entry:
