@@ -246,6 +246,11 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
     parts = [{"prompt_tokens": 1000, "new_tokens": 50} for _ in range(10)]
     result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
     with batch_view.View(3, 0, 1, shown=False) as view:
+        now = 100.0
+        book = batch_plan.Job(sources.Source("a"), "a.md", tokens=3000)
+        assert "left" not in view.totals([book], [])
+        book.count(1000, 50)
+        assert view.totals([book], []).endswith("about 2 min left")
         view.finished({**result, "tree": {**result, "parts": parts}})
         now = 150.0
         job = batch_plan.Job(sources.Source("b"), "b.md", tokens=5250)

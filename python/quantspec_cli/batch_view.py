@@ -100,8 +100,9 @@ class View:
         # A copy, because workers take from the queue.
         left: float = sum(job.tokens or 0 for job in list(waiting))
         left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
-        # An answer's time is assumed proportional to its prompt, which says nothing about the last answers.
-        if self._answers and left and read:
+        # An answer's time is assumed proportional to its prompt, which says nothing about the last answers. The first ones,
+        # also of a document's parts, show how long that is.
+        if (self._answers or any(job.done_calls for job in running)) and left and read:
             parts.append(f"about {duration(elapsed * left / read)} left")
         return ", ".join(parts)
 
