@@ -181,7 +181,8 @@ pub(crate) struct State {
 /// Factors of a row on the current page.
 #[derive(Clone, Copy, Default)]
 struct Factors {
-    /// A score is scale · dot product + offset.
+    /// A score is scale · dot product + offset. The portable path's products have the scale.
+    #[cfg(target_arch = "x86_64")]
     scale: f32,
     offset: f32,
     /// The state's new output is alpha · old + page · dot product.
