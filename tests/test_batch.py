@@ -156,6 +156,19 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert quantspec(*command, "--json").json["done"] == 1
 
 
+def test_a_quiet_batch_still_names_what_failed(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    """As a job of cron, of which nobody reads results.jsonl until something is wrong."""
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "-q"]
+    outcome = quantspec(*command)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    (docs / "empty.txt").write_text("")
+    outcome = quantspec(*command)
+    assert outcome.code == 4
+    failed, hint = outcome.stderr.splitlines()
+    assert failed.startswith("failed  empty.txt "), failed
+    assert hint.startswith("        "), hint
+
+
 def test_a_longer_context_gives_a_failed_document_another_chance(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path
 ) -> None:

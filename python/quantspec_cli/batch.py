@@ -661,8 +661,9 @@ class _Run:
             raise failure
         if self._page is not None:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
+        batch_view.failures(failed)
         if not self.request.quiet:
-            batch_view.summary(document, failed, self.request.out)
+            batch_view.summary(document, self.request.out)
             if interrupted:
                 without = "" if self.request.resume else " without --no-resume"
                 render.note(f"interrupted; run the same command{without} to continue")

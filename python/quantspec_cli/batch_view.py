@@ -160,11 +160,15 @@ def _failure(result: Mapping[str, Any]) -> str:
     return reason if reason.startswith(f"{name} ") else f"{name}: {reason}"
 
 
-def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str) -> None:
-    """Summary of a batch: failed documents with their reasons, then the totals."""
+def failures(failed: Sequence[Mapping[str, Any]]) -> None:
+    """Failed documents with their reasons and remedies."""
     for result in failed:
         render.note(f"failed  {_failure(result)}")
         render.note(f"        {result['error']['hint']}")
+
+
+def summary(document: Mapping[str, Any], out: str) -> None:
+    """The totals of a batch."""
     stats = document["stats"]
     parts = [f"{document['done']:,} done", f"{document['failed']:,} failed", f"{document['skipped']:,} done before"]
     left = document["documents"] - document["done"] - document["failed"] - document["skipped"]
