@@ -133,8 +133,8 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Measurements of each candidate: the time of its step relative to a plain one, and accepted per judged tokens. `None` before two of its drafts
-    /// were timed, as the first may be slow.
+    /// Measurements of each candidate: the time of its step relative to a plain one, and accepted per judged tokens. `None`
+    /// before two of its drafts were timed, as the first may be slow.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
         let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.recent.len() >= RELIABLE);

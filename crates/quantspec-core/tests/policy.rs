@@ -52,6 +52,8 @@ struct World {
     together: bool,
     /// Known margins, which end drafts early.
     margins: Option<Margins>,
+    /// The policy knows, as in the engine, how rejections of drafts over few and many pages should compare.
+    told: bool,
     /// Margin scale that determines acceptance, whatever the text.
     scale: Option<f64>,
     seed: u64,
@@ -71,6 +73,7 @@ const WORLD: World = World {
     proposes: 1.0,
     together: false,
     margins: None,
+    told: false,
     scale: None,
     seed: 1,
 };
@@ -661,8 +664,6 @@ struct Library {
     /// Initial number of pages, and tokens per page.
     pages: usize,
     growth: usize,
-    /// The policy knows that fewer pages are accepted less often.
-    known: bool,
 }
 
 /// Most pages that a candidate reads, as with `--draft-pages auto`.
@@ -680,7 +681,7 @@ impl Library {
                 let left_out = visible as f64 / READ[candidate].min(visible).max(1) as f64;
                 forecast::Prior { bytes: 0.0, alpha: 0.95, rejections: left_out.powf(0.2), weights: 0 }
             };
-            let priors: Vec<_> = offered.iter().filter(|_| self.known).map(prior).collect();
+            let priors: Vec<_> = offered.iter().filter(|_| self.world.told).map(prior).collect();
             policy.observe_forecasts(&(0..offered.len()).map(forecast).collect::<Vec<_>>(), &priors);
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
             assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
@@ -705,7 +706,7 @@ impl Library {
 }
 
 const LIBRARY: Library =
-    Library { world: WORLD, weights: 2.0, page: 0.01, alphas: [0.9; 4], pages: 1_000, growth: 128, known: false };
+    Library { world: WORLD, weights: 2.0, page: 0.01, alphas: [0.9; 4], pages: 1_000, growth: 128 };
 const ALL: [usize; 4] = [0, 1, 2, 3];
 
 fn share_of_few(used: &[usize]) -> f64 {
@@ -734,11 +735,11 @@ fn candidate_and_gamma_come_close_to_the_best_pair() {
 /// candidates by chance, which takes 3 % more time.
 #[test]
 fn expected_rejections_find_the_best_pages_soon() {
-    let mean = |known, offered: &[usize]| -> f64 {
+    let mean = |told, offered: &[usize]| -> f64 {
         let alphas = [0.93, 0.8, 0.865, 0.9];
         let run = |seed| {
-            let world = World { seed, ..WORLD };
-            let library = Library { world, weights: 1.22, page: 0.0031, alphas, pages: 1_016, growth: 128, known };
+            let world = World { seed, told, ..WORLD };
+            let library = Library { world, weights: 1.22, page: 0.0031, alphas, pages: 1_016, growth: 128 };
             library.run(&mut Policy::auto(12).with_candidates(offered.len()), offered, 448).0
         };
         (0..100).map(run).sum::<f64>() / 100.0
@@ -756,7 +757,7 @@ fn candidates_lose_little_against_plain_decoding() {
                     for noise in [0.0, 0.05] {
                         let alphas = [all, all * few, all * few, all * few];
                         let world = World { noise, verify, ..WORLD };
-                        let library = Library { world, weights, page, alphas, pages: 900, growth: 128, known: false };
+                        let library = Library { world, weights, page, alphas, pages: 900, growth: 128 };
                         let (auto, _) = library.run(&mut Policy::auto(12).with_candidates(4), &ALL, 1_500);
                         assert!(auto < 1.02, "{weights} {page} alpha {all} x {few} noise {noise}: {auto}");
                     }
@@ -847,7 +848,7 @@ proptest! {
         let run = || world.run(&mut Policy::auto(max), 300).gammas;
         prop_assert_eq!(run(), run());
         prop_assert!(run().iter().all(|round| round.0 <= max));
-        let library = Library { world, weights: draft, page, alphas, pages: 600, growth: 64, known: false };
+        let library = Library { world, weights: draft, page, alphas, pages: 600, growth: 64 };
         let run = || library.run(&mut Policy::auto(max).with_candidates(4), &ALL, 300);
         prop_assert_eq!(run(), run());
     }
@@ -900,7 +901,8 @@ fn choose_among(
     let batch = world.batch;
     while parts[0].0 + parts[1].0 < tokens * batch {
         if auto {
-            policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()), &[]);
+            let priors = if world.told { &known[..] } else { &[] };
+            policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()), priors);
         }
         let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
         let is_first = gamma > 0 && drafted.insert(policy.candidate());
@@ -938,6 +940,8 @@ struct Scene {
     loss: f64,
     /// How many times as long the first draft of each way takes.
     first: f64,
+    /// As in [`World`].
+    told: bool,
 }
 
 impl Scene {
@@ -948,7 +952,12 @@ impl Scene {
         let kept = 1.0 - self.loss * if read < 1_024 { 4.0 / (read as f64).sqrt() } else { 0.0 };
         let alpha = kept * if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 };
         let hoped = if w4 { 0.95 } else { 0.99 };
-        let known = forecast::Prior { bytes: weights + cache, alpha: hoped, rejections: 1.0, weights: usize::from(w4) };
+        let known = forecast::Prior {
+            bytes: weights + cache,
+            alpha: hoped,
+            rejections: 1.0 - hoped + 0.05 * ((1.0 / share).powf(0.2) - 1.0),
+            weights: usize::from(w4),
+        };
         Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
     }
 
@@ -969,7 +978,7 @@ impl Scene {
         spans: [usize; 2],
     ) -> [(usize, f64); 2] {
         let policy = Policy::auto(12).with_candidates(ways.len());
-        choose_among(&World { seed, verify, ..WORLD }, policy, ways, auto, self.first, spans)
+        choose_among(&World { seed, verify, told: self.told, ..WORLD }, policy, ways, auto, self.first, spans)
     }
 
     /// Time per token of the first 256 tokens, and of the next 2,048, each the mean of `seeds` texts.
@@ -998,12 +1007,12 @@ impl Scene {
 
 /// Models of low to high acceptance in 4 bits; contexts from none to larger than the weights; machines on which 4-bit weights
 /// take the time of their bytes, a little more, or more than the target's.
-fn scenes(first: f64) -> Vec<Scene> {
+fn scenes(first: f64, told: bool) -> Vec<Scene> {
     let mut all = vec![];
     for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
         for slow in [1.0, 1.7, 5.0] {
             for (w4, kv4) in [(0.7, 0.95), (0.85, 0.99), (0.95, 0.99)] {
-                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss, first }));
+                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss, first, told }));
             }
         }
     }
@@ -1012,9 +1021,14 @@ fn scenes(first: f64) -> Vec<Scene> {
 
 #[test]
 fn several_methods_come_close_to_the_fastest() {
-    for (first, seeds, bounds) in [(1.0, 12, [1.03, 1.05, 1.08]), (10.0, 6, [1.04, 1.09, 1.16])] {
+    // Expected rejections are wrong for the two texts in three that lose nothing, or much, by reading few pages.
+    for (first, told, seeds, bounds) in [
+        (1.0, false, 12, [1.03, 1.05, 1.08]),
+        (10.0, false, 6, [1.04, 1.09, 1.16]),
+        (1.0, true, 12, [1.03, 1.06, 1.15]),
+    ] {
         let mut late: Vec<(f64, Scene)> =
-            scenes(first).into_iter().map(|scene| (scene.shares(seeds)[1], scene)).collect();
+            scenes(first, told).into_iter().map(|scene| (scene.shares(seeds)[1], scene)).collect();
         late.sort_by(|a, b| a.0.total_cmp(&b.0));
         let mean = late.iter().map(|scene| scene.0).sum::<f64>() / late.len() as f64;
         let (of_ten, worst) = (late[late.len() * 9 / 10], late[late.len() - 1]);
@@ -1027,7 +1041,7 @@ fn several_methods_come_close_to_the_fastest() {
 fn several_methods_lose_little_where_none_pays() {
     for (slow, verify) in [(5.0, flat as fn(usize) -> f64), (1.0, linear), (5.0, cliff)] {
         for (w4, kv4) in [(0.0, 0.0), (0.3, 0.3), (0.6, 0.6), (0.9, 0.3)] {
-            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0, first: 1.0 };
+            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0, first: 1.0, told: true };
             let ways = scene.methods().concat();
             for seed in 0..6 {
                 let run = scene.run(&ways, true, verify, seed, [1, 1_500]);
@@ -1042,7 +1056,7 @@ fn several_methods_lose_little_where_none_pays() {
 #[test]
 fn what_has_no_forecast_is_not_tried() {
     // Without a cache to save, the target's weights take as long as the target.
-    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0, first: 1.0 };
+    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0, first: 1.0, told: true };
     let ways = scene.methods().concat();
     let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
     let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
