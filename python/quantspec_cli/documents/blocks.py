@@ -179,6 +179,11 @@ def shifted(text: str, *, up: bool) -> str:
     return text.translate(digits) if all(ord(character) in digits for character in text.strip()) else text
 
 
+def unread(count: int, what: str) -> list[str]:
+    """A warning, if a document has such things."""
+    return [f"{count} {what}{'s' if count > 1 else ''} not read"] if count else []
+
+
 def without_blank_runs(text: str) -> str:
     """Text with at most one blank line in a row."""
     return _BLANK_LINES.sub("\n\n", text)

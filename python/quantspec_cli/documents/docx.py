@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .archive import Archive, local
-from .blocks import Blocks, shifted
+from .blocks import Blocks, shifted, unread
 from .formula import Formula
 from .numbering import OFF, Numbering
 
@@ -63,12 +63,8 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
     body = story(main)
     ends = [story(path) for kind in ("footnotes", "endnotes") for path in parts.get(kind, [])]
     footers = dict.fromkeys(story(path) for path in parts.get("footer", []))
-    unread = [
-        f"{count} {what}{'s' if count > 1 else ''} not read"
-        for kind, what in _UNREAD.items()
-        if (count := len(parts.get(kind, [])))
-    ]
-    return "\n\n".join(filter(None, [*headers, body, *ends, *footers])), tuple(unread)
+    warnings = [warning for kind, what in _UNREAD.items() for warning in unread(len(parts.get(kind, [])), what)]
+    return "\n\n".join(filter(None, [*headers, body, *ends, *footers])), tuple(warnings)
 
 
 @dataclass

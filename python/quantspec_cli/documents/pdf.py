@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from .blocks import unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,8 +99,7 @@ def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]
     attached = 0
     with suppress(Exception):  # a damaged list of files is no error of the text
         attached = len(reader.attachments)
-    files = [f"{attached} attached file{'s' if attached > 1 else ''} not read"] if attached else []
-    return "\n\n".join(texts), (*lost, *_warnings(pages, log), *files)
+    return "\n\n".join(texts), (*lost, *_warnings(pages, log), *unread(attached, "attached file"))
 
 
 def _page(number: int, page: PageObject, log: _Log) -> _Page:
