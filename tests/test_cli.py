@@ -161,6 +161,17 @@ def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, 
     assert names == ["text 1", "text 2"]
 
 
+def test_prompts_wait_for_memory_and_for_one_of_32_slots(fake: Any, quantspec: Run) -> None:
+    command = ["run", "-n", "16", "--json", *(flag for n in range(40) for flag in ("--text", f"{n} " + "word " * 250))]
+    answers = quantspec(*command).json["results"]
+    assert fake.engines[-1]["slots"] == 32
+    assert len(answers) == 40
+    # The toy's memory of a sequence is that of its pages: here two each.
+    fake.memory_bytes = 1000 * 5 * 256
+    assert quantspec(*command).json["results"] == answers
+    assert fake.engines[-1]["pool_tokens"] == 5 * 256
+
+
 def test_files_come_before_texts(fake: Any, quantspec: Run, document: Path) -> None:
     report = quantspec("run", "--text", "x", "-p", str(document), "--text", "y", "-n", "3", "--json").json
     assert [result["prompt"] for result in report["results"]] == [str(document), "text 1", "text 2"]

@@ -42,7 +42,6 @@ from .batch_plan import (
     BeyondMemoryError,
     Fingerprints,
     Job,
-    Opening,
     Reader,
     Request,
     Room,
@@ -68,6 +67,7 @@ from .errors import (
 )
 from .journal import Journal
 from .model import Model
+from .slots import Opening
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

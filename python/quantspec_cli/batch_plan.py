@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__, batch_view, documents, journal, mapreduce, output, plan, prompts, render, sources
-from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError, native_errors
+from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
 from .model import Written, planned
 from .predict import PAGE_TOKENS
+from .slots import Opening, together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from . import _native
     from .engine import Stream
@@ -434,28 +434,6 @@ class Room(NamedTuple):
     wanted: int
 
 
-class Opening:
-    """Opens a batch's device on a thread of its own, once for all plans and the engine."""
-
-    def __init__(self, model: Model, options: EngineOptions) -> None:
-        from . import _native
-
-        work = ThreadPoolExecutor(1)
-        self._device = [work.submit(_native.open_device, str(model.directory), device=options.device)]
-        work.shutdown(wait=False)
-
-    def check(self) -> None:
-        """Raises the error of a device that could not be opened, if that is known."""
-        if self._device[0].done():
-            with native_errors():
-                self._device[0].result()
-
-    def take(self) -> _native.OpenDevice:
-        """The device, when it is open. It is closed with the last reference, so keep it until the engine is open."""
-        with native_errors():
-            return self._device.pop().result()
-
-
 def room(
     request: Request,
     engine_options: EngineOptions,
@@ -473,43 +451,13 @@ def room(
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
     # A document beyond the context is refused, or split into parts that decode together.
-    sizes = [
-        _pages(min(length, context))
+    lengths = [
+        min(length, context)
         for length in lengths
         if length <= context or reader.may_split
         for _ in range(min(-(-(length - new_tokens) // max(context - new_tokens, 1)), most))
     ]
-    sizes = sorted(sizes, reverse=True) or [_pages(context)]
-    best, most_held = Room(context, 1, _pages(context), wanted), 1
-    for parallel in range(min(most, len(sizes)), 1, -1):
-        pool = _fitting(plan_of, context, parallel, sum(sizes[:parallel]))
-        held = min(parallel, pool * len(sizes) // sum(sizes))
-        if held > most_held:
-            best, most_held = Room(context, parallel, pool, wanted), held
-        if most_held >= parallel - 1:
-            break
-    return best
-
-
-def _pages(tokens: int) -> int:
-    """Tokens of a text that are in whole pages, at least one page; the buffer holds the rest."""
-    return max(tokens // PAGE_TOKENS, 1) * PAGE_TOKENS
-
-
-def _fitting(plan_of: Callable[..., dict[str, Any]], context: int, parallel: int, pool: int) -> int:
-    """The largest pool up to `pool` with which an engine of this many slots fits; 0 if the smallest does not. `plan_of` is
-    `planned` for the batch's model, options and device.
-    """
-    least = _pages(context)
-    large = plan_of(context=context, batch=parallel, pool=pool)
-    if large["fits"]:
-        return pool
-    small = plan_of(context=context, batch=parallel, pool=least)
-    if not small["fits"] or pool <= least:
-        return 0
-    # Memory grows evenly with the pages.
-    per_token = (large["planned_bytes"] - small["planned_bytes"]) / (pool - least)
-    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE_TOKENS * PAGE_TOKENS
+    return Room(context, *together(plan_of, context, lengths or [context], most), wanted)
 
 
 def _counted(

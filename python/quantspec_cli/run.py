@@ -6,13 +6,15 @@ import contextlib
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render, schema
 from .engine import Engine, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
-from .model import Model
+from .model import Model, planned
 from .options import METHODS
+from .slots import Opening, together
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .prompts import Document
+
+# Most prompts that decode together; the others wait. More gain little (docs/benchmarks.md, batches).
+MOST_TOGETHER = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +79,7 @@ def _run(
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
         encoded, options, context = _encoded(request, model, documents, options)
-        with render.progress("loading weights", shown=not request.quiet) as on_loading:
-            engine = Engine(
-                model,
-                engine_options,
-                context=context,
-                longest_prompt=max(len(prompt.ids) for prompt in encoded),
-                batch=len(encoded),
-                prompt_cache=request.prompt_cache or False,
-                on_loading=on_loading,
-            )
-        engines.enter_context(engine)
+        engine = engines.enter_context(_opened(request, model, engine_options, encoded, options, context=context))
         if not request.quiet:
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, engine.info)
@@ -108,6 +103,35 @@ def _run(
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)
+
+
+def _opened(
+    request: Request,
+    model: Model,
+    engine_options: EngineOptions,
+    prompts: Sequence[Prompt],
+    options: GenerateOptions,
+    *,
+    context: int,
+) -> Engine:
+    """An engine that decodes the prompts together, or as many of them as memory holds; the others wait."""
+    batch, pool, device = 1, None, None
+    if len(prompts) > 1:
+        device = Opening(model, engine_options).take()
+        plan_of = partial(planned, model, engine_options, opened=device)
+        lengths = [len(prompt.ids) + options.max_new_tokens for prompt in prompts]
+        batch, pool = together(plan_of, context, lengths, MOST_TOGETHER)
+    with render.progress("loading weights", shown=not request.quiet) as on_loading:
+        return Engine(
+            model,
+            engine_options,
+            context=context,
+            longest_prompt=max(len(prompt.ids) for prompt in prompts),
+            batch=batch,
+            pool=pool,
+            prompt_cache=request.prompt_cache or False,
+            on_loading=on_loading,
+        )
 
 
 def _encoded(
