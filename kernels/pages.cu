@@ -1,16 +1,15 @@
-// The choice of a draft's pages: bounds of their scores, and the list of the best.
+// The choice of a draft's pages: their scores, and the list of the best.
 //
 // Neither kernel is unrolled further: a step runs each once per layer, with cold instruction caches, and more code
 // would take longer to load than it saves.
 #include "layout.cuh"
 #include "numbers.cuh"
 
-// ---- bounds of scores ----
+// ---- scores ----
 //
-// bounds_{HEADS}_{U}(upper, tables, table_pitch, q, choices, scores, score_pitch, ...): scores of pages. The score of a
-// page is the largest upper bound of q . k over the heads of a group (core::attend::page_bound). The bound is the sum
-// over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15. It equals
-// q (lo + hi) / 2 + |q| (hi - lo) / 2.
+// scores_{HEADS}_{U}(upper, tables, table_pitch, q, choices, scores, score_pitch, ...): scores of pages. The score of a
+// page is the largest over the heads of a group of sum(q m) + sqrt(sum((q h)^2)), m and h being the middle and half of
+// a channel's range from code 0 to code 15 (core::attend::page_score).
 //
 //     upper    the layer's upper blocks [page][kv head]
 //     tables   [slot][table_pitch] logical -> physical page
@@ -21,7 +20,7 @@
 // A page takes d / 8 lanes of eight channels each, and each lane has U pages: 2,048 U / d pages per block. HEADS heads
 // are processed together, 1 for a single query head per KV head. Grid (blocks, kv heads, lists), CHOICE_THREADS
 // threads, no shared memory. Pages were complete before the step, so their parameters are loaded before q is ready.
-constexpr int CHOICE_THREADS = 256;  // of a block of bounds_* and of select
+constexpr int CHOICE_THREADS = 256;  // of a block of scores_* and of select
 // A list to make, written by the host.
 struct PageChoice {
   int row, slot;  // row of q
@@ -29,13 +28,24 @@ struct PageChoice {
   int scored;     // how many of them are chosen among; all later ones are listed
   int scores;     // index of the list's scores
 };
-// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each of its `lanes` lanes has
+// Sums over a page's lanes for four heads: each half of the lanes continues with two sums, each quarter with one.
+DEV float quarter_sum(const float (&of_head)[4], int lanes, int lane) {
+  const bool half = lane & lanes / 2, quarter = lane & lanes / 4;
+  const float a =
+      __fadd_rn(half ? of_head[2] : of_head[0], __shfl_xor_sync(~0u, half ? of_head[0] : of_head[2], lanes / 2));
+  const float b =
+      __fadd_rn(half ? of_head[3] : of_head[1], __shfl_xor_sync(~0u, half ? of_head[1] : of_head[3], lanes / 2));
+  float sum = __fadd_rn(quarter ? b : a, __shfl_xor_sync(~0u, quarter ? a : b, lanes / 4));
+  for (int step = lanes / 8; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
+  return sum;
+}
+// The maximum of `best` and of HEADS heads' scores of a page, in every lane of the page. Each of its `lanes` lanes has
 // eight channels: q of each head, scales and zero points. Codes stand for U s + z - centre s.
 template <int HEADS>
-DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane,
+DEV float page_score(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane,
                      float best) {
   const uint32_t scales[4] = {scale.x, scale.y, scale.z, scale.w}, zeros[4] = {zero.x, zero.y, zero.z, zero.w};
-  float sum[HEADS] = {};
+  float sum[HEADS] = {}, square[HEADS] = {};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float2 s = unpack_half2(scales[i]), z = unpack_half2(zeros[i]);
@@ -43,28 +53,28 @@ DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float
     const float2 half = make_float2(7.5f * s.x, 7.5f * s.y);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-      sum[h] = __fmaf_rn(q[h][i].x, middle.x, __fmaf_rn(fabsf(q[h][i].x), half.x, sum[h]));
-      sum[h] = __fmaf_rn(q[h][i].y, middle.y, __fmaf_rn(fabsf(q[h][i].y), half.y, sum[h]));
+      const float x = __fmul_rn(q[h][i].x, half.x), y = __fmul_rn(q[h][i].y, half.y);
+      sum[h] = __fmaf_rn(q[h][i].y, middle.y, __fmaf_rn(q[h][i].x, middle.x, sum[h]));
+      square[h] = __fmaf_rn(y, y, __fmaf_rn(x, x, square[h]));
     }
   }
   if constexpr (HEADS == 1) {
-    for (int step = lanes / 2; step; step >>= 1) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
-    return fmaxf(best, sum[0]);
+    for (int step = lanes / 2; step; step >>= 1) {
+      sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
+      square[0] = __fadd_rn(square[0], __shfl_xor_sync(~0u, square[0], step));
+    }
+    return fmaxf(best, __fadd_rn(sum[0], __fsqrt_rn(square[0])));
   } else {
-    // Reduces four sums over the lanes: each half continues with two, each quarter with one; then the maximum.
     static_assert(HEADS == 4, "four sums for four quarters");
-    const bool half = lane & lanes / 2, quarter = lane & lanes / 4;
-    const float a = __fadd_rn(half ? sum[2] : sum[0], __shfl_xor_sync(~0u, half ? sum[0] : sum[2], lanes / 2));
-    const float b = __fadd_rn(half ? sum[3] : sum[1], __shfl_xor_sync(~0u, half ? sum[1] : sum[3], lanes / 2));
-    float one = __fadd_rn(quarter ? b : a, __shfl_xor_sync(~0u, quarter ? a : b, lanes / 4));
-    for (int step = lanes / 8; step; step >>= 1) one = __fadd_rn(one, __shfl_xor_sync(~0u, one, step));
+    float one = __fadd_rn(quarter_sum(sum, lanes, lane), __fsqrt_rn(quarter_sum(square, lanes, lane)));
     one = fmaxf(one, __shfl_xor_sync(~0u, one, lanes / 4));
     return fmaxf(best, fmaxf(one, __shfl_xor_sync(~0u, one, lanes / 2)));
   }
 }
 template <int HEADS, int U>
-DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices,
-                float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
+DEV void score_pages(const uint8_t* upper, const int* tables, int table_pitch, const __half* q,
+                     const PageChoice* choices, float* scores, int score_pitch, int kv_heads, int group, int d,
+                     float centre) {
   grid_trigger();
   const PageChoice choice = choices[blockIdx.z];
   const int lanes = d / 8, lane = threadIdx.x & (lanes - 1);
@@ -96,7 +106,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
       for (int j = 0; j < 4; j++)
         x[i][j] = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + min(h + i, group - 1) * d + j * 8)));
 #pragma unroll
-    for (int u = 0; u < U; u++) best[u] = page_bound(x, scale[u], zero[u], centre, lanes, lane, best[u]);
+    for (int u = 0; u < U; u++) best[u] = page_score(x, scale[u], zero[u], centre, lanes, lane, best[u]);
   }
 #pragma unroll
   for (int u = 0; u < U; u++) {
@@ -105,15 +115,15 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
       scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
   }
 }
-#define BOUNDS(HEADS, U)                                                                                       \
-  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(                                               \
-      const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices,    \
-      float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {                          \
-    bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); \
+#define SCORES(HEADS, U)                                                                                            \
+  KERNEL __launch_bounds__(CHOICE_THREADS) scores_##HEADS##_##U(                                                    \
+      const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const PageChoice* choices,         \
+      float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {                               \
+    score_pages<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); \
   }
-BOUNDS(1, 4)
-BOUNDS(4, 2)
-BOUNDS(4, 4)
+SCORES(1, 4)
+SCORES(4, 2)
+SCORES(4, 4)
 
 // ---- the list of the best pages ----
 //

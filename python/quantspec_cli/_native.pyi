@@ -380,7 +380,7 @@ def traffic(
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (read by a draft from int8 weights;
     None for a checkpoint's), pages and buffer_tokens (mean visible), upper_page_bytes, lower_page_bytes, full_page_bytes
-    and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16).
+    and page_score_bytes (of one page), token_bytes (keys and values of one token in f16).
     """
 
 def kernels(

@@ -1,4 +1,4 @@
-//! Choosing pages: the bounds of a layer's pages alone, and attention over the best 16 pages, with a new choice and with a
+//! Choosing pages: the scores of a layer's pages alone, and attention over the best 16 pages, with a new choice and with a
 //! kept one. The difference between the last two is the cost of the choice. Bytes are those read: for a page that is not
 //! chosen, its key parameters.
 //!
@@ -6,7 +6,7 @@
 
 use divan::Bencher;
 use divan::counter::BytesCount;
-use quantspec_cpu::bench::{BestPages, Bounds, machine};
+use quantspec_cpu::bench::{BestPages, PageScores, machine};
 
 fn main() {
     divan::main();
@@ -17,9 +17,9 @@ const CONTEXTS: [usize; 2] = [16_384, 130_048];
 
 /// (query heads per KV head, head_dim, tokens in pages), 4 KV heads of 128 or 8 of 64
 #[divan::bench(args = [(1, 128, 16_384), (4, 128, 16_384), (4, 128, 130_048), (4, 64, 16_384)])]
-fn bounds(bencher: Bencher, (group, head_dim, context): (usize, usize, usize)) {
-    let mut bounds = Bounds::new(machine().unwrap(), 512 / head_dim, group, head_dim, context).unwrap();
-    bencher.counter(BytesCount::new(bounds.bytes())).bench_local(|| bounds.call().unwrap());
+fn scores(bencher: Bencher, (group, head_dim, context): (usize, usize, usize)) {
+    let mut scores = PageScores::new(machine().unwrap(), 512 / head_dim, group, head_dim, context).unwrap();
+    bencher.counter(BytesCount::new(scores.bytes())).bench_local(|| scores.call().unwrap());
 }
 
 fn best(bencher: Bencher, context: usize, anew: bool) {

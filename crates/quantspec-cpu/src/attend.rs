@@ -355,49 +355,50 @@ pub(crate) fn merge(simd: Simd, parts: &[f32], stride: usize, out: &mut [f32]) {
     portable!(simd, body(parts: &[f32], stride: usize, out: &mut [f32]));
 }
 
-/// Largest upper bound of q·k over a page in view Upper, for queries `[_][D]`: core's `page_bound` on this layout. `upper`:
-/// the page's upper block; `ends`: scratch for 2D numbers.
-fn page_bound(simd: Simd, shape: Shape, rounding: Rounding, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
+/// Largest score of a page for queries `[_][D]`: core's `page_score` on this layout. `upper`: the page's upper block; `ranges`:
+/// scratch for 2D numbers.
+fn page_score(simd: Simd, shape: Shape, rounding: Rounding, queries: &[f32], upper: &[u8], ranges: &mut [f32]) -> f32 {
     #[inline(always)]
-    fn body<const FMA: bool>(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
-        // The smallest and the largest value of each channel, computed once for all queries.
-        let (lowest, highest) = ends[..2 * d].split_at_mut(d);
+    fn body<const FMA: bool>(d: usize, middle: f32, queries: &[f32], upper: &[u8], ranges: &mut [f32]) -> f32 {
+        // The middle and half of each channel's range, computed once for all queries.
+        let (middles, halves) = ranges[..2 * d].split_at_mut(d);
         let (scales, zeros) = upper[..4 * d].split_at(2 * d);
         let params = scales.chunks_exact(2).zip(zeros.chunks_exact(2));
-        for ((lowest, highest), (s, z)) in lowest.iter_mut().zip(highest.iter_mut()).zip(params) {
+        for ((m, h), (s, z)) in middles.iter_mut().zip(halves.iter_mut()).zip(params) {
             let value = |half: &[u8]| f16_value(u16::from_le_bytes([half[0], half[1]]));
             let s = value(s);
-            *lowest = madd::<FMA>(s, low, value(z));
-            *highest = madd::<FMA>(s, 15.0, *lowest);
+            *m = madd::<FMA>(s, middle, value(z));
+            *h = 7.5 * s;
         }
         let mut most = f32::NEG_INFINITY;
         for q in queries.chunks_exact(d) {
-            let mut sums = [0f32; 8];
-            let ends = lowest.chunks_exact(8).zip(highest.chunks_exact(8));
-            for (q, (lowest, highest)) in q.chunks_exact(8).zip(ends) {
+            let (mut sums, mut squares) = ([0f32; 8], [0f32; 8]);
+            let channels = middles.chunks_exact(8).zip(halves.chunks_exact(8));
+            for (q, (m, h)) in q.chunks_exact(8).zip(channels) {
                 for l in 0..8 {
-                    let (a, b) = (q[l] * lowest[l], q[l] * highest[l]);
-                    sums[l] += if a > b { a } else { b };
+                    let x = q[l] * h[l];
+                    sums[l] = madd::<FMA>(q[l], m[l], sums[l]);
+                    squares[l] = madd::<FMA>(x, x, squares[l]);
                 }
             }
-            most = most.max(sums.iter().sum());
+            most = most.max(sums.iter().sum::<f32>() + squares.iter().sum::<f32>().sqrt());
         }
         most
     }
-    let low = match rounding {
-        Rounding::Paper => 0.0,
-        Rounding::Balanced => -1.0 / 32.0,
+    let middle = match rounding {
+        Rounding::Paper => 7.5,
+        Rounding::Balanced => 7.5 - 1.0 / 32.0,
     };
     let d = shape.d;
-    portable!(simd, body(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32)
+    portable!(simd, body(d: usize, middle: f32, queries: &[f32], upper: &[u8], ranges: &mut [f32]) -> f32)
 }
 
-/// Pages by which [`page_bounds`] prefetches key parameters ahead.
-const BOUNDS_AHEAD: usize = 4;
+/// Pages by which [`page_scores`] prefetches key parameters ahead.
+const SCORES_AHEAD: usize = 4;
 
-/// [`page_bound`] of `count` pages, whose upper blocks `upper` gives, in order. Parameters are a page apart, too far for
+/// [`page_score`] of `count` pages, whose upper blocks `upper` gives, in order. Parameters are a page apart, too far for
 /// hardware prefetchers, so they are prefetched here.
-pub(crate) fn page_bounds<'a>(
+pub(crate) fn page_scores<'a>(
     simd: Simd,
     shape: Shape,
     rounding: Rounding,
@@ -405,12 +406,12 @@ pub(crate) fn page_bounds<'a>(
     count: usize,
     upper: impl Fn(usize) -> &'a [u8],
 ) -> impl Iterator<Item = f32> {
-    let mut ends = vec![0.0; 2 * shape.d];
+    let mut ranges = vec![0.0; 2 * shape.d];
     (0..count).map(move |page| {
-        if page + BOUNDS_AHEAD < count {
-            upper(page + BOUNDS_AHEAD)[..4 * shape.d].chunks(64).for_each(|line| fetch_far(line.as_ptr()));
+        if page + SCORES_AHEAD < count {
+            upper(page + SCORES_AHEAD)[..4 * shape.d].chunks(64).for_each(|line| fetch_far(line.as_ptr()));
         }
-        page_bound(simd, shape, rounding, queries, upper(page), &mut ends)
+        page_score(simd, shape, rounding, queries, upper(page), &mut ranges)
     })
 }
 

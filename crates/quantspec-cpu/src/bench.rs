@@ -11,7 +11,7 @@ mod pages;
 mod prefill;
 mod quantize;
 
-pub use attend::{Attention, AttentionCase, Bounds};
+pub use attend::{Attention, AttentionCase, PageScores};
 pub use elementwise::{Append, Elementwise, Op};
 pub use linear::{Gemm, Stored};
 pub use pages::BestPages;

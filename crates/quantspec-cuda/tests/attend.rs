@@ -8,7 +8,7 @@ mod small;
 use gpu::{Random, arranged, config, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{
-    Cache, FullPage, SNAP_QUERIES, attend, attend_local, page_bound, page_masses, select_pages, snap_pages,
+    Cache, FullPage, SNAP_QUERIES, attend, attend_local, page_masses, page_score, select_pages, snap_pages,
     window_pages,
 };
 use quantspec_core::cache::{BUFFER_TOKENS, G, ring_index, visible_pages, visible_quantised};
@@ -657,7 +657,7 @@ fn lists_by_any_scores_equal_core() {
             let (score_pitch, list_pitch) = (pages + 5, n + 3);
             let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];
             let mut scores: Vec<f32> = (0..2 * KV_HEADS * score_pitch).map(|_| values[random.below(5)]).collect();
-            // Random bounds, close ones, and equal ones.
+            // Random scores, close ones, and equal ones.
             scores[score_pitch..2 * score_pitch].iter_mut().for_each(|score| *score = 30.0 + 4.0 * random.normal());
             scores[2 * score_pitch..3 * score_pitch].iter_mut().for_each(|score| *score = 7.0 + 1e-6 * random.normal());
             scores[3 * score_pitch..].fill(-7.25);
@@ -823,19 +823,19 @@ fn chosen_pages_equal_core() {
                 let got = world.run(View::Upper, position, &q, Some((chosen, lists.at(0), pitch)));
                 let between = world.run_between(position, &q, Some((chosen, lists.at(0), pitch)));
                 for head in 0..kv_heads {
-                    let bounds: Vec<f32> = (0..visible)
+                    let estimates: Vec<f32> = (0..visible)
                         .map(|page| {
                             let params = &world.slot.pages[head][page].key_params;
                             let of = |h: usize| {
                                 let query: Vec<f32> =
                                     q[(head * group + h) * d..][..d].iter().map(|v| v.to_f32()).collect();
-                                page_bound(&query, params, world.rounding)
+                                page_score(&query, params, world.rounding)
                             };
                             (0..group).map(of).fold(f32::NEG_INFINITY, f32::max)
                         })
                         .collect();
                     // Each of the kernels can do every shape.
-                    for (name, deep) in [("bounds_1_4", 4), ("bounds_4_2", 2), ("bounds_4_4", 4)] {
+                    for (name, deep) in [("scores_1_4", 4), ("scores_4_2", 2), ("scores_4_4", 4)] {
                         let arguments = args![
                             layer.upper,
                             addresses.tables,
@@ -852,11 +852,11 @@ fn chosen_pages_equal_core() {
                         scores.write(0, &vec![f32::NAN; kv_heads * addresses.table_pitch]).unwrap();
                         run(&device, name, [visible.div_ceil(deep * 2048 / d), kv_heads, 1], 256, 0, &arguments);
                         let got = scores.read::<f32>(head * addresses.table_pitch * 4, visible).unwrap();
-                        let want: Vec<f64> = bounds.iter().map(|&bound| f64::from(bound)).collect();
+                        let want: Vec<f64> = estimates.iter().map(|&estimate| f64::from(estimate)).collect();
                         let error = distance(&got, &want);
                         assert!(error < 1e-6, "{name}, {visible} pages, head {head} of {d}: {error}");
                     }
-                    let want = if best { select_pages(&bounds, asked) } else { window_pages(visible, asked) };
+                    let want = if best { select_pages(&estimates, asked) } else { window_pages(visible, asked) };
                     let list = &lists_read[(SLOT * kv_heads + head) * pitch..][..n.min(visible)];
                     let list: Vec<usize> = list.iter().map(|&page| page as usize).collect();
                     assert_eq!(list, want, "best {best}, {n} of {visible}, head {head}");

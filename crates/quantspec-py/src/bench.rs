@@ -84,7 +84,7 @@ pub(crate) fn traffic<'py>(
     out.set_item("upper_page_bytes", heads * upper_page_bytes(config.head_dim))?;
     out.set_item("lower_page_bytes", heads * lower_page_bytes(config.head_dim))?;
     out.set_item("full_page_bytes", heads * full_page_bytes(config.head_dim))?;
-    out.set_item("page_bound_bytes", heads * PARAMS * config.head_dim)?;
+    out.set_item("page_score_bytes", heads * PARAMS * config.head_dim)?;
     out.set_item("buffer_tokens", mean(|position| visible_buffer(position).len()))?;
     out.set_item("token_bytes", heads * 2 * HALF * config.head_dim)?;
     Ok(out)

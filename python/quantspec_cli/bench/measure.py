@@ -231,7 +231,7 @@ class Bench:
         pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
         read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
         if pages < seen["pages"] and self._request.page_choice != "window" and drafts.pages is None:
-            read += share["rounds"] * seen["pages"] * seen["page_bound_bytes"]
+            read += share["rounds"] * seen["pages"] * seen["page_score_bytes"]
         return read
 
     def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:

@@ -229,19 +229,19 @@ fn rows_that_see_different_tokens_of_a_page_do_not_affect_each_other() {
 }
 
 #[test]
-fn bounds_are_those_of_core_and_bound_every_key() {
+fn page_scores_are_those_of_core() {
     let mut noise = Noise::new(22);
     for d in [8, 80, 128] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let head = Head::new(&mut noise, d, G, rounding);
             let page = quantize_page(&head.keys, &head.values, d, rounding).unwrap();
-            let mut ends = vec![f32::NAN; 2 * d];
+            let mut ranges = vec![f32::NAN; 2 * d];
             for queries in 1..6 {
                 let q = noise.normals(queries * d);
-                let bounds = q.chunks(d).map(|q| core::page_bound(q, &page.key_params, rounding));
-                let want = bounds.fold(f32::NEG_INFINITY, f32::max);
+                let scores = q.chunks(d).map(|q| core::page_score(q, &page.key_params, rounding));
+                let want = scores.fold(f32::NEG_INFINITY, f32::max);
                 for simd in paths() {
-                    let found = page_bound(simd, head.shape, rounding, &q, &head.upper[0], &mut ends);
+                    let found = page_score(simd, head.shape, rounding, &q, &head.upper[0], &mut ranges);
                     assert!((found - want).abs() < 1e-5 * want.abs(), "{found}, not {want}");
                 }
             }

@@ -224,16 +224,16 @@ impl Reads<'_> {
 }
 
 /// Core's `select_pages` without sorting all pages: the n − 2 best inner pages are partitioned off.
-fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
-    let (last, inner) = (bounds.len().saturating_sub(1), n.saturating_sub(2));
-    if bounds.len() <= 2 || inner >= last - 1 {
-        return (0..bounds.len()).collect();
+fn best_pages(scores: &[f32], n: usize) -> Vec<usize> {
+    let (last, inner) = (scores.len().saturating_sub(1), n.saturating_sub(2));
+    if scores.len() <= 2 || inner >= last - 1 {
+        return (0..scores.len()).collect();
     }
     let mut order: Vec<usize> = (1..last).collect();
     if inner == 0 {
         order.clear();
     } else {
-        order.select_nth_unstable_by(inner - 1, |&a, &b| bounds[b].total_cmp(&bounds[a]).then(a.cmp(&b)));
+        order.select_nth_unstable_by(inner - 1, |&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
         order.truncate(inner);
     }
     order.extend([0, last]);
@@ -269,7 +269,7 @@ impl CpuBackend {
             (&self.cache, &self.rows.qkv, self.rows.offsets.width, self.options.rounding);
         let (chosen, snap_scores) = (DisjointSlice::new(&mut self.chosen), DisjointSlice::new(&mut self.snap_scores));
         self.pool.run(&|thread| {
-            let mut bounds = Vec::new();
+            let mut scores = Vec::new();
             for item in share(runs.len() * kv_heads, thread, threads) {
                 let ((first, count), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
@@ -288,16 +288,16 @@ impl CpuBackend {
                 }
                 let of_head = cache.of_head(head);
                 let queries = &qkv[first * width + kv_head * group * d..][..group * d];
-                let score = |bounds: &mut Vec<f32>| {
-                    bounds.clear();
+                let score = |scores: &mut Vec<f32>| {
+                    scores.clear();
                     let upper = |page| of_head.upper(page);
-                    bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
+                    scores.extend(attend::page_scores(simd, shape, rounding, queries, now, upper));
                 };
                 let pages = match step.pages {
                     // Scores need quantised keys; without them the newest pages are read.
                     Pages::Best(_) if cache.has_nibbles() => {
-                        score(&mut bounds);
-                        best_pages(&bounds, n)
+                        score(&mut scores);
+                        best_pages(&scores, n)
                     }
                     Pages::Snap { .. } => {
                         if step.choose_pages && snap.is_due(step.pages, now) && cache.has_nibbles() {
@@ -362,12 +362,12 @@ mod tests {
         let mut noise = Noise::new(31);
         for count in [0, 1, 2, 3, 4, 17, 200] {
             for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
-                // Integers, so that bounds tie.
-                let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
+                // Integers, so that scores tie.
+                let scores: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
                 assert_eq!(
-                    best_pages(&bounds, n),
-                    quantspec_core::attend::select_pages(&bounds, n),
-                    "{n} of {bounds:?}"
+                    best_pages(&scores, n),
+                    quantspec_core::attend::select_pages(&scores, n),
+                    "{n} of {scores:?}"
                 );
             }
         }

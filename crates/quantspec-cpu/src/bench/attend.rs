@@ -1,4 +1,4 @@
-//! Decode attention, and bounds of page scores.
+//! Decode attention, and scores of pages.
 
 use super::{Machine, Noise, layers};
 use crate::attend::{self, CHUNK, Shape, State};
@@ -151,29 +151,29 @@ impl Attention {
     }
 }
 
-/// Score bounds of a layer's pages, for one query row: the reads of a choice of the best pages.
-pub struct Bounds {
+/// Scores of a layer's pages, for one query row: the reads of a choice of the best pages.
+pub struct PageScores {
     pages: Attention,
     q: Vec<f32>,
-    bounds: Vec<f32>,
+    scores: Vec<f32>,
 }
 
-impl Bounds {
+impl PageScores {
     /// The view-Upper pages of [`Attention::new`], and a row of normally distributed numbers.
     ///
     /// # Errors
     /// As [`Attention::new`].
-    pub fn new(machine: Machine, kv_heads: usize, group: usize, head_dim: usize, context: usize) -> Result<Bounds> {
+    pub fn new(machine: Machine, kv_heads: usize, group: usize, head_dim: usize, context: usize) -> Result<PageScores> {
         let (view, weights, rows) = (View::Upper, Weights::Draft, 1);
         let case = AttentionCase { view, weights, rows, group, kv_heads, head_dim, context };
         let mut noise = Noise(29);
         let q = (0..kv_heads * group * head_dim).map(|_| noise.next()).collect();
-        Ok(Bounds { pages: Attention::new(machine, case)?, q, bounds: vec![0.0; kv_heads * context / G] })
+        Ok(PageScores { pages: Attention::new(machine, case)?, q, scores: vec![0.0; kv_heads * context / G] })
     }
 
     /// Bytes that a call reads: scales and zeros of the keys.
     pub fn bytes(&self) -> usize {
-        self.bounds.len() * 4 * self.pages.case.head_dim
+        self.scores.len() * 4 * self.pages.case.head_dim
     }
 
     /// One layer, one KV head after another, in the backend's work split.
@@ -181,19 +181,19 @@ impl Bounds {
     /// # Errors
     /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
-        let Bounds { pages: Attention { case, simd, pool, shape, upper, layers, layer, .. }, q, bounds } = self;
+        let PageScores { pages: Attention { case, simd, pool, shape, upper, layers, layer, .. }, q, scores } = self;
         let (case, shape, len, threads) = (*case, *shape, shape.upper_bytes(), pool.threads());
         let (pages, width) = (case.context / G, case.group * shape.d);
         let upper = &upper[*layer * case.kv_heads * pages * len..][..case.kv_heads * pages * len];
-        let out = DisjointSlice::new(bounds);
+        let out = DisjointSlice::new(scores);
         pool.run(&|thread| {
             for head in share(case.kv_heads, thread, threads) {
                 // SAFETY: a head is one item of one thread.
                 let out = unsafe { out.slice(head * pages, pages) };
                 let queries = &q[head * width..][..width];
                 let page = |page: usize| &upper[(head * pages + page) * len..][..len];
-                let bounds = attend::page_bounds(*simd, shape, Rounding::Balanced, queries, pages, page);
-                out.iter_mut().zip(bounds).for_each(|(out, bound)| *out = bound);
+                let scores = attend::page_scores(*simd, shape, Rounding::Balanced, queries, pages, page);
+                out.iter_mut().zip(scores).for_each(|(out, score)| *out = score);
             }
         })?;
         *layer = (*layer + 1) % *layers;

@@ -89,8 +89,8 @@ impl BestPages {
     /// Bytes that a call reads.
     pub fn bytes(&self) -> usize {
         let shape = Shape::new(HEAD);
-        let bounds = if self.anew { self.context / G * 4 * HEAD } else { 0 };
-        BestPages::KV_HEADS * (bounds + BestPages::CHOSEN * shape.upper_bytes() + (G + 1) * 4 * HEAD)
+        let scores = if self.anew { self.context / G * 4 * HEAD } else { 0 };
+        BestPages::KV_HEADS * (scores + BestPages::CHOSEN * shape.upper_bytes() + (G + 1) * 4 * HEAD)
     }
 
     /// One layer.

@@ -31,20 +31,20 @@ unsafe impl Plain for PageChoice {}
 #[derive(Debug)]
 pub(super) struct PageKernels {
     /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
-    bounds: [(Kernel, usize); 2],
+    scores: [(Kernel, usize); 2],
     select: Kernel,
 }
 
 impl PageKernels {
     pub(super) fn new(device: &Device, config: &ModelConfig) -> Result<PageKernels> {
-        let bounds = |name: &str, deep: usize| -> Result<(Kernel, usize)> {
+        let scores = |name: &str, deep: usize| -> Result<(Kernel, usize)> {
             Ok((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS / config.head_dim))
         };
-        let bounds = match config.group() {
-            1 => [bounds("bounds_1_4", 4)?; 2],
-            _ => [bounds("bounds_4_2", 2)?, bounds("bounds_4_4", 4)?],
+        let scores = match config.group() {
+            1 => [scores("scores_1_4", 4)?; 2],
+            _ => [scores("scores_4_2", 2)?, scores("scores_4_4", 4)?],
         };
-        Ok(PageKernels { bounds, select: device.kernel("select", 0)? })
+        Ok(PageKernels { scores, select: device.kernel("select", 0)? })
     }
 }
 
@@ -87,11 +87,11 @@ impl Attend {
                     self.centre
                 ];
                 let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * scoring;
-                let few = blocks(self.pages.bounds[0].1) <= self.device.info.sms;
-                let (bounds, of) = self.pages.bounds[usize::from(!few)];
+                let few = blocks(self.pages.scores[0].1) <= self.device.info.sms;
+                let (kernel, of) = self.pages.scores[usize::from(!few)];
                 let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, scoring as u32];
                 self.device.launch(
-                    bounds,
+                    kernel,
                     Launch { grid, block: CHOICE_THREADS as u32, shared: 0, overlap: true },
                     &arguments,
                 )?;

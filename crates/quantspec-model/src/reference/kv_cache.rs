@@ -5,7 +5,7 @@ use crate::backend::{KvCache, Options, Step};
 use candle_core::Tensor;
 use half::f16;
 use quantspec_core::ablation::Values;
-use quantspec_core::attend::{SnapScores, page_bound, select_pages, snap_pages, window_pages};
+use quantspec_core::attend::{SnapScores, page_score, select_pages, snap_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, ring_index, visible_pages};
 use quantspec_core::config::{Pages, Rounding, View};
 use quantspec_core::page_pool::{PagePool, Prefix};
@@ -67,10 +67,10 @@ impl Head {
             (Pages::Window(n), _) => window_pages(visible, n),
             // Scores need quantised keys; without them the newest pages are read.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
-            (Pages::Best(n), _) => select_pages(&self.bounds(visible, query, rounding)?, n),
+            (Pages::Best(n), _) => select_pages(&self.scores(visible, query, rounding)?, n),
             (Pages::Snap { pages: n, .. }, _) => {
                 if step.choose_pages && self.snap.is_due(step.pages, visible) && upper {
-                    self.snap.refreshed = self.bounds(visible, query, rounding)?;
+                    self.snap.refreshed = self.scores(visible, query, rounding)?;
                 }
                 return Ok(snap_pages(self.snap.current(), visible, n));
             }
@@ -79,15 +79,15 @@ impl Head {
         Ok(chosen)
     }
 
-    /// The largest bound of the group's scores in each visible page.
-    fn bounds(&self, visible: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<f32>> {
+    /// The largest score of each visible page for the group.
+    fn scores(&self, visible: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<f32>> {
         let queries = tensor(|| query.to_vec2::<f32>())?;
-        let bound = |page| {
+        let score = |page| {
             let params = &self.quantised(page)?.key_params;
-            let best = queries.iter().map(|query| page_bound(query, params, rounding));
+            let best = queries.iter().map(|query| page_score(query, params, rounding));
             Ok(best.fold(f32::NEG_INFINITY, f32::max))
         };
-        (0..visible).map(bound).collect()
+        (0..visible).map(score).collect()
     }
 
     fn stored(&self, page: usize) -> Result<&Stored> {
