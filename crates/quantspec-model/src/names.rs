@@ -59,7 +59,7 @@ pub(crate) fn rename(
 /// A tensor's name in the language model; `None` for other tensors.
 fn inner(name: &str) -> Option<String> {
     let of = |(prefix, becomes): &(&str, &str)| name.strip_prefix(prefix).map(|rest| format!("{becomes}{rest}"));
-    PREFIXES.iter().find_map(of).or_else(|| (name == "lm_head.weight").then(|| name.to_string()))
+    PREFIXES.iter().find_map(of).or_else(|| name.starts_with("lm_head.").then(|| name.to_string()))
 }
 
 /// Ends of the names of fused matrices.
@@ -148,6 +148,7 @@ mod tests {
             ("language_model.lm_head.weight", Some("lm_head.weight")),
             ("model.language_model.embed_tokens.weight", Some("model.embed_tokens.weight")),
             ("lm_head.weight", Some("lm_head.weight")),
+            ("lm_head.weight_packed", Some("lm_head.weight_packed")),
             ("vision_tower.transformer.layers.0.attention.q_proj.weight", None),
             ("model.multi_modal_projector.norm.weight", None),
         ] {
