@@ -615,6 +615,10 @@ const QUANTISED: [&str; 13] = [
     ".activation_scale",
 ];
 
+fn is_quantised(name: &str) -> bool {
+    QUANTISED.iter().any(|end| name.ends_with(end))
+}
+
 /// Refuses tensors of the network's modules that the configured network does not use. Ignoring a bias or a scale would
 /// silently compute another function. Allowed are [`RECOMPUTED`], and biases of zeros next to quantised matrices: GPTQ
 /// exporters write them for networks without biases.
@@ -638,9 +642,9 @@ fn refuse_foreign(
             _ => Ok(false),
         }
     };
-    // Sorted, so that the first refusal is the same in every run.
+    // Sorted, so that the first refusal is the same in every run. A quantised matrix explains the bias next to it.
     let mut sorted: Vec<&String> = names.keys().collect();
-    sorted.sort_unstable();
+    sorted.sort_unstable_by_key(|name| (!is_quantised(name), *name));
     for name in sorted.into_iter().filter(|name| !of_matrix(name)) {
         if let Some(refusal) = refusal(config, name)
             && !idle(name)?
@@ -663,12 +667,12 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
             weights.any(|weight| *name != weight && module(name) == module(&weight)).then_some(name)?
         }
     };
-    if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
+    if is_quantised(suffix) {
         return Some(Error::model(
             format!(
                 "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
             ),
-            "download config.json again, or use the unquantised checkpoint",
+            "download config.json again, or copy the fields of quantize_config.json into it and add a quant_method",
         ));
     }
     let inside = |(layer, _): (&str, &str)| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);

@@ -207,6 +207,17 @@ fn a_bias_of_a_quantised_matrix_must_be_zero() {
     }
 }
 
+#[test]
+fn a_missing_configuration_is_named_before_a_bias() {
+    let (mut stored, _) = tensors("gptq4");
+    stored.push(("model.layers.0.mlp.down_proj.bias".to_string(), "F16", vec![32], vec![0; 64]));
+    let folder = Folder::empty();
+    write(&folder, &Value::Null, &stored);
+    let error = Checkpoint::open(folder.path()).expect_err("no quantization_config");
+    assert!(error.message.contains("g_idx\" is of a quantised matrix, which quantization_config"), "{error:?}");
+    assert!(error.hint.contains("quantize_config.json"), "{error:?}");
+}
+
 /// Activations are not quantised, so their scales next to codes of a byte have no effect. Other formats have none.
 #[test]
 fn scales_of_activations_are_ignored_next_to_bytes() {
