@@ -491,7 +491,10 @@ impl Matrix {
         let zeros = match &self.zeros {
             None => Vec::new(),
             Some(zeros) => {
-                let raw = zeros.bytes(shards)?;
+                let mut raw = zeros.bytes(shards)?;
+                if let Codes::Gptq { bits, v1: true } = self.scheme.codes {
+                    add_ones(&mut raw, bits);
+                }
                 cells().map(|(row, group)| self.zero(&raw, row, group)).collect()
             }
         };
@@ -520,10 +523,9 @@ impl Matrix {
                 let per = 32 / bits;
                 field(raw, row / per * self.groups + group, row % per, bits) - (1 << (bits - 1))
             }
-            Codes::Gptq { bits, v1 } => {
+            Codes::Gptq { bits, .. } => {
                 let per = 32 / bits;
-                let zero = field(raw, group * self.rows.div_ceil(per) + row / per, row % per, bits);
-                (zero + i16::from(v1)) & ((1 << bits) - 1)
+                field(raw, group * self.rows.div_ceil(per) + row / per, row % per, bits)
             }
             Codes::Awq => field(raw, group * self.rows.div_ceil(8) + row / 8, AWQ_PLACES[row % 8], 4),
         }
@@ -571,6 +573,14 @@ impl Matrix {
 fn field(raw: &[u8], word: usize, index: usize, bits: usize) -> i16 {
     let bit = index * bits;
     i16::from(raw[4 * word + bit / 8] >> (bit % 8)) & ((1 << bits) - 1)
+}
+
+/// Adds one to every field of 32-bit words. GPTQModel subtracts it from whole words, so a field of zero borrows from the next.
+fn add_ones(raw: &mut [u8], bits: usize) {
+    let ones = u32::MAX / ((1 << bits) - 1);
+    for word in raw.as_chunks_mut().0 {
+        *word = u32::from_le_bytes(*word).wrapping_add(ones).to_le_bytes();
+    }
 }
 
 /// FP8 with 4 bits of exponent (bias 7) and 3 of mantissa; 0x7f and 0xff are NaN, and there is no infinity.

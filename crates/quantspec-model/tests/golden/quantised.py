@@ -74,10 +74,12 @@ def matrix(kind, rows, columns):
         tensors = {"weight_packed": pack(codes, 4, 1), "weight_scale": scale, "weight_zero_point": pack(zeros, 4, 0)}
     elif kind.startswith("gptq"):
         order = rng.permutation(order)
-        stored = zeros if kind == "gptq4-v2" else (zeros - 1) % 2**bits
+        words = pack(zeros.T, bits, 1).view(np.uint32)
+        # Whole words are decremented in format 1, so a zero point of 0 borrows from the next one.
+        ones = 0 if kind == "gptq4-v2" else 0xFFFFFFFF // (2**bits - 1)
         tensors = {
             "qweight": pack(codes.T, bits, 0),
-            "qzeros": pack(stored.T, bits, 1),
+            "qzeros": (words - np.uint32(ones)).view(np.int32),
             "scales": np.ascontiguousarray(scale.T),
         }
         tensors["g_idx"] = order.astype(np.int32)
