@@ -114,10 +114,12 @@ pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
         ));
     }
     let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
-    let Some(fields) = found else { return Ok(None) };
-    let Value::Object(fields) = fields else { return Err(unsupported(json_text(fields))) };
-    let method = present(fields, "quant_method").and_then(Value::as_str).unwrap_or("unnamed method");
-    match method {
+    let Some(found) = found else { return Ok(None) };
+    let Value::Object(fields) = found else { return Err(unsupported(json_text(found))) };
+    let Some(Value::String(method)) = fields.get("quant_method") else {
+        return Err(unsupported(format!("{} without a quant_method", json_text(found))));
+    };
+    match method.as_str() {
         "fp8" => fp8(fields),
         "compressed-tensors" => compressed(fields),
         "gptq" => gptq(fields),
@@ -168,6 +170,8 @@ fn block_size(name: &str, value: &Value) -> Result<Block> {
 
 fn fp8(fields: &Map<String, Value>) -> Result<Scheme> {
     one_of(fields, "fmt", &["e4m3".into(), "float8_e4m3fn".into()])?;
+    // GPTQModel stores reciprocals of the scales under the same name.
+    one_of(fields, "weight_scale_semantics", &[])?;
     let block = present(fields, "weight_block_size").map(|value| block_size("weight_block_size", value)).transpose()?;
     Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: false })
 }
@@ -185,7 +189,8 @@ fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
     let groups = present(fields, "config_groups").and_then(Value::as_object);
     let mut schemes = Vec::new();
     for group in groups.into_iter().flat_map(Map::values) {
-        let format = present(fields, "format").or_else(|| group.get("format")).and_then(Value::as_str);
+        let own = group.get("format").filter(|format| !format.is_null());
+        let format = own.or_else(|| present(fields, "format")).and_then(Value::as_str);
         match group.get("weights").and_then(Value::as_object) {
             Some(weights) => schemes.push(compressed_weights(weights, format)?),
             None => return Err(unsupported("a config group without weights".to_string())),
@@ -224,28 +229,41 @@ fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Res
     Ok(Scheme { codes, block: Some(block), zeros, through_scales: true })
 }
 
-fn gptq(fields: &Map<String, Value>) -> Result<Scheme> {
-    let bits = size("bits", present(fields, "bits"))?;
-    if bits != 4 && bits != 8 {
-        return Err(unsupported(format!("GPTQ with {bits} bits")));
-    }
-    one_of(fields, "checkpoint_format", &["gptq".into(), "gptq_v2".into()])?;
-    // GPTQModel's rules for some modules. A module that a rule leaves out is stored plainly.
+/// Names of the storage format of GPTQ and AWQ files; GPTQModel writes both.
+const FORMATS: [&str; 2] = ["checkpoint_format", "format"];
+
+/// Refuses GPTQModel's rules that give some modules other bits or groups. A module that a rule leaves out is stored plainly.
+fn one_scheme(fields: &Map<String, Value>) -> Result<()> {
     for (modules, rule) in present(fields, "dynamic").and_then(Value::as_object).into_iter().flatten() {
         let differs = |name: &&str| rule.get(name).is_some_and(|value| fields.get(*name) != Some(value));
         if ["bits", "group_size"].iter().any(differs) {
             return Err(unsupported(format!("other bits or groups for some modules (dynamic \"{}\")", shown(modules))));
         }
     }
-    let v1 = present(fields, "checkpoint_format").and_then(Value::as_str) != Some("gptq_v2");
+    Ok(())
+}
+
+fn gptq(fields: &Map<String, Value>) -> Result<Scheme> {
+    let bits = size("bits", present(fields, "bits"))?;
+    if bits != 4 && bits != 8 {
+        return Err(unsupported(format!("GPTQ with {bits} bits")));
+    }
+    one_of(fields, "is_marlin_format", &[false.into()])?;
+    for name in FORMATS {
+        one_of(fields, name, &["gptq".into(), "gptq_v2".into()])?;
+    }
+    one_scheme(fields)?;
+    let v1 = FORMATS.iter().all(|name| fields.get(*name) != Some(&"gptq_v2".into()));
     let block = Block { rows: Some(1), columns: group_size(fields)? };
     Ok(Scheme { codes: Codes::Gptq { bits, v1 }, block: Some(block), zeros: true, through_scales: true })
 }
 
 fn awq(fields: &Map<String, Value>) -> Result<Scheme> {
     one_of(fields, "bits", &[4.into()])?;
-    one_of(fields, "version", &["gemm".into(), "GEMM".into()])?;
-    one_of(fields, "zero_point", &[true.into()])?;
+    for name in ["version"].iter().chain(&FORMATS) {
+        one_of(fields, name, &["gemm".into(), "GEMM".into()])?;
+    }
+    one_scheme(fields)?;
     let block = Block { rows: Some(1), columns: group_size(fields)? };
     Ok(Scheme { codes: Codes::Awq, block: Some(block), zeros: true, through_scales: true })
 }
@@ -394,7 +412,7 @@ impl Quantised {
         let (dtype, shape) = scheme.codes.stored(rows, columns);
         check(&codes, codes_name, &[dtype], &[shape])?;
         let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
-        let (scales_name, scales) = found.ok_or_else(|| missing(scale_names[0]))?;
+        let (scales_name, scales) = found.ok_or_else(|| missing(&scale_names.join("\" or \"")))?;
         // Without a stated block, scales are per matrix or per row.
         let block = scheme.block.unwrap_or(match scales.tensor.shape.as_slice() {
             [] | [1] | [1, 1] => Block { rows: None, columns: None },
