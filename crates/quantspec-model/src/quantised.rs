@@ -24,7 +24,7 @@ const KEPT: usize = 3;
 enum Codes {
     /// e4m3 without infinities, `[outputs][inputs]`.
     Fp8,
-    /// Signed bytes, `[outputs][inputs]`.
+    /// Signed bytes, `[outputs][inputs]`; files with quantised activations (W4A8) hold codes of 4 bits in them, too.
     Int8,
     /// Codes plus half their range, packed in words: `[outputs][inputs / codes per word]`.
     Words { bits: usize },
@@ -208,7 +208,7 @@ fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Res
     let kind = present(weights, "type").and_then(Value::as_str).unwrap_or("int");
     let codes = match (format.unwrap_or("none"), kind, bits) {
         ("pack-quantized", "int", 4 | 8) => Codes::Words { bits },
-        ("int-quantized" | "naive-quantized", "int", 8) => Codes::Int8,
+        ("int-quantized" | "naive-quantized", "int", 4 | 8) => Codes::Int8,
         ("float-quantized" | "naive-quantized", "float", 8) => Codes::Fp8,
         (format, kind, bits) => {
             return Err(unsupported(format!("{} of type {} with {bits} bits", shown(format), shown(kind))));

@@ -227,6 +227,15 @@ fn a_missing_configuration_is_named_before_a_bias() {
     assert!(error.hint.contains("quantize_config.json"), "{error:?}");
 }
 
+#[test]
+fn bytes_may_hold_codes_of_four_bits() {
+    let mut quantisation = formats()["int8"].clone();
+    quantisation["config_groups"]["group_0"]["weights"]["num_bits"] = json!(4);
+    let folder = Folder::empty();
+    write(&folder, &quantisation, &tensors("int8").0);
+    Checkpoint::open(folder.path()).expect("W4A8");
+}
+
 /// Activations are not quantised, so their scales next to codes of a byte have no effect. Other formats have none.
 #[test]
 fn scales_of_activations_are_ignored_next_to_bytes() {
