@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
+from quantspec_cli import panics
 from quantspec_cli.errors import ModelError
 from quantspec_cli.text import Text
 from quantspec_cli.tokenizer import Tokenizer
@@ -274,9 +275,24 @@ def test_other_threads_output_during_encoding_appears(
     inner = demo._inner
     monkeypatch.setattr(demo, "_inner", Inner())
     sys.stderr.write("before\n")
-    demo.encode("x")
+    with panics.of_command():
+        demo.encode("x")
     sys.stderr.write("after\n")
     assert capfd.readouterr().err == "before\nfrom elsewhere\nafter\n"
+
+
+def test_a_program_keeps_its_standard_error(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that another thread starts meanwhile inherits it, and a fork."""
+
+    class Inner:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+            found.append(Path("/proc/self/fd/2").readlink())
+            return inner.encode_batch_fast(texts, **options)
+
+    inner, found = demo._inner, [Path("/proc/self/fd/2").readlink()]
+    monkeypatch.setattr(demo, "_inner", Inner())
+    demo.encode("x")
+    assert found == found[:1] * 2
 
 
 def test_ctrl_c_while_a_text_is_encoded_has_its_standard_error(
@@ -289,7 +305,7 @@ def test_ctrl_c_while_a_text_is_encoded_has_its_standard_error(
 
     done = threading.Event()
     monkeypatch.setattr(demo, "_inner", Inner())
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), panics.of_command():
         demo.encode("x")
     os.write(2, b"interrupted\n")
     done.set()

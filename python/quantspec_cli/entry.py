@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from . import settings
+from . import panics, settings
 from .cli import cli
 from .errors import (
     EXIT_INTERRUPTED,
@@ -130,7 +130,7 @@ def _takes_next_argument(argument: str, with_value: Container[str]) -> bool:
 
 def _invoke(arguments: list[str]) -> Done:
     try:
-        with cli.make_context("quantspec", arguments) as context:
+        with cli.make_context("quantspec", arguments) as context, panics.of_command():
             done = cli.invoke(context)
     except click.exceptions.Exit as left:
         return Done(left.exit_code)
