@@ -299,3 +299,23 @@ def test_an_empty_instruction_is_refused(fake: Any, quantspec: Run, tmp_path: Pa
     assert not (tmp_path / "out").exists()
     # An empty system prompt is one.
     assert quantspec("run", str(document), "-n", "3", "-q", "--system-prompt", "").code == 0
+
+
+def test_an_interrupt_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the process of a later conversation."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if isinstance(thread, threading.Timer):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        render(CHATML)
+    monkeypatch.undo()
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    for timer in timers:
+        timer.join(5)
+        assert not timer.is_alive()
+    assert render(CHATML)

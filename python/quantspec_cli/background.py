@@ -28,10 +28,22 @@ def run(work: Callable[[], Result]) -> Result:
             failure.append(error)
 
     thread = threading.Thread(target=attempt, name="quantspec-background", daemon=True)
-    thread.start()
+    start(thread)
     while thread.is_alive():
         thread.join(WAIT_S)
     if failure:
         # Panics of Rust libraries are BaseExceptions, which callers do not handle.
         raise failure[0] if isinstance(failure[0], Exception) else internal(failure[0])
     return outcome[0]
+
+
+def start(thread: threading.Thread) -> None:
+    """Starts a thread.
+
+    Raises:
+        DoesNotFitError: the system starts no further one.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise internal(error) from error

@@ -198,9 +198,9 @@ def _answer_of_child(request: bytes) -> bytes:
             process.kill()
 
         timer = threading.Timer(WALL_LIMIT_S, kill)
-        timer.start()
         answer = b""
         try:
+            background.start(timer)
             answer = background.run(lambda: _exchanged(process, request))
         finally:
             timer.cancel()
