@@ -189,3 +189,22 @@ def test_thinking_and_answer_depend_on_the_tokens_alone(
     assert text.text == "".join(text.pieces) == oracle(answer, stops)
     if text.stop_reason != "stop":
         assert text.thinking == thought
+
+
+def test_a_text_with_a_reason_is_complete() -> None:
+    """Another thread reads the reason first, then the text."""
+
+    class Pieces(list[str]):
+        def append(self, piece: str) -> None:
+            assert text.stop_reason is None
+            super().append(piece)
+
+    for end in ("eos", "length", "interrupted"):
+        text = Text(lambda _: b"x", limit=2, eos={EOS}, stops=["xxx"])
+        text.pieces = Pieces()
+        text.push([1])
+        if end == "interrupted":
+            text.interrupt()
+        else:
+            text.push([EOS if end == "eos" else 1])
+        assert (text.stop_reason, len(text.text)) == (end, len(text.tokens))

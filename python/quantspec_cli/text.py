@@ -171,41 +171,39 @@ class Text:
 
     def push(self, tokens: Iterable[int]) -> str:
         """Adds the tokens of a round and returns the text to emit. Tokens after the end are dropped."""
-        piece = ""
+        piece, why = "", None
         for token in tokens:
             if token in self._eos:
-                piece += self._end("eos")
+                why = "eos"
                 break
             text = self._utf8.decode(self._token_bytes(token))
             emit, stopped = self._stops.push(text if self._block is None else self._block.push(text))
             piece += emit
             if stopped:
-                self._end("stop")
+                why = "stop"
                 break
             self.tokens.append(token)
             if len(self.tokens) == self._limit:
-                piece += self._end("length")
+                why = "length"
                 break
-        if piece:
-            self.pieces.append(piece)
-        return piece
+        return self._extended(piece, why)
 
     def interrupt(self) -> str:
         """Ends an unfinished text; returns the held-back text."""
-        if self.stop_reason is not None:
-            return ""
-        piece = self._end("interrupted")
+        return self._extended("", "interrupted") if self.stop_reason is None else ""
+
+    def _extended(self, piece: str, why: str | None) -> str:
+        """Adds a piece, and the held-back text if the text ends. Returns what was added."""
+        if why is not None:
+            # An unfinished character is dropped; its tokens remain in `tokens`.
+            self._utf8.reset()
+            if self._block is not None:
+                rest, stopped = self._stops.push(self._block.flush())
+                piece += rest
+                why = "stop" if stopped else why
+            piece += self._stops.flush()
         if piece:
             self.pieces.append(piece)
-        return piece
-
-    def _end(self, why: str) -> str:
+        # Last: another thread that reads the reason finds the whole text.
         self.stop_reason = why
-        # An unfinished character is dropped; its tokens remain in `tokens`.
-        self._utf8.reset()
-        if self._block is None:
-            return self._stops.flush()
-        piece, stopped = self._stops.push(self._block.flush())
-        if stopped:
-            self.stop_reason = "stop"
-        return piece + self._stops.flush()
+        return piece
