@@ -622,6 +622,7 @@ def test_values_that_errors_cannot_print(engine: Engine, options: dict[str, Any]
         ({"device": 10**5000}, "device is a number of 16610 bits"),
         ({"method": 10**5000}, "method is a number of 16610 bits"),
         ({"method": np.array(["ar", "w4"])}, r"method is array\("),
+        ({"draft_precision": np.array(["o", "down"])}, r"draft_precision is array\("),
         ({"gamma": np.array([1, 2])}, r"gamma is array\("),
         ({"draft_pages": np.array([4, 8])}, r"draft_pages is array\("),
         ({"method": "ar", "gamma": 2}, "gamma is 2, and method ar drafts nothing"),
@@ -646,6 +647,7 @@ def test_bad_arguments_of_load_are_refused(fake: Any, arguments: dict[str, Any],
         ("abc", {"context": "1000"}, "context is '1000'"),
         ("abc", {"context": 0}, "context is 0"),
         (None, {"messages": np.array(3)}, r"messages is array\(3\)"),
+        (None, {"messages": [{"role": np.array(["user", "x"]), "content": ""}]}, r"message 1 has the role array\("),
     ],
 )
 def test_prompts_that_are_not_text_are_refused(
@@ -653,6 +655,17 @@ def test_prompts_that_are_not_text_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         engine.model.prompt(document, **others)
+
+
+def test_whole_numbers_may_be_those_of_numpy(engine: Engine, fake: Any) -> None:
+    """Sums of them would overflow, or be refused."""
+    expected = engine.generate("one " * 30, max_new_tokens=250, seed=3)
+    assert engine.generate("one " * 30, max_new_tokens=np.uint8(250), seed=np.int64(3)) == expected  # type: ignore[arg-type]
+    small = Engine.load(context=np.int8(100), batch=np.int32(1), gamma=np.int64(2), threads=np.int8(1))  # type: ignore[arg-type]
+    assert type(small.context) is int
+    with pytest.raises(DoesNotFitError, match="need 131 tokens"):
+        small.generate(Prompt([5] * 31), max_new_tokens=np.int8(100))  # type: ignore[arg-type]
+    assert len(small.model.prompt("one " * 30, context=np.int16(2**15 - 1)).ids) == expected.prompt_tokens  # type: ignore[arg-type]
 
 
 def test_ids_may_be_an_array(engine: Engine) -> None:
@@ -663,6 +676,8 @@ def test_ids_may_be_an_array(engine: Engine) -> None:
     for ids in (5, None, "abc", b"abc", np.array(5)):
         with pytest.raises(UsageError, match="the ids of the prompt are"):
             Prompt(ids)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"continues is array\("):
+        Prompt([1], continues=np.array([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the thinking of the prompt is 5"):
         Prompt([1], thinking=5)  # type: ignore[arg-type]
 

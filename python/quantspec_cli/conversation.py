@@ -41,7 +41,8 @@ def _turn(name: str, message: object) -> dict[str, str]:
     if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
         raise UsageError(f"{name} is {shown(message):.60}", 'give {"role": …, "content": …} and nothing else')
     role, content = message["role"], message["content"]
-    if role not in ROLES:
+    # The type comes first: an array compares its items.
+    if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"{name} has the role {shown(role):.60}", f"use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise UsageError(f"the content of {name} is {shown(content):.60}", "give a text")

@@ -499,9 +499,9 @@ class Engine:
             accept=accept,
         )
         # More sequences than any memory holds, and small enough for the engine's integers.
-        whole("batch", batch, 1, 65_536)
+        batch = whole("batch", batch, 1, 65_536)
         if context is not None:
-            whole("context", context, 1, None)
+            context = whole("context", context, 1, None)
         boolean("offline", offline)
         _check_callback("on_loading", on_loading)
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from . import conversation, files, gguf, hub, schema, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
-from .options import schema_text, shown, whole
+from .options import boolean, schema_text, shown, whole
 from .prompts import check_instruction, check_utf8
 from .signals import SIGNALS
 from .text import Thinking
@@ -53,6 +53,7 @@ class Prompt:
         if listed is None:
             raise UsageError(f"the ids of {self.name} are {shown(ids):.60}", "give a list of token ids")
         object.__setattr__(self, "ids", listed)
+        boolean("continues", self.continues)
         if not isinstance(self.thinking, Thinking | None):
             raise UsageError(
                 f"the thinking of {self.name} is {shown(self.thinking):.60}",
@@ -242,7 +243,7 @@ class Model:
     ) -> Written:
         """The text of `prompt`, not yet encoded."""
         if context is not None:
-            whole("context", context, 1, None)
+            context = whole("context", context, 1, None)
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
         turns = None if messages is None else conversation.checked(messages)

@@ -116,12 +116,12 @@ class EngineOptions:
         if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
             raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0", option="device")
         if self.threads is not None:
-            whole("threads", self.threads, 1, THREADS_MAX)
+            _set_whole(self, "threads", 1, THREADS_MAX)
         if not _is_word(self.gamma, "auto"):
-            whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
+            _set_whole(self, "gamma", 0, GAMMA_MAX, ", or auto")
         if self.draft_pages is not None and not _is_word(self.draft_pages, "all", "auto"):
-            whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
-        whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
+            _set_whole(self, "draft_pages", PAGES_MIN, PAGES_MAX, ", all or auto")
+        _set_whole(self, "draft_refresh", 0, PAGES_MAX, " (0 is never)")
         self._refuse_ignored()
         if self.page_choice == "window" and self.pages_of_draft == "all":
             raise UsageError(
@@ -133,7 +133,7 @@ class EngineOptions:
 
     def _check_precision(self) -> None:
         """Refuses unknown names of matrices, and matrices without two precisions."""
-        if self.draft_precision in ("auto", "none"):
+        if _is_word(self.draft_precision, "auto", "none"):
             return
         named = self.draft_precision.split(",") if isinstance(self.draft_precision, str) else []
         drafted = {"int4": SENSITIVE, "int4-mlp": SENSITIVE[2:], "none": ()}[self.draft_weights]
@@ -272,8 +272,8 @@ class GenerateOptions:
     json_schema: Any = None
 
     def __post_init__(self) -> None:
-        whole("max_new_tokens", self.max_new_tokens, 1, None)
-        whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
+        _set_whole(self, "max_new_tokens", 1, None)
+        _set_whole(self, "top_k", 0, 2**32, " (0 is off)")
         for name, valid, hint in (
             ("temperature", lambda t: 0 <= t <= 100, "use 0 (greedy) to 100"),
             ("top_p", lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)"),
@@ -283,7 +283,7 @@ class GenerateOptions:
             ("presence_penalty", lambda p: -2 <= p <= 2, "use -2 to 2 (0 is off)"),
         ):
             object.__setattr__(self, name, _number(name, getattr(self, name), valid, hint))
-        whole("no_repeat_ngram", self.no_repeat_ngram, 0, NGRAM_MAX, " (0 is off)")
+        _set_whole(self, "no_repeat_ngram", 0, NGRAM_MAX, " (0 is off)")
         if self.no_repeat_ngram == 1:
             raise UsageError(
                 "no_repeat_ngram is 1, so no token could come twice",
@@ -291,8 +291,8 @@ class GenerateOptions:
                 option="no_repeat_ngram",
             )
         if self.logprobs is not None:
-            whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
-        whole("seed", self.seed, 0, SEED_MAX)
+            _set_whole(self, "logprobs", 0, LOGPROBS_MAX)
+        _set_whole(self, "seed", 0, SEED_MAX)
         boolean("ignore_eos", self.ignore_eos)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
@@ -397,8 +397,13 @@ def as_list(value: object) -> list[Any] | None:
     return list(found)
 
 
-def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
-    """Refuses anything but an integer from `least` to `most`; NumPy integers are accepted."""
+def _set_whole(options: object, name: str, least: int, most: int | None, other: str = "") -> None:
+    """Checks a whole number of frozen options, and makes it Python's: sums of NumPy's integers overflow."""
+    object.__setattr__(options, name, whole(name, getattr(options, name), least, most, other))
+
+
+def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> int:
+    """The integer, which must be from `least` to `most`; NumPy's are accepted."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -407,6 +412,7 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
         too_large = number is not None and most is not None and number > most
         bounds = f"at least {least}" if most is None or (most >= 2**32 and not too_large) else f"{least} to {most}"
         raise UsageError(f"{name} is {shown(value)}", f"use a whole number, {bounds}{other}", option=name)
+    return number
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> float:
