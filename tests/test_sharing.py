@@ -30,6 +30,7 @@ def answers(native: Any, slots: int, prompts: list[list[int]], new_tokens: int) 
 
     sampling = {**SAMPLING, "max_new_tokens": new_tokens}
     requests = [Request(ids, sampling, Text(lambda _: b"", limit=new_tokens), deliver) for ids in prompts]
+    scheduler.start()
     scheduler.submit(requests)
     for _ in requests:
         assert ended.acquire(timeout=60)

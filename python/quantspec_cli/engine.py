@@ -196,10 +196,12 @@ class Batch:
         ]
         self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
         self._open = len(prompts)
+        # True after an exception: an interrupt may have lost a piece, so no others follow.
+        self._failed = False
         # Reentrant, since a signal handler may read a piece while its thread waits for one.
         self._turn = threading.RLock()
         grammar = None if options.json_schema is None else model.grammar(options.json_schema)
-        # The scheduler holds the requests, and they do not refer to the batch, so that dropping the batch ends it.
+        # The scheduler holds the requests, and they have a weak reference to the batch: dropping it ends them.
         self._requests = [
             Request(
                 prompt.ids,
@@ -207,15 +209,11 @@ class Batch:
                 text,
                 partial(_put, self._items, index),
                 on_prefill,
+                weakref.ref(self),
             )
             for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
         ]
         lease.scheduler.submit(self._requests)
-
-    def __del__(self) -> None:
-        # An interrupted constructor may have made no requests.
-        if requests := getattr(self, "_requests", None):
-            self._lease.scheduler.cancel(requests, wait=False)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
@@ -234,17 +232,18 @@ class Batch:
                     self._items.put((index, "", False))  # ends a wait that a signal handler interrupted
                 if isinstance(item, str):
                     return Piece(index, item, last)
-                self._open = 0
                 raise item
         except StopIteration:
             raise
         except BaseException:
-            scheduler.cancel(self._requests, wait=False)
+            self._failed = True
+            for request in self._requests:
+                request.cancelled = True
             raise
 
     def _next(self) -> tuple[int, str | BaseException, bool]:
         """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile."""
-        while self._open:
+        while self._open and not self._failed:
             with contextlib.suppress(Empty):
                 item = self._items.get(timeout=WAIT_S)
                 if self._open:
@@ -253,27 +252,25 @@ class Batch:
 
     def interrupt(self) -> None:
         """Ends unfinished answers and frees their slots, from any thread. Text decoded before can still be read."""
-        self._lease.scheduler.check()
         self._lease.scheduler.cancel(self._requests)
 
     def generations(self) -> list[Generation]:
-        """The answers, in the order of the prompts."""
+        """The answers so far, in the order of the prompts."""
         return [
-            Generation(
-                len(prompt.ids),
-                text.tokens,
-                text.text,
-                text.stop_reason or "interrupted",
-                text.thinking,
-                None if request.sampling["logprobs"] is None else _logprobs(text.tokens, request.logprobs),
-            )
+            _generation(prompt, text, request)
             for prompt, text, request in zip(self._prompts, self.texts, self._requests, strict=True)
         ]
 
 
-def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int, float]]]]) -> list[TokenLogprob]:
-    # A round may emit more tokens than the answer takes.
-    return [TokenLogprob(id, *values) for id, values in zip(tokens, found, strict=False)]
+def _generation(prompt: Prompt, text: Text, request: Request) -> Generation:
+    """A copy of an answer, which the scheduler's thread may be extending."""
+    # The reason is set last and read first: with one, the answer is complete. Log-probabilities precede their tokens.
+    stop_reason, tokens = text.stop_reason or "interrupted", list(text.tokens)
+    logprobs = None
+    if request.sampling["logprobs"] is not None:
+        # A round may emit more tokens than the answer takes.
+        logprobs = [TokenLogprob(id, *values) for id, values in zip(tokens, request.logprobs, strict=False)]
+    return Generation(len(prompt.ids), tokens, text.text, stop_reason, text.thinking, logprobs)
 
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
@@ -287,6 +284,8 @@ class _Lease:
         self.scheduler = scheduler
         # Not at exit: a running prefill would delay it.
         weakref.finalize(self, scheduler.stop).atexit = False
+        # After the finaliser, which ends the thread if this is interrupted.
+        scheduler.start()
 
 
 def check_folder(folder: object) -> None:

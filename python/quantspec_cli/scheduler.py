@@ -12,22 +12,24 @@ import os
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import loop
+from . import background, loop
 from .errors import InputError, NotFiniteError, QuantspecError, UsageError, internal, native_errors
 from .signals import WAIT_S
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from . import _native
     from .text import Text
 
     OnProgress = Callable[[int, int], object]
+    # A result, or the error instead.
+    _Outcome = SimpleQueue[tuple[Any, BaseException | None]]
 
 Result = TypeVar("Result")
 
@@ -53,6 +55,7 @@ class Request:
         deliver: called with each piece of text and True for the last one, or with an error instead of the rest. Runs on
             the scheduler's thread.
         on_prefill: called on that thread with (rows done, rows in total) during prefill.
+        reader: a reference to the object that reads the answer; when that is dropped, the answer ends. None: it is kept.
         cancelled: set by `Scheduler.cancel`.
         logprobs: (log-probability, most likely tokens with theirs) of every emitted token, if `sampling` requests them.
     """
@@ -62,8 +65,15 @@ class Request:
     text: Text
     deliver: Callable[[str | BaseException, bool], object]
     on_prefill: OnProgress | None = None
+    reader: weakref.ref[object] | None = None
     cancelled: bool = field(default=False, init=False)
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list, init=False)
+
+    @property
+    def unwanted(self) -> bool:
+        """True if it was cancelled or its reader dropped."""
+        # Not cancelled by a destructor: an interrupt there would be lost, and the answer would go on.
+        return self.cancelled or (self.reader is not None and self.reader() is None)
 
 
 @dataclass(eq=False)
@@ -73,16 +83,21 @@ class _Scoring:
     Attributes:
         ids: token ids of the text.
         cancelled: set by `Scheduler.cancel`.
-        done: the log-probabilities.
+        done: the log-probabilities, or an error.
     """
 
     ids: Sequence[int]
     cancelled: bool = False
-    done: Future[list[float]] = field(default_factory=Future)
+    done: _Outcome = field(default_factory=SimpleQueue)
+
+    @property
+    def unwanted(self) -> bool:
+        """True if it was cancelled."""
+        return self.cancelled
 
     def deliver(self, error: BaseException, _last: bool) -> None:
         """Ends the wait for the log-probabilities."""
-        self.done.set_exception(error)
+        self.done.put((None, error))
 
 
 @dataclass(eq=False)
@@ -90,7 +105,7 @@ class _Call:
     """Work of a caller to run between two rounds."""
 
     work: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
+    done: _Outcome = field(default_factory=SimpleQueue)
 
 
 class _CancelledError(KeyboardInterrupt):
@@ -110,7 +125,7 @@ class Scheduler:
     """
 
     def __init__(self, native: _native.Engine, slots: int) -> None:
-        """The thread starts with the first request."""
+        """`start` starts the thread."""
         self.native = native
         self.kept_tokens = 0
         self.rounds = 0
@@ -129,22 +144,26 @@ class Scheduler:
         self._chunk_rows = _FIRST_ROWS
         # Seconds of the last round.
         self._round_s = 0.0
-        self._thread: threading.Thread | None = None
-        # Held while a command is enqueued, so that none follows the one that ends the thread, and by calls of the engine
-        # before there is a thread.
+        self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
+        # Held while a command is enqueued, so that none follows the one that ends the thread.
         self._lock = threading.RLock()
         self._stopped = False
         self._process = os.getpid()
 
+    def start(self) -> None:
+        """Starts the thread. `stop` ends it, also after an interrupt of this call."""
+        background.start(self._thread)
+
     def submit(self, requests: Sequence[Request | _Scoring]) -> None:
         """Enqueues requests together; they get slots in this order."""
+        self._enqueue(requests)
+
+    def _enqueue(self, command: Sequence[Request | _Scoring] | _Call) -> None:
+        # Before the lock, which a thread of a forked child's parent may hold.
         self.check()
         with self._lock:
             self.check()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
-                self._thread.start()
-            self._commands.put(requests)
+            self._commands.put(command)
 
     def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probabilities of a text's tokens from the second on; waits for a free slot and pages, in order of arrival."""
@@ -154,25 +173,20 @@ class Scheduler:
         scoring = _Scoring(ids)
         try:
             self.submit([scoring])
-            while not wait([scoring.done], WAIT_S).done:
-                pass
+            scores: list[float] = _result(scoring.done)
         except BaseException:
-            self.cancel([scoring], wait=False)
+            scoring.cancelled = True
             raise
-        return scoring.done.result()
+        return scores
 
-    def cancel(self, requests: Sequence[Request | _Scoring], *, wait: bool = True) -> None:
+    def cancel(self, requests: Sequence[Request]) -> None:
         """Ends requests immediately. Their slots are free on return, except when called from a callback of the engine."""
+        self._check_process()
         for request in requests:
             request.cancelled = True
-        # A forked child has neither the thread nor the slots.
-        if os.getpid() != self._process or self._thread is None or self._stopped:
-            return
-        if wait and not self.is_inside():
-            with contextlib.suppress(UsageError):  # closed meanwhile, which ends them, too
+        if not self.is_inside():
+            with contextlib.suppress(UsageError):  # the engine is closed, which ended them, too
                 self.call(lambda: None)
-        else:
-            self._commands.put(_Call(lambda: None))
 
     def call(self, work: Callable[[], Result]) -> Result:
         """Runs work that needs the engine between two rounds, and returns its result."""
@@ -180,49 +194,42 @@ class Scheduler:
         if self.is_inside():
             return work()
         call = _Call(work)
-        with self._lock:
-            self.check()
-            if self._thread is None:
-                # Under the lock, so that the engine has one caller: no thread starts, and `stop` waits.
-                return work()
-            self._commands.put(call)
-        while not wait([call.done], WAIT_S).done:
-            pass
-        result: Result = call.done.result()
+        self._enqueue(call)
+        result: Result = _result(call.done)
         return result
 
     def is_inside(self) -> bool:
         """True on the scheduler's own thread (in a callback of a request), which must not wait for the scheduler."""
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._thread.ident == threading.get_ident()
 
     def check(self) -> None:
         """Refuses calls in a forked child, which lacks the engine's threads and a GPU's context, and calls after `stop`."""
+        self._check_process()
+        if self._stopped:
+            raise _closed()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
                 f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
                 'load an engine in every process, or start processes by "spawn"',
             )
-        if self._stopped:
-            raise _closed()
 
     def stop(self) -> None:
-        """Ends the thread and its sequences; threads that wait for a piece get an error."""
+        """Ends the thread and its sequences; threads that wait for a piece get an error. A second call completes one that was
+        interrupted.
+        """
         if os.getpid() != self._process:
             return
         with self._lock:
-            stopped = self._stopped
-            if not stopped and self._thread is not None:
-                self._commands.put(None)
-            # After the command, which must be there when a prompt or a score ends because of this.
+            # Before the command: after an interrupt between them no caller waits for a thread that has ended.
             self._stopped = True
-        if stopped:
+            self._commands.put(None)
+        if self.is_inside():
             return
-        if self._thread is not None:
-            if self.is_inside():
-                return
-            while self._thread.is_alive():
-                self._thread.join(WAIT_S)
-        del self.native
+        while self._thread.is_alive():
+            self._thread.join(WAIT_S)
+        self.__dict__.pop("native", None)
 
     def _run(self) -> None:
         while self._take_commands():
@@ -231,7 +238,7 @@ class Scheduler:
                 self._prefill_chunk()
                 if self._decoding():
                     self._round()
-            except Exception as error:  # a defect must not leave callers waiting
+            except BaseException as error:  # a defect must not leave callers waiting; panics are no Exception
                 self._fail_all(internal(error))
         self._fail_all(_closed())
         for request in self._waiting:
@@ -253,9 +260,9 @@ class Scheduler:
         self._drop_cancelled()
         for call in calls:
             try:
-                call.done.set_result(call.work())
+                call.done.put((call.work(), None))
             except BaseException as error:
-                call.done.set_exception(error)
+                call.done.put((None, error))
         return goes_on
 
     @contextlib.contextmanager
@@ -270,9 +277,9 @@ class Scheduler:
 
     def _drop_cancelled(self) -> None:
         for slot, request in list(self._running.items()):
-            if request.cancelled:
+            if request.unwanted:
                 self._end(slot)
-        for waiting in [waiting for waiting in self._waiting if waiting.cancelled]:
+        for waiting in [waiting for waiting in self._waiting if waiting.unwanted]:
             self._waiting.remove(waiting)
             if isinstance(waiting, Request):
                 _interrupted(waiting)
@@ -296,7 +303,7 @@ class Scheduler:
                     self._too_large = request
                     return
                 slot = self.native.add(request.ids, **request.sampling)
-        except Exception as error:
+        except BaseException as error:  # a panic of a grammar, too
             self._waiting.popleft()
             request.deliver(error if isinstance(error, QuantspecError) else internal(error), True)
             return
@@ -314,10 +321,10 @@ class Scheduler:
 
         try:
             with self._engine():
-                scoring.done.set_result(self.native.score(scoring.ids, on_progress))
+                scoring.done.put((self.native.score(scoring.ids, on_progress), None))
         except _CancelledError:
             scoring.deliver(_closed(), True)
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, UsageError) and self._running:
                 self._too_large = scoring
                 return
@@ -336,8 +343,10 @@ class Scheduler:
             with self._engine():
                 first = self.native.prefill_chunk(slot, rows, self._progress(request))
         except _CancelledError:
-            if request.cancelled:
+            if request.unwanted:
                 self._end(slot)
+            else:
+                self._remove(slot).deliver(_closed(), True)
         except BaseException as error:  # includes a callback's exceptions
             self._remove(slot).deliver(error, True)
         else:
@@ -363,7 +372,7 @@ class Scheduler:
                 called(done, total)
                 # A callback that raises is reported once, not for every block of rows.
                 request.on_prefill = called
-            if request.cancelled or self._stopped:
+            if request.unwanted or self._stopped:
                 raise _CancelledError
 
         return on_prefill
@@ -430,6 +439,16 @@ class Scheduler:
     def _fail_all(self, error: QuantspecError) -> None:
         for slot in list(self._running):
             self._remove(slot).deliver(error, True)
+
+
+def _result(done: _Outcome) -> Any:
+    """Waits for a result, ready for Ctrl-C, which would break the locks of a `Future`."""
+    while True:
+        with contextlib.suppress(Empty):
+            result, error = done.get(timeout=WAIT_S)
+            if error is not None:
+                raise error
+            return result
 
 
 def _closed() -> UsageError:
