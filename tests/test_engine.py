@@ -241,8 +241,8 @@ def test_an_interrupt_before_any_line_reaches_the_caller(
         "close": close,
         "statistics": engine.statistics,
     }
-    work[name]()  # computes cached properties, whose lock a trace function would leave taken
-    streams.clear()
+    # Computes cached properties, whose lock a trace function would leave taken.
+    engine.generate(prompt, max_new_tokens=2)
     line = 1
     while interrupted(work[name], line):
         for stream in streams:
