@@ -37,7 +37,7 @@ KEPT_BYTES = 64 << 20
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
 # Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most
-# that are measured, decode 1.3 to 1.6 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
+# that are measured, decode 1.2 to 1.4 times the tokens/s of 8 with quantspec (docs/benchmarks.md). Memory may allow fewer.
 PARALLEL = {"cpu": 4, "cuda": 32}
 
 
@@ -169,7 +169,7 @@ def find_work(request: Request, places: Mapping[Source, str], known: Contents, f
                 try:
                     job.sha256 = hashlib.sha256(source.read()).hexdigest()
                 except QuantspecError:
-                    job.sha256 = None  # reading it again says why
+                    job.sha256 = None  # the read before decoding reports the reason
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 status = fingerprints.status(row.fingerprint) if same else None
                 if status == "done":
@@ -564,8 +564,8 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
 
 
 def _decode_rate(rows: Sequence[Mapping[str, Any]], options: EngineOptions) -> float:
-    """Predicted tokens/s of the options' method: with `--draft-pages auto` of its fastest row, else of the row with the
-    fewest pages that are at least those of the draft. Of plain decoding if the method is not predicted.
+    """Predicted tokens/s of the options' method, or of plain decoding if the method is not predicted. With `--draft-pages
+    auto` they are those of its fastest row. Otherwise the row has at least the draft's pages, and as few more as possible.
     """
 
     def predicted(method: str) -> dict[float, float]:
