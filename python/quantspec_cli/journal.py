@@ -91,7 +91,7 @@ class Answer(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a journal knows.
+    """Contents of a journal.
 
     Attributes:
         rows: of all documents, by name.
@@ -362,7 +362,7 @@ class Journal:
         )
 
     def _check_own(self, name: str, output: str) -> None:
-        """Refuses to replace a file that somebody wrote since `begin`."""
+        """Refuses to replace a file that another program wrote after `begin`."""
         with self._reported():
             found = self._connection.execute(
                 "SELECT output, size FROM earlier WHERE output = ? "
@@ -506,9 +506,7 @@ def _contents(connection: sqlite3.Connection) -> Contents:
     rows = connection.execute(
         "SELECT name, output, status, sha256, fingerprint, size, result IS NOT NULL FROM documents"
     )
-    # A folder of an earlier build, which `peek` does not change, lacks the table.
-    known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'earlier'").fetchone() is not None
-    earlier = connection.execute("SELECT output, sha256, fingerprint, size FROM earlier") if known else ()
+    earlier = connection.execute("SELECT output, sha256, fingerprint, size FROM earlier")
     return Contents(
         {
             os.fsdecode(name): Row(os.fsdecode(output), status, sha256, fingerprint, size, bool(finished))
