@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _HINT = "use the tokenizer.json published with these weights"
-_SUPPORTED = "supported are the byte-level and SentencePiece tokenizers of Llama, Mistral and Qwen models"
+_SUPPORTED = "supported are byte-level and SentencePiece tokenizers (BPE), as the supported model families have"
 
 # With a prefix, the library joins tokens by bytes. If that cuts a character, it aborts the process.
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*("[^"]+")')
