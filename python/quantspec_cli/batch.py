@@ -1,9 +1,9 @@
 """`quantspec batch`: a directory of documents in, one answer per document out.
 
-Each worker thread processes one document at a time, from its bytes to its row in the journal, and parts of a long one have
-threads of their own; the engine's scheduler combines them in shared rounds. The main thread shows progress and handles
-signals, so a signal never arrives between the steps that finish an answer. Every document ends as done or failed, and the
-next run continues an interrupted one.
+Each worker thread processes one document at a time, from its bytes to its row in the journal. Parts of a long document
+have threads of their own. The engine's scheduler decodes all of them in shared rounds. The main thread shows progress and
+handles signals, so a signal never arrives between the steps that finish an answer. Every document ends as done or failed.
+The next run continues documents that a signal interrupted.
 """
 
 from __future__ import annotations
@@ -395,8 +395,8 @@ class _Run:
         return todo
 
     def _decode(self, engine: Engine | Cluster, parallel: int) -> None:
-        # As many documents or parts again are prompts already when a slot becomes free, so that the engine does not wait for
-        # a tokenizer or a disk.
+        # Two threads for each slot: when a slot becomes free, the next prompt has been read and encoded, so that the engine
+        # does not wait for a tokenizer or a disk.
         threads = parallel if isinstance(engine, Cluster) else 2 * parallel
         self._places.release(threads)
         self._workers = [

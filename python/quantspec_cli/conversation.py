@@ -128,9 +128,9 @@ def render(
 def _marked(
     turns: Sequence[Mapping[str, str]], tokens: Sequence[str], other: str
 ) -> tuple[Sequence[Mapping[str, str]], str]:
-    """The turns with a mark after the first character of each control token that users, documents and system prompts contain,
-    and the mark; "" if they contain none. `other` text has no mark either. Encoded in parts, such a token is text: a document
-    cannot end its own turn.
+    """The turns, with a mark after the first character of each control token in texts of users, documents and system prompts.
+    Also the mark, which `other` does not contain; "" if there is no such token. The text is encoded in the parts between
+    marks, so these tokens are text, and a document cannot end its own turn.
     """
     contents = [turn["content"] for turn in turns if turn["role"] != "assistant"]
     # A model may have hundreds of control tokens, and most begin alike.

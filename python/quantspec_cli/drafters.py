@@ -1,7 +1,8 @@
 """`quantspec eval --decode`: tokens per round of every drafter, by γ, context and pages.
 
 Every method decodes the same sampled text, as in `bench`, in rounds of `GAMMA` drafted tokens. The i-th token of a draft does
-not depend on γ, so the share of rounds that accept it estimates that of every γ ≥ i, whose rounds begin at other tokens.
+not depend on γ. So the share of rounds that accept it estimates this share for every γ ≥ i. It is an estimate because rounds
+of another γ begin at other tokens.
 """
 
 from __future__ import annotations

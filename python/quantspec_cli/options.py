@@ -25,8 +25,8 @@ class Method(NamedTuple):
         drafts: whether it drafts at all.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
-        pages: default number of pages, if the method chooses them in its own way.
-        page_choice: this way, as named in reports: "window" (the first and the newest pages) or "snap" (those that the
+        pages: default number of pages, if the method chooses them by its own rule.
+        page_choice: this rule, as named in reports: "window" (the first and the newest pages) or "snap" (those that the
             prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
         chooses: whether it chooses among several other methods while decoding, and may use a draft model.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-# Fewest characters of a piece but the last. Of a long text with another end, this many are encoded.
+# Fewest characters of each piece but the last. If only the end of a long text is new, about this many are encoded.
 LEAST_CHARACTERS = 1024
 # Characters whose ids are kept: about half a million tokens, in about 25 MB.
 KEPT_CHARACTERS = 1 << 21

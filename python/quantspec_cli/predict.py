@@ -29,8 +29,8 @@ CHOICES, OF_PAGES, PAGES = ("quantspec", "kv4", "w4"), ("quantspec", "kv4"), (16
 # Largest γ considered: that of the automatic policy.
 GAMMA_MOST = 12
 
-# Time of Python and the engine's loop in a round: seconds while a cache holds their code, the share of the passes' time by
-# which that grows because they replace it there, and the most. Fitted to `loop_us` of benchmarks/results.
+# Time of Python and the engine's loop in a round: seconds after no passes, a share of the passes' time, and the most
+# seconds of both. Longer passes evict more of the loop's code from the caches. Fitted to `loop_us` of benchmarks/results.
 LOOP = (6e-6, 0.01, 60e-6)
 
 # Shares of the read bandwidth that GPU kernels reach, and further seconds per layer. Measured on one H200; see

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # model may write without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
-# Bytes that any JSON may need as single tokens.
+# Bytes that must be tokens by themselves, so that every JSON can be written.
 _PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
 
 

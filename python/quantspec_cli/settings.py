@@ -64,8 +64,8 @@ def _expanded(path: str) -> str:
 
 
 def draft_cache() -> Path | None:
-    """The folder of draft weights: $QUANTSPEC_DRAFT_CACHE (None if "off"), or next to the hub's cache, where Hugging Face
-    wants other programs to keep files (HF_HOME, HF_ASSETS_CACHE; None if no home directory is known).
+    """The folder of draft weights: $QUANTSPEC_DRAFT_CACHE, or a folder of Hugging Face's cache for other programs (HF_HOME,
+    HF_ASSETS_CACHE). None if the variable is "off", or if no home directory is known.
     """
     wanted = os.environ.get("QUANTSPEC_DRAFT_CACHE")
     if wanted == "off":

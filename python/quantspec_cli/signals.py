@@ -18,8 +18,8 @@ _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is unknown to Windows
 # A signal may arrive twice: timeout signals a process and its group, and a parent may forward Ctrl-C. Repeats within this
 # time count once.
 ECHO_S = 0.25
-# Longest single wait of the main thread, which repeats it. A signal between Python's last check for signals and the start of
-# a wait does not end the wait, and neither does one that the system delivers to another thread.
+# Longest single wait of the main thread, which repeats it. Two kinds of signals do not end a wait: one between Python's last
+# check for signals and the start of the wait, and one that the system delivers to another thread.
 WAIT_S = 0.1
 
 

@@ -154,7 +154,7 @@ class Bench:
         before = self._bandwidth_now
         self._configure(method)
         if self._request.warm_up:
-            # Tokens of another seed, so that the policy knows the method and not the timed text.
+            # Tokens of another seed, so that the policy has measured the method, but not the timed text.
             answers.warm_up(self._request.seed + repetition + 1, self._request.warm_up)
             self._engine.reset_stats()
         seconds, tokens = answers.run(self._request.seed + repetition)
@@ -373,16 +373,16 @@ class Answers:
         return text[-1]
 
     def choose_gamma(self, slot: int) -> int:
-        """As of the engine."""
+        """The engine's γ."""
         return self._engine.choose_gamma(slot)
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """As of the engine; counts the draft steps."""
+        """Drafts by the engine; counts the draft steps."""
         self.draft_steps += max(gamma for _, gamma in gammas)
         self._engine.draft(gammas)
 
     def verify(self) -> list[tuple[int, list[int]]]:
-        """As of the engine; counts the passes."""
+        """Verifies by the engine; counts the passes."""
         self.passes += 1
         return self._engine.verify()
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from .grid import Method
 
-# Two bandwidths count as equal if they differ by less: repeated readings of quiet memory differ by 3 %, its two speeds by 70
-# %.
+# Two bandwidths count as equal if they differ by less. Repeated readings of an idle memory differ by 3 %, the two speeds of
+# the memory of some machines by 70 %.
 STEADY = 0.1
 
 

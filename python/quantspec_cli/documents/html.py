@@ -88,8 +88,8 @@ def text_of(page: str) -> str:
 
 
 class _Reader(HTMLParser):
-    """Reads a page. If no later text closes a tag, a comment or a section, the closing is not searched for: the parser would
-    scan the rest of the page for each.
+    """Reads a page. The parser scans the rest of the page for the end of each tag, comment or section. Where no end follows,
+    this scan is left out: a page of many openings would take quadratic time.
     """
 
     def __init__(self, page: str) -> None:
