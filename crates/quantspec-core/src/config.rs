@@ -175,7 +175,8 @@ impl Local {
 pub struct Scales {
     /// Factor on the embedding: μ/ρ.
     pub embedding: f32,
-    /// Factor on the attention scores q·k/√head_dim: √head_dim times Granite's attention multiplier. The angle tables hold its root.
+    /// Factor on the attention scores q·k/√head_dim: √head_dim times Granite's attention multiplier. The cosines and
+    /// sines of the angle tables include its root, so queries and keys have it once each.
     pub scores: f64,
     /// Factor on the weight of the final norm: 1/s.
     pub logits: f32,
@@ -336,7 +337,7 @@ pub enum Pages {
     Snap {
         /// Pages of the prompt.
         pages: usize,
-        /// New pages after which all visible ones are chosen among again, as by [`Pages::Best`]; 0 is never.
+        /// Number of new pages after which the choice is repeated among all visible pages, as by [`Pages::Best`]; 0 is never.
         refresh: usize,
     },
     /// Every visible page; each query head attends to the `n` tokens with the highest scores. `eval` compares choices of pages with

@@ -45,10 +45,11 @@ impl Costs {
         }
     }
 
-    /// The line through the nearest row counts below and above that were timed at least `times` times, or through two on one
-    /// side if the other has none; at least half the lower timing. If there is only one, each further row costs [`SLOPE`], and
-    /// fewer rows cost as much: they may be a plain step, which must not seem fast. For the same reason, no line through more
-    /// rows limits a timing of fewer.
+    /// The line through the nearest row counts below and above, of those timed at least `times` times. If one side has none, it
+    /// goes through two on the other side. The result is at least half the lower timing.
+    ///
+    /// If there is only one such count, each further row costs [`SLOPE`], and fewer rows cost as much: they may be a plain step,
+    /// which must not seem fast. For the same reason, no line through more rows limits a timing of fewer.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
         let mut below = self.0.range(..rows).rev().filter_map(point);

@@ -101,8 +101,8 @@ impl Policy {
         self.next.gamma
     }
 
-    /// γ of the next round if drafting ends by [`Policy::stop`]: up to twice as many, but no token that costs much more than the
-    /// mean one, for example because verification takes rows in tiles.
+    /// Largest γ of the next round if [`Policy::stop`] may end the draft: up to twice [`Policy::gamma`]. It ends before a token
+    /// that costs much more than the mean one, for example because verification takes rows in tiles.
     pub fn gamma_limit(&self) -> usize {
         let Choice { gamma, candidate, .. } = self.next;
         let longest = if self.min_acceptance() > 0.0 { (2 * gamma).min(self.max) } else { gamma };
@@ -324,8 +324,8 @@ impl Policy {
         }
     }
 
-    /// A candidate's best γ ≥ 1 and tokens per second of one sequence; `None` before it was timed. γ leads to at most twice
-    /// the verified rows, as a line through two noisy timings does not extrapolate far.
+    /// A candidate's best γ ≥ 1 and its tokens per second of one sequence; `None` before it was timed. γ is limited to at most
+    /// twice the rows of any timed verification: a line through two noisy timings is wrong farther away.
     fn best(&self, candidate: usize) -> Option<(Choice, f64)> {
         let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };

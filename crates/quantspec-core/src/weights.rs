@@ -10,12 +10,12 @@
 //! rounding of `16·(w − z)/s` to −8..=247, instead of rounding U first and then the remainder. So U is the draft's nearest
 //! step except at ties, and no remainder is clipped.
 //!
-//! The range covers 240 of the 255 fine steps s/16 of the codes; in a [`SMALL_GROUP`] the number of [`STEPS`] that has the least
-//! squared error in view Both. Its start among the codes is free: [`FIRST_CODES`] lists the candidates, and the zero whose
-//! upper codes have the least squared error is kept. A smaller s would clip the ends of a group in view Both, which costs the
-//! target more than the draft gains.
+//! The range covers 240 of the 255 fine steps s/16 of the codes. A [`SMALL_GROUP`] takes the number of [`STEPS`] with the least
+//! squared error in view Both. The range may start at any of [`FIRST_CODES`]; the zero whose upper codes have the least
+//! squared error is kept. A smaller s would clip the ends of a group in view Both, which costs the target more than the draft
+//! gains.
 //!
-//! Squared errors are weighed by the importance of the matrix's inputs ([`importance`]), where the caller knows it.
+//! Squared errors are weighed by the importance of the matrix's inputs ([`importance`]), if the caller passes it.
 //!
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
 //! searched freely ([`TARGET_SHRINK`]).

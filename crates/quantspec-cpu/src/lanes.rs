@@ -128,8 +128,8 @@ pub(crate) fn group<const N: usize>(x: &[f32], g: usize) -> ([f32; N], f32) {
     (v, f32::from_bits(most.iter().fold(0, |a, b| a.max(*b))))
 }
 
-/// Factor from activations of at most `most` to integers of at most `top`. 0 for zeros and for a group of subnormals, whose
-/// factor would overflow and give codes beyond their range.
+/// Factor that maps activations of at most `most` to integers of at most `top`. It is 0 if all activations are 0. It is 0, too,
+/// if they are so small that the factor would overflow.
 #[inline(always)]
 pub(crate) fn inverse_step(top: f32, most: f32) -> f32 {
     let inverse = if most > 0.0 { top / most } else { 0.0 };

@@ -141,8 +141,8 @@ struct Times {
     attention: [f64; 2],
 }
 
-/// A model of the same widths with as many bytes as no cache holds, and its numbers: some layers, a part of a large vocabulary, the
-/// first pages of a long context.
+/// A smaller model of the same widths: some layers, a part of a large vocabulary, the first pages of a long context. It still
+/// has more bytes than any cache holds.
 #[derive(Debug)]
 struct Small {
     config: ModelConfig,

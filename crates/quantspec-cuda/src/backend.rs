@@ -45,7 +45,7 @@ use workspace::{PromptSpace, Sizes, StepSpace, prompt_bytes, tokens_own, window_
 #[derive(Debug)]
 struct Kernels {
     embed: Kernel,
-    /// By the type of the GEMM's input: the weights', the head's.
+    /// For inputs of the weights' type, and of the type of the head's input.
     norm: [Kernel; 2],
     norm_i8: Kernel,
     /// Normalises f32 rows: a branch, or queries and keys.
@@ -70,7 +70,7 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// Those for a model whose head takes inputs of type `head`.
+    /// The kernels for a model whose head takes inputs of type `head`.
     fn new(device: &Arc<Device>, config: &ModelConfig, weights: &Stored, head: Dtype) -> Result<Kernels> {
         let (d, dtype, page_shared) = (config.head_dim, config.dtype, page_shared(config.head_dim));
         Ok(Kernels {
@@ -111,7 +111,7 @@ pub struct CudaBackend {
     options: Options,
     hooks: Hooks,
     rope: RopeTable,
-    /// Of local layers.
+    /// Angles of local layers; `None` if the model has none.
     local_rope: Option<RopeTable>,
     device: Arc<Device>,
     kernels: Kernels,
@@ -135,14 +135,14 @@ pub struct CudaBackend {
     recorded: Recorded<Graph>,
     /// Layout of the current step.
     layout: StepLayout,
-    /// Logits of the last verification before penalties and masks, if the caller reads them; on the device the changed ones
-    /// replace them.
+    /// Logits of the last verification before penalties and masks, if the caller reads them. On the device, penalties and masks
+    /// have overwritten them.
     unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
-    /// Address of the bias of the projection in y, which `reduce_residual` has not added yet; 0 without a bias.
+    /// Set while `reduce_residual` must still add the projection in y: the address of its bias, 0 without one.
     unreduced: Option<u64>,
-    /// The same, when the next norm is to add y and the bias to the hidden states.
+    /// Set while the next norm must add the projection in y to the hidden states: the same address.
     residual: Option<u64>,
     staged: usize,
     /// A prompt is unfinished, and its error flags are unread.

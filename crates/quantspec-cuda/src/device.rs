@@ -130,7 +130,7 @@ impl Device {
     /// As [`Device::open`], from the PTX images, which run on GPUs newer than this library. For tests of those images.
     ///
     /// # Errors
-    /// As [`Device::open`]. On a GPU older than 8.0 the driver refuses the images, which is a device error.
+    /// As [`Device::open`]. Below compute capability 8.0 the driver refuses the images, which is a device error.
     pub fn open_ptx(index: usize) -> Result<Arc<Device>> {
         Device::open_as(index, true)
     }
@@ -321,7 +321,7 @@ impl Device {
         Ok(())
     }
 
-    /// Converts the status of a wait. Any work queued before it may have failed; only waiting after every launch tells which.
+    /// Converts the status of a wait. Any work queued before it may have failed; only a wait after every launch shows which.
     fn waited(&self, status: sys::CUresult) -> Result<()> {
         let waiting =
             || format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));

@@ -795,8 +795,8 @@ fn stretches(fields: &Fields, name: &str, pairs: usize) -> Result<Vec<f32>> {
     list.iter().map(one).collect()
 }
 
-/// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present, times
-/// `attn_factor`. transformers does not know that field and the next; files with them are written for vLLM.
+/// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present. It is
+/// multiplied by `attn_factor`. transformers ignores that field and the next; files with them are written for vLLM.
 fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
     let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     let own = match (fields.number("mscale", Some(0.0))?, fields.number("mscale_all_dim", Some(0.0))?) {

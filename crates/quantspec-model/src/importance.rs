@@ -1,8 +1,8 @@
 //! Importance of the inputs of a model's matrices (`core::weights::importance`), from the checkpoint alone.
 //!
 //! A quantised weight's error is multiplied by its input, and in some models a few inputs are much larger than the others. So
-//! rows of made-up texts pass through the layers, and the mean squares of each matrix's inputs are taken. Short texts do:
-//! first tokens have the largest inputs.
+//! rows of made-up texts pass through the layers, and the mean squares of each matrix's inputs are taken. Short texts
+//! suffice, because first tokens have the largest inputs.
 //!
 //! Codes must not depend on the machine. All operations are f32 in a fixed order, without exponentials: a head reads the mean
 //! of the values up to its token instead of attending, and activations use a rational tanh. Squares of such rows serve as well

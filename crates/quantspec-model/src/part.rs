@@ -162,8 +162,8 @@ impl Part {
         }
     }
 
-    /// True if weights in nibbles have both planes of this matrix: every matrix of int8; of int4 the head, the keys and the
-    /// values, which are few bytes and matter most.
+    /// True if weights in nibbles have both planes of this matrix. With int8 every matrix has both. With int4 only the head, the
+    /// keys and the values have: few bytes, whose precision matters most.
     pub fn has_both_planes(self, weights: TargetWeights) -> bool {
         match weights {
             TargetWeights::Checkpoint => false,

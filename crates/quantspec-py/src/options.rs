@@ -24,8 +24,8 @@ const GAMMA_AUTO: usize = 12;
 /// Rows of the largest step: CUDA's limit for a grid's second dimension. Logits of this many rows take gigabytes.
 pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
-/// Candidate numbers of draft pages for the measured choice: powers of four, from the number whose reading is nearly free on.
-/// "All" is a candidate as well.
+/// Numbers of draft pages among which the policy chooses by measurement; "all" is another candidate. The least one takes little
+/// time to read, and each is four times the one before it.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
 
 /// Pages of a draft, as Python passes them; None means all.

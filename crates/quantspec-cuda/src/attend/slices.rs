@@ -6,8 +6,8 @@ use quantspec_model::backend::Row;
 
 /// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
 const CHUNK_MIN: usize = 2;
-/// Most pages of a draft's work item if there are more items than blocks: short enough to spread over the blocks, and so long
-/// that the start of an item takes little of its time.
+/// Most pages of a draft's work item if there are more items than blocks. Longer items spread badly over the blocks; in shorter
+/// ones the start takes a large part of the time.
 const DRAFT_CHUNK: usize = 16;
 /// Work items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
@@ -166,7 +166,7 @@ pub(super) struct Division {
     pub(super) group: usize,
     /// Tokens that a row sees, for a local layer.
     pub(super) reach: Option<usize>,
-    /// Rows of drafts, whose division may depend on the number of sequences; a target's may not.
+    /// True for rows of drafts. Their division may depend on the number of sequences; that of a target's rows may not.
     pub(super) drafts: bool,
 }
 

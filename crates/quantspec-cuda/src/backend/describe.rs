@@ -32,15 +32,15 @@ unsafe impl Plain for DeviceRow {}
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
     pub(super) slices: Vec<(StepSlice, SliceAddresses)>,
-    /// Those of local layers, if there are any.
+    /// The slices of local layers; empty if the model has none.
     pub(super) local_slices: Vec<(StepSlice, SliceAddresses)>,
     pub(super) rows: u64,
-    /// Angles of the rows, and those in local layers.
+    /// Addresses of the rows' angles: in other layers, and in local layers.
     pub(super) cos_sin: [u64; 2],
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
     pub(super) choices: u64,
     pub(super) choosing: usize,
-    /// How many of the choices are scored first; the first ones.
+    /// Number of choices, from the first on, whose pages are scored before.
     pub(super) scoring: usize,
     pub(super) choosing_pages: usize,
     /// The step drafts, so its error flag is not read.

@@ -21,12 +21,12 @@ use std::sync::Arc;
 /// Pieces of a block.
 const PIECES: usize = 4;
 
-/// Of the current prompt.
+/// Hidden states of the current prompt.
 #[derive(Debug)]
 pub(super) struct HiddenStates {
-    /// Of prompts too long for `rows`. First, so that copies end before their memory is freed.
+    /// Host memory for prompts too long for `rows`. It is the first field, so that copies end before their memory is freed.
     host: Option<(Copies, Pinned)>,
-    /// Of a short prompt, or two places.
+    /// All hidden states of a short prompt, or two places of a long one.
     rows: Buffer,
     /// Bytes of a row.
     pitch: usize,

@@ -24,12 +24,12 @@ pub(super) struct Slot {
     pub(super) scored_pages: ScoredPages,
 }
 
-/// Pages that have scores to choose by, of a draft of `Pages::Snap`.
+/// Numbers of pages that have scores, by which a draft of `Pages::Snap` chooses.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ScoredPages {
-    /// Those that the prompt's end sees.
+    /// Pages that the prompt's end sees.
     pub(super) of_prompt: usize,
-    /// Those that were visible at the last refresh; 0 before the first.
+    /// Pages that were visible at the last refresh; 0 before the first.
     pub(super) refreshed: usize,
 }
 

@@ -22,8 +22,8 @@ use quantspec_model::backend::{Branch, Executor, Network, Pass, Step};
 /// Threads of a norm's block.
 pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
-/// Bytes per SM that a GEMM with weights in nibbles prefetches of the next one's, and that the output projection prefetches: its own
-/// weights are loaded while attention ends. Twice as many delay the inputs, and steps are not faster.
+/// Bytes per SM of the following GEMM's weights that a GEMM with weights in nibbles prefetches. The output projection prefetches
+/// more, because its own weights are loaded while attention ends. Twice as many delay the inputs, and steps are not faster.
 const AHEAD_BYTES: usize = 32 << 10;
 const AHEAD_OF_OUTPUT_BYTES: usize = 64 << 10;
 

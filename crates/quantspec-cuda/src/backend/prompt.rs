@@ -27,14 +27,14 @@ impl CudaBackend {
         self.prompt_kv().at(scratch_bytes(&self.config, row))
     }
 
-    /// Offset of a row in the table of angles for prompts: tables for positions (`angle_tables`), each of the longest prompt's
-    /// rows, then rows for layers without position embedding.
+    /// Offset of a row of a table of angles. The tables for positions (`angle_tables`) come first, each with as many rows as the
+    /// longest prompt. The rows for layers without position embedding follow.
     fn angle_offset(&self, table: usize, row: usize) -> usize {
         (table * self.options.prompt_capacity.max(1) + row) * self.config.head_dim / 2 * 8
     }
 
-    /// Address of the angles of a block's or a step's rows in a layer: of `own`, the second in a local layer, or those of a layer
-    /// without position embedding.
+    /// Address of the angles of a block's or a step's rows in a layer: the second of `own` in a local layer, the first in others.
+    /// Layers without position embedding have angles of zero.
     pub(super) fn angles(&self, layer: usize, own: [u64; 2]) -> u64 {
         if !self.config.rotates(layer) {
             return self.prompt.cos_sin.at(self.angle_offset(angle_tables(&self.config), 0));

@@ -94,10 +94,10 @@ pub(super) struct PromptSpace {
     pub(super) scratch: Buffer,
     /// Capacity of `scratch` in tokens. Longer prompts use memory of the weights instead.
     pub(super) own: usize,
-    /// The current prompt does.
+    /// The current prompt uses memory of the weights.
     pub(super) borrows: bool,
-    /// Angles of every token, again in local layers if there are any, then those of layers without position embedding if there
-    /// are any, for the rows of a block or a step.
+    /// Three tables of angles: one of every token, one of every token in local layers, and one of the rows of a block or step in
+    /// layers without position embedding. The last two exist only in models with such layers.
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
     pub(super) normed: Buffer,
@@ -187,8 +187,8 @@ pub struct Limits {
     /// Most tokens whose keys and values of a layer have memory of their own, if longer prompts can use memory of the weights.
     /// Restoring that takes some hundredths of a second, and a longer prompt at least half a second.
     pub tokens: usize,
-    /// Most bytes of hidden states that an engine keeps on the device; one for longer prompts keeps half of it there, or two
-    /// blocks. In small models copies of hidden states take longer than the GEMMs of a short prompt.
+    /// Most bytes of hidden states that an engine keeps on the device. An engine for longer prompts keeps half as many there, or
+    /// two blocks if these are larger. In small models copies of hidden states take longer than the GEMMs of a short prompt.
     pub hidden_bytes: usize,
 }
 
@@ -221,8 +221,8 @@ pub(super) fn unrotated_rows(config: &ModelConfig, options: &Options) -> usize {
     if config.no_rope.is_empty() { 0 } else { options.block_rows.max(options.step_rows).max(1) }
 }
 
-/// Bytes of a prompt's activations without hidden states: a buffer for every token with own memory, two for every token, the
-/// others for a block.
+/// Bytes of a prompt's activations without hidden states. The first buffer is for `own` tokens, the next two are for all tokens
+/// of a prompt, the others for a block.
 pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: usize) -> [usize; 7] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
     let read = readable(rows);

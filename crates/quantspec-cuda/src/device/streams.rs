@@ -1,4 +1,4 @@
-//! Work in order of time: recorded launches, marks in the stream, copies beside it.
+//! Recorded launches (graphs), points in time of the stream (marks), and copies on streams of their own.
 
 use super::{Buffer, Device, Pinned, Queued, check};
 use cudarc::driver::sys;

@@ -77,8 +77,8 @@ pub trait Drafter: Debug + Send {
     /// Proposes up to `turn.gamma` tokens for every turn, except those with [`Turn::copied`], which have their tokens. Sets
     /// `turn.gamma` to their number and `turn.q` to their distribution.
     ///
-    /// The tokens belong into the slot's window. A drafter that knows them calls [`Target::set_proposed`];
-    /// [`Target::draft`] writes them itself, at the latest when the target verifies. `candidate` is one of the ways to draft.
+    /// The tokens are written to the slot's window: by the drafter through [`Target::set_proposed`], or by [`Target::draft`], at the
+    /// latest when the target verifies. `candidate` is one of the ways to draft.
     ///
     /// # Errors
     /// Those of the target's backend, and of the drafter's own network. Non-finite values of a draft end the draft instead.
@@ -236,7 +236,7 @@ impl<B: Backend> Target for B {
     }
 
     fn draft_guessed(&mut self, config: &DraftConfig, turns: &mut [Turn], guesses: &mut dyn Guess) -> Result<()> {
-        // A round that runs whole knows no drafted token before the verification.
+        // If a round runs whole, its drafted tokens are unknown until the verification has ended.
         match self.runs_rounds_whole() {
             true => forward::draft(self, config, turns),
             false => forward::draft_now(self, config, turns, Some(guesses)),

@@ -112,7 +112,7 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Tells the policy what the drafter knows and expects of its candidates at the round's lengths.
+    /// Passes the drafter's priors and forecasts of its candidates, at the round's lengths, to the policy.
     fn observe_forecasts(&mut self) {
         let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
         let (config, target, memory) = (self.backend.config(), *target, self.loaded);
