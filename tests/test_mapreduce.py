@@ -285,6 +285,10 @@ def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp
     planned = quantspec(*dry, "-n", "20", "-c", "700").json["results"][0]
     (done,) = quantspec(*command, "--json", "-n", "20", "-c", "700", "--ignore-eos").json["results"]
     assert planned["new_tokens"] == 20 * done["calls"]
+    # How many calls the parts need is an estimate.
+    dry_run = [*command, "--dry-run", "-n", "20"]
+    assert f"about {planned['new_tokens']} new tokens" in quantspec(*dry_run, "-c", "700").stdout
+    assert "at most 20 new tokens" in quantspec(*dry_run).stdout
     # An answer that leaves no room for any prompt.
     for found in (quantspec(*dry, "-n", "697", "-c", "700"), quantspec(*command, "--json", "-n", "697", "-c", "700")):
         (error,) = [row["error"] for row in found.json["results"]]

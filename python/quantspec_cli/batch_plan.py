@@ -533,7 +533,7 @@ def dry_run(
     if request.as_json:
         return output.Done(EXIT_DONE, document)
     stdout = output.Stdout()
-    for line in batch_view.dry_run_lines(document):
+    for line in batch_view.dry_run_lines(document, splits=any(job.calls > 1 for job in ready)):
         stdout.write(line + "\n")
     return output.Done(EXIT_DONE)
 

@@ -193,8 +193,10 @@ def note_of_cuts(answers: int, options: GenerateOptions) -> None:
         )
 
 
-def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Output of `--dry-run`: a line per document, then the totals."""
+def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]:
+    """Output of `--dry-run`: a line per document, then the totals. If it `splits` a document, the number of calls, and
+    so of new tokens, is an estimate.
+    """
     for row in document["results"]:
         if row["error"]:
             yield f"fail    {_failure(row)}"
@@ -207,7 +209,8 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
     )
     shared = f" ({document['shared_tokens']:,} as in other documents)" if document["shared_tokens"] else ""
     prompts = render.count(document["prompt_tokens"], "prompt token")
-    yield f"{prompts}{shared}, at most {render.count(document['new_tokens'], 'new token')}"
+    bound = "about" if splits else "at most"
+    yield f"{prompts}{shared}, {bound} {render.count(document['new_tokens'], 'new token')}"
     fits = "" if document["fits"] else ", which does not fit"
     yield (
         f"{document['device']}: {document['parallel']} at once, {render.count(document['context'], 'token')} each; "
