@@ -144,8 +144,8 @@ def test_parts_decode_together_and_change_nothing(
         assert results(found.json) == results(alone)
     assert "quantspec-part" not in {thread.name for thread in threading.enumerate()}
     book = ["batch", str(docs / "long0.txt"), "--out", str(tmp_path / "book"), *SPLIT, "--json"]
-    plan = quantspec(*book, "--dry-run").json
-    report = quantspec(*book).json
+    plan = quantspec(*book, "--dry-run", "--parallel", "4").json
+    report = quantspec(*book, "--parallel", "4").json
     assert (plan["parallel"], fake.engines[-1]["slots"], report["stats"]["batch_peak"]) == (4, 4, 4)
     assert fake.engines[-1]["pool_tokens"] == plan["pool"] > 3 * 600
     assert quantspec(*book, "--dry-run", "--no-resume", "--parallel", "3").json["parallel"] == 3
@@ -212,7 +212,7 @@ def test_kills_in_parts_lose_nothing(start: Callable[..., Child], fake: Any, qua
     random.seed(5)
     kills, ended, script = 0, False, {"round_s": 0.02}
     while not ended:
-        child = start(*command, str(tmp_path / "out"), "-q", script=script)
+        child = start(*command, str(tmp_path / "out"), "-q", "--parallel", "4", script=script)
         while child.poll() is None and not child.stages.exists():
             time.sleep(0.005)
         time.sleep(random.random() * 0.4)
