@@ -39,11 +39,11 @@ from . import (
 )
 from .batch_plan import (
     OF_DOCUMENT,
+    Arguments,
     BeyondMemoryError,
     Fingerprints,
     Job,
     Reader,
-    Request,
     Room,
     RunningCall,
     Workload,
@@ -130,10 +130,10 @@ class Outcome:
         return result
 
 
-def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
+def batch(arguments: Arguments, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs a batch; with `--json` the caller prints the report."""
-    _check(request, options)
-    if request.ray is not None and ":" in engine_options.device:
+    _check(arguments, options)
+    if arguments.ray is not None and ":" in engine_options.device:
         raise UsageError(
             f"device is {engine_options.device}, but a worker of a Ray cluster has one GPU",
             "use auto, cpu or cuda",
@@ -145,30 +145,30 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
             "use --weights checkpoint or --weights int8",
             option="weights",
         )
-    if request.as_json or request.dry_run:
+    if arguments.as_json or arguments.dry_run:
         output.Stdout()
-    if request.ray is not None and not request.dry_run:
-        check_cluster(request.ray)
-    out = Path(request.out)
-    found = sources.find(request.paths, out)
-    outputs = {source.name: sources.output_name(source.name, request.suffix) for source in found}
+    if arguments.ray is not None and not arguments.dry_run:
+        check_cluster(arguments.ray)
+    out = Path(arguments.out)
+    found = sources.find(arguments.paths, out)
+    outputs = {source.name: sources.output_name(source.name, arguments.suffix) for source in found}
     _check_outputs(outputs)
     model = Model.open(
-        request.model,
-        revision=request.revision,
-        offline=request.offline,
-        progress=render.on_terminal() and not request.quiet,
-        draft_model=engine_options.draft_model if request.ray is None else None,
+        arguments.model,
+        revision=arguments.revision,
+        offline=arguments.offline,
+        progress=render.on_terminal() and not arguments.quiet,
+        draft_model=engine_options.draft_model if arguments.ray is None else None,
     )
-    context = model.resolve_context(request.ctx_size)
-    options = _with_defaults(request, options, model, context)
-    reader = Reader(model, request, options, context)
+    context = model.resolve_context(arguments.ctx_size)
+    options = _with_defaults(arguments, options, model, context)
+    reader = Reader(model, arguments, options, context)
     names = ("instruction", "system_prompt", "template_args")
-    request_fields = {name: getattr(request, name) for name in names}
+    own_fields = {name: getattr(arguments, name) for name in names}
     model_print = fingerprint.of_model(model)
-    answer_print = fingerprint.of_answer(model_print, engine_options, options, **request_fields)
+    answer_print = fingerprint.of_answer(model_print, engine_options, options, **own_fields)
     # An answer in one call is the same with and without --long.
-    split = {"long": request.long, "context": context}
+    split = {"long": arguments.long, "context": context}
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     elsewhere = {**split, "device": engine_options.device, "packages": packages}
@@ -179,69 +179,71 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         fingerprint.of_answer(answer_print, engine_options, options, **elsewhere),
     )
     places = {source: outputs[source.name] for source in found}
-    if request.dry_run:
+    if arguments.dry_run:
         known, rates = journal.peek(out)
-        workload = find_work(request, places, known, fingerprints)
+        workload = find_work(arguments, places, known, fingerprints)
         todo = {job.source.name: job.output for job in workload.todo}
-        workload.foreign = set(journal.foreign(out, todo, known.sizes())) if request.resume else set()
-        return dry_run(request, engine_options, workload, reader, rates.get(fingerprints.model, {}))
+        workload.foreign = set(journal.foreign(out, todo, known.sizes())) if arguments.resume else set()
+        return dry_run(arguments, engine_options, workload, reader, rates.get(fingerprints.model, {}))
     taken = [str(source.path) for source in found if source.path]
     taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
-    with Journal(out, replace=not request.resume) as kept, report.opened(request.report, taken) as page:
-        workload = find_work(request, places, kept.contents(), fingerprints)
-        return _Run(request, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
+    with Journal(out, replace=not arguments.resume) as kept, report.opened(arguments.report, taken) as page:
+        workload = find_work(arguments, places, kept.contents(), fingerprints)
+        return _Run(arguments, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
 
 
-def _with_defaults(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
+def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
     """The options, with the model's recommendations for all that the user did not set, as in `run`; notes report them."""
     sample = model.prompt(
         "A document.",
-        instruction=request.instruction,
-        system_prompt=request.system_prompt,
-        template_args=request.template_args,
+        instruction=arguments.instruction,
+        system_prompt=arguments.system_prompt,
+        template_args=arguments.template_args,
         context=context,
     )
     options, notes = instruct.resolve_defaults(
-        model, [sample], options, unset=request.unset, arguments=request.template_args, context=context
+        model, [sample], options, unset=arguments.unset, arguments=arguments.template_args, context=context
     )
     schema.check(model, [sample], options.json_schema)
-    if not request.quiet and not request.as_json:
+    if not arguments.quiet and not arguments.as_json:
         for line in notes:
             render.note(line)
-        render.note_of_template(model, request.instruction, request.system_prompt)
+        render.note_of_template(model, arguments.instruction, arguments.system_prompt)
     return options
 
 
-def _check(request: Request, options: GenerateOptions) -> None:
-    prompts.check_arguments(request.instruction, request.system_prompt, options.stop)
-    if not request.out:
+def _check(arguments: Arguments, options: GenerateOptions) -> None:
+    prompts.check_arguments(arguments.instruction, arguments.system_prompt, options.stop)
+    if not arguments.out:
         raise UsageError("the name of the output folder is empty", "name a folder after --out", option="out")
     if (
-        not request.suffix.startswith(".")
-        or "/" in request.suffix
-        or "\0" in request.suffix
-        or len(request.suffix) > 32
+        not arguments.suffix.startswith(".")
+        or "/" in arguments.suffix
+        or "\0" in arguments.suffix
+        or len(arguments.suffix) > 32
     ):
         raise UsageError(
-            f"suffix is {request.suffix!r:.60}", "use a short one that begins with a dot, such as .md", option="suffix"
+            f"suffix is {arguments.suffix!r:.60}",
+            "use a short one that begins with a dot, such as .md",
+            option="suffix",
         )
-    prompts.check_utf8("the suffix", request.suffix)
-    if request.report is not None and request.dry_run:
+    prompts.check_utf8("the suffix", arguments.suffix)
+    if arguments.report is not None and arguments.dry_run:
         raise UsageError("--report with --dry-run", "leave out one of them: a dry run has nothing to show")
-    if request.report is not None:
-        _check_report(request.report, request.paths, request.out)
-    if request.prompt_cache is not None:
-        check_folder(request.prompt_cache)
-    if request.ray is not None and not request.ray.strip():
+    if arguments.report is not None:
+        _check_report(arguments.report, arguments.paths, arguments.out)
+    if arguments.prompt_cache is not None:
+        check_folder(arguments.prompt_cache)
+    if arguments.ray is not None and not arguments.ray.strip():
         raise UsageError("ray is empty", "use HOST:PORT, or auto", option="ray")
-    if request.long == "map-reduce" and request.instruction is None:
+    if arguments.long == "map-reduce" and arguments.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",
             "give an --instruction for the parts and for the partial answers",
         )
-    if request.parallel is not None and not 1 <= request.parallel <= 1024:
-        raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
+    if arguments.parallel is not None and not 1 <= arguments.parallel <= 1024:
+        raise UsageError(f"parallel is {arguments.parallel}", "use 1 to 1024, or auto", option="parallel")
 
 
 def _check_report(name: str, paths: Sequence[str], out: str) -> None:
@@ -287,7 +289,7 @@ class _Run:
 
     def __init__(
         self,
-        request: Request,
+        arguments: Arguments,
         kept: Journal,
         workload: Workload,
         reader: Reader,
@@ -295,7 +297,7 @@ class _Run:
         *,
         page: output.AtomicFile | None,
     ) -> None:
-        self.request, self.journal, self.workload, self.reader = request, kept, workload, reader
+        self.arguments, self.journal, self.workload, self.reader = arguments, kept, workload, reader
         self._fingerprints, self._page = fingerprints, page
         self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -308,14 +310,14 @@ class _Run:
         self._places = threading.Semaphore(0)
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
-        self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not request.quiet)
+        self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
         # Answers that the token limit cut.
         self._cut = 0
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
-        request, workload = self.request, self.workload
-        quiet = request.quiet
+        arguments, workload = self.arguments, self.workload
+        quiet = arguments.quiet
         if not quiet:
             for name in workload.edited:
                 render.note(
@@ -330,7 +332,7 @@ class _Run:
         self.journal.move(workload.moved)
         workload.foreign = set(self.journal.begin(todo, finished))
         # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
-        opening = Opening(self.reader.model, engine_options) if workload.todo and request.ray is None else None
+        opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None
         ready = self._examined(opening)
         self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
@@ -357,31 +359,31 @@ class _Run:
         self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
     ) -> tuple[Engine | Cluster | None, int]:
         """The engine, and how many documents decode together; they wait for it. No engine if memory holds no document."""
-        request, reader = self.request, self.reader
+        arguments, reader = self.arguments, self.reader
         # Longest first, so that no long document decodes alone at the end.
         ready = sorted(ready, key=lambda job: -(job.tokens or 0))
-        if request.ray is not None:
+        if arguments.ray is not None:
             self._waiting.extend(ready)
             model_print = self._fingerprints.model
-            return _cluster(request.ray, request, engine_options, reader, ready, model_print=model_print)
+            return _cluster(arguments.ray, arguments, engine_options, reader, ready, model_print=model_print)
         assert opening is not None
         device = opening.take()
-        fit = room(request, engine_options, reader, ready, device)
+        fit = room(arguments, engine_options, reader, ready, device)
         reader.limit(fit.context, fit.wanted)
         for job in ready:
             if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
                 self._waiting.append(job)
             else:
                 self._view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
-        return (_engine(request, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
+        return (_engine(arguments, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
 
     def _examined(self, opening: Opening | None) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
-        with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
+        with render.progress("counting tokens", shown=not self.arguments.quiet) as on_progress:
             started = time.perf_counter()
-            for number, (job, error) in enumerate(examined(self.request, self.workload, self.reader, opening), 1):
+            for number, (job, error) in enumerate(examined(self.arguments, self.workload, self.reader, opening), 1):
                 if error is None:
                     todo.append(job)
                 else:
@@ -622,14 +624,14 @@ class _Run:
         done = self.journal.count(names, "done") - len(self.workload.skipped)
         failed = self.journal.results(names, "failed")
         # The tokens of a large folder take gigabytes, so results are read only if they are shown.
-        shown = self.request.as_json or self._page is not None
+        shown = self.arguments.as_json or self._page is not None
         results = self.journal.results(names) if shown else []
         stats: dict[str, Any] = {}
         if isinstance(engine, Cluster):
             stats = engine.statistics()
         elif engine is not None and failure is None:
             stats = dict(engine.statistics())
-            if not self.request.quiet:
+            if not self.arguments.quiet:
                 render.note_of_prompts(engine)
             kinds = ("prefill_tokens_per_s", "decode_tokens_per_s")
             if all(stats[kind] for kind in kinds):
@@ -639,7 +641,7 @@ class _Run:
                 try:
                     self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates, replace=most)
                 except FileError as error:  # only `--dry-run` reads them
-                    if not self.request.quiet:
+                    if not self.arguments.quiet:
                         render.note(f"warning: the rates of this run are not kept: {error.message}")
         stats |= {
             "count_s": self._count_s,
@@ -662,14 +664,14 @@ class _Run:
         if self._page is not None:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         batch_view.failures(failed)
-        if not self.request.quiet:
-            batch_view.summary(document, self.request.out)
+        if not self.arguments.quiet:
+            batch_view.summary(document, self.arguments.out)
             if interrupted:
-                without = "" if self.request.resume else " without --no-resume"
+                without = "" if self.arguments.resume else " without --no-resume"
                 render.note(f"interrupted; run the same command{without} to continue")
             batch_view.note_of_cuts(self._cut, self.reader.options)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
-        return output.Done(code, document) if self.request.as_json else output.Done(code)
+        return output.Done(code, document) if self.arguments.as_json else output.Done(code)
 
 
 @contextmanager
@@ -689,7 +691,7 @@ def _is_cut(outcome: Outcome) -> bool:
 
 def _cluster(
     address: str,
-    request: Request,
+    arguments: Arguments,
     engine_options: EngineOptions,
     reader: Reader,
     todo: Sequence[Job],
@@ -698,28 +700,28 @@ def _cluster(
 ) -> tuple[Cluster, int]:
     """The workers of a Ray cluster, with room for the longest document, and the number of sequences that decode together."""
     spec = WorkerSpec(
-        model=hub.absolute(request.model),
-        revision=request.revision,
-        offline=request.offline,
+        model=hub.absolute(arguments.model),
+        revision=arguments.revision,
+        offline=arguments.offline,
         fingerprint=model_print,
         options=replace(engine_options, draft_model=hub.absolute(engine_options.draft_model)),
-        prompt_cache=request.prompt_cache and str(Path(request.prompt_cache).absolute()),
+        prompt_cache=arguments.prompt_cache and str(Path(arguments.prompt_cache).absolute()),
         context=longest(reader, todo),
-        parallel=request.parallel,
+        parallel=arguments.parallel,
     )
     cluster = Cluster(address, spec)
     reader.limit(cluster.context, spec.context)
-    if cluster.failure is not None and not request.quiet:
+    if cluster.failure is not None and not arguments.quiet:
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")
-    if not request.quiet:
+    if not arguments.quiet:
         workers = render.count(cluster.workers, "worker")
         render.note(f"{render.count(cluster.parallel, 'sequence')} at once on {workers} of the Ray cluster")
     return cluster, cluster.parallel
 
 
-def _engine(request: Request, engine_options: EngineOptions, reader: Reader, fit: Room) -> Engine:
+def _engine(arguments: Arguments, engine_options: EngineOptions, reader: Reader, fit: Room) -> Engine:
     """An engine of this size."""
-    with render.progress("loading weights", shown=not request.quiet) as on_loading:
+    with render.progress("loading weights", shown=not arguments.quiet) as on_loading:
         engine = Engine(
             reader.model,
             engine_options,
@@ -727,9 +729,9 @@ def _engine(request: Request, engine_options: EngineOptions, reader: Reader, fit
             longest_prompt=max(1, fit.context - reader.options.max_new_tokens),
             batch=fit.parallel,
             pool=fit.pool,
-            prompt_cache=request.prompt_cache or True,
+            prompt_cache=arguments.prompt_cache or True,
             on_loading=on_loading,
         )
-    if not request.quiet:
+    if not arguments.quiet:
         render.note_of_drafts(engine.info)
     return engine

@@ -43,7 +43,7 @@ PARALLEL = {"cpu": 8, "cuda": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """Arguments of one `quantspec batch`.
 
     Attributes:
@@ -158,15 +158,17 @@ class Workload:
     foreign: set[str] = field(default_factory=set)
 
 
-def find_work(request: Request, places: Mapping[Source, str], known: Contents, fingerprints: Fingerprints) -> Workload:
+def find_work(
+    arguments: Arguments, places: Mapping[Source, str], known: Contents, fingerprints: Fingerprints
+) -> Workload:
     """Finds the pending documents: new, changed, or interrupted."""
     workload = Workload()
-    with render.progress("looking at documents", shown=not request.quiet) as on_progress:
+    with render.progress("looking at documents", shown=not arguments.quiet) as on_progress:
         for number, (source, place) in enumerate(places.items(), 1):
             if on_progress is not None:
                 on_progress(number, len(places))
             row, job = known.rows.get(source.name), Job(source, place)
-            if row is not None and row.finished and request.resume:
+            if row is not None and row.finished and arguments.resume:
                 try:
                     job.sha256 = hashlib.sha256(source.read()).hexdigest()
                 except QuantspecError:
@@ -174,13 +176,13 @@ def find_work(request: Request, places: Mapping[Source, str], known: Contents, f
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 status = fingerprints.status(row.fingerprint) if same else None
                 if status == "done":
-                    size = _size(Path(request.out) / place)
+                    size = _size(Path(arguments.out) / place)
                     if _in_place(row, place, size, known.earlier.get(place)):
                         workload.skipped.append(source)
                         workload.moved |= {source.name: place} if row.output != place else {}
                         workload.edited += [source.shown] if size != row.size else []
                         continue
-                if status == "failed" and not request.retry_failed:
+                if status == "failed" and not arguments.retry_failed:
                     workload.failed.append(source)
                     continue
                 workload.again += row.status == "done"
@@ -260,11 +262,11 @@ class Prefixes:
 class Reader:
     """Converts documents to prompts, or explains why one cannot be."""
 
-    def __init__(self, model: Model, request: Request, options: GenerateOptions, context: int) -> None:
+    def __init__(self, model: Model, arguments: Arguments, options: GenerateOptions, context: int) -> None:
         self.model, self.options, self.context = model, options, context
-        self.may_split = request.long == "map-reduce"
-        self._request = request
-        self._prefixes = Prefixes() if request.dry_run else None
+        self.may_split = arguments.long == "map-reduce"
+        self._arguments = arguments
+        self._prefixes = Prefixes() if arguments.dry_run else None
         # Extracted documents, by name and hash.
         self._kept: dict[tuple[str, str], prompts.Document] = {}
         self._kept_bytes = 0
@@ -312,9 +314,9 @@ class Reader:
     def _written(self, name: str, text: str) -> Written:
         return self.model.written(
             text,
-            instruction=self._request.instruction,
-            system_prompt=self._request.system_prompt,
-            template_args=self._request.template_args,
+            instruction=self._arguments.instruction,
+            system_prompt=self._arguments.system_prompt,
+            template_args=self._arguments.template_args,
             name=name,
             # A text that may be split is counted at any length.
             context=len(text) + 1 if self.may_split else self.context,
@@ -357,7 +359,7 @@ class Reader:
         for job in jobs:
             found: Written | QuantspecError | None = None
             try:
-                name, text = job.source.shown, self.read(job, keep=not self._request.dry_run).text
+                name, text = job.source.shown, self.read(job, keep=not self._arguments.dry_run).text
                 if len(text) > mapreduce.COUNTED_CHARACTERS and self.may_split:
                     job.tokens = mapreduce.tokens_of(text, partial(self.tokens, name))
                     job.calls = self._calls(job)
@@ -396,13 +398,13 @@ class Reader:
 
 
 def examined(
-    request: Request, workload: Workload, reader: Reader, opening: Opening | None
+    arguments: Arguments, workload: Workload, reader: Reader, opening: Opening | None
 ) -> Iterator[tuple[Job, QuantspecError | None]]:
     """The pending documents with their token counts, or with an error. Ends early if the device cannot be opened."""
     known: list[Job] = []
     for job in workload.todo:
         if job.source.name in workload.foreign:
-            yield job, journal.not_own(Path(request.out), job.output)
+            yield job, journal.not_own(Path(arguments.out), job.output)
         else:
             known.append(job)
     for found in reader.examine(known):
@@ -436,7 +438,7 @@ class Room(NamedTuple):
 
 
 def room(
-    request: Request,
+    arguments: Arguments,
     engine_options: EngineOptions,
     reader: Reader,
     todo: Sequence[Job],
@@ -447,7 +449,7 @@ def room(
     plan_of = partial(planned, reader.model, engine_options, opened=opened)
     alone = plan_of(context=wanted)
     context = wanted if alone["fits"] else min(wanted, alone["longest_context"])
-    most = request.parallel or PARALLEL[alone["device"].partition(":")[0]]
+    most = arguments.parallel or PARALLEL[alone["device"].partition(":")[0]]
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
@@ -462,13 +464,13 @@ def room(
 
 
 def _counted(
-    request: Request, workload: Workload, reader: Reader, opening: Opening
+    arguments: Arguments, workload: Workload, reader: Reader, opening: Opening
 ) -> tuple[list[dict[str, Any]], list[Job]]:
     """A row of `--dry-run` for each pending document, and the documents that can be decoded."""
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []
-    with render.progress("counting tokens", shown=not request.quiet) as on_progress:
-        for number, (job, error) in enumerate(examined(request, workload, reader, opening), 1):
+    with render.progress("counting tokens", shown=not arguments.quiet) as on_progress:
+        for number, (job, error) in enumerate(examined(arguments, workload, reader, opening), 1):
             ready += [job] if error is None else []
             rows.append(
                 {
@@ -486,7 +488,7 @@ def _counted(
 
 
 def dry_run(
-    request: Request,
+    arguments: Arguments,
     engine_options: EngineOptions,
     workload: Workload,
     reader: Reader,
@@ -496,9 +498,9 @@ def dry_run(
     `quantspec plan`.
     """
     opening = Opening(reader.model, engine_options)
-    rows, ready = _counted(request, workload, reader, opening)
+    rows, ready = _counted(arguments, workload, reader, opening)
     opened = opening.take()
-    context, parallel, pool, wanted = room(request, engine_options, reader, ready, opened)
+    context, parallel, pool, wanted = room(arguments, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
     reader.limit(context, wanted)
     for row in rows:
@@ -531,7 +533,7 @@ def dry_run(
         document["predicted_s"] = (
             processed / found["prefill_tokens_per_s"] + document["new_tokens"] / found["decode_tokens_per_s"]
         )
-    if request.as_json:
+    if arguments.as_json:
         return output.Done(EXIT_DONE, document)
     stdout = output.Stdout()
     for line in batch_view.dry_run_lines(document, splits=any(job.calls > 1 for job in ready)):
@@ -545,7 +547,7 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
     """
     # A document beyond the context is split.
     size = max(1, min((document["prompt_tokens"] + document["new_tokens"]) // document["to_do"], document["context"]))
-    request = plan.Request(
+    arguments = plan.Arguments(
         model=str(model.directory),
         revision=None,
         offline=True,
@@ -554,7 +556,7 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
         acceptance=None,
         as_json=True,
     )
-    found = plan.examine(request, options)
+    found = plan.examine(arguments, options)
     predicted = found["predicted"]
     if predicted is None or predicted["prefill_tokens_per_s"] is None:
         return None

@@ -188,13 +188,13 @@ def run(
 
     template_args = _template_args(ctx, thinking, template_arg)
 
-    from .run import Request
+    from .run import Arguments
     from .run import run as execute
 
-    request = Request(
+    arguments = Arguments(
         prompts=documents + prompt, texts=text, output=output, template_args=template_args, unset=_unset(ctx), **flags
     )
-    return execute(request, engine_options, generate_options)
+    return execute(arguments, engine_options, generate_options)
 
 
 @cli.command(
@@ -257,11 +257,11 @@ def batch(
     template_args = _template_args(ctx, thinking, template_arg)
 
     from .batch import batch as execute
-    from .batch_plan import Request
+    from .batch_plan import Arguments
 
     at_once = None if isinstance(parallel, str) else parallel
-    request = Request(parallel=at_once, template_args=template_args, unset=_unset(ctx), **flags)
-    return execute(request, engine_options, generate_options)
+    arguments = Arguments(parallel=at_once, template_args=template_args, unset=_unset(ctx), **flags)
+    return execute(arguments, engine_options, generate_options)
 
 
 def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> tuple[GenerateOptions, EngineOptions]:
@@ -376,7 +376,7 @@ def plan(
     are predicted from passes with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds
     to measure.
     """
-    from .plan import Request
+    from .plan import Arguments
     from .plan import plan as execute
 
     drafted: dict[str, Any] = {}
@@ -385,7 +385,7 @@ def plan(
     if draft_model is not None:
         drafted = {"method": "draft-model", "draft_model": draft_model, "draft_model_kv": draft_model_kv}
     options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target, **drafted)
-    return execute(Request(**flags), options)
+    return execute(Arguments(**flags), options)
 
 
 # Flags of `bench kernels`; other flags of `bench` would be ignored. `--rows` belongs to it alone.
@@ -528,7 +528,7 @@ def bench(
       quantspec bench -m DIR -p 512 -n 128 -d 0,4096,16384 -r 3
     """
     from . import bench as measure
-    from .bench.grid import Request
+    from .bench.grid import Arguments
 
     options = EngineOptions(
         device=device,
@@ -546,11 +546,11 @@ def bench(
 
         form = flags["output_format"]
         return side_by_side(*compare, output_format=form, place=flags["output"], as_json=flags["as_json"])
-    request = Request(**flags)
+    arguments = Arguments(**flags)
     if what is None:
-        return measure.bench(request, options)
+        return measure.bench(arguments, options)
     asked = ctx.get_parameter_source("n_depth") is not ParameterSource.DEFAULT
-    return measure.kernels(request, options, rows, depths=request.n_depth if asked else None)
+    return measure.kernels(arguments, options, rows, depths=arguments.n_depth if asked else None)
 
 
 @cli.command(
@@ -629,7 +629,7 @@ def evaluate(
     **flags: Any,
 ) -> Done:
     """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
-    from .eval import Ablation, Request
+    from .eval import Ablation, Arguments
     from .eval import evaluate as execute
 
     ablation = Ablation.of(k_axis, v_axis, group, truncated=kv_rounding == TRUNCATE)
@@ -637,4 +637,4 @@ def evaluate(
     options = EngineOptions(
         device=device, threads=threads, weights=weights, kv_rounding=rounding, draft_precision=draft_precision
     )
-    return execute(Request(ablation=ablation, **flags), options)
+    return execute(Arguments(ablation=ablation, **flags), options)

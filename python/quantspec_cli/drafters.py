@@ -29,7 +29,7 @@ GAMMA = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """What to decode.
 
     Attributes:
@@ -55,8 +55,8 @@ class Request:
         pages: Sequence[int],
         draft_model: str | None,
         draft_model_kv: str | None,
-    ) -> Request | None:
-        """The request of some flags; None without `--decode`. The default depth is that of `--context`."""
+    ) -> Arguments | None:
+        """The arguments of some flags; None without `--decode`. The default depth is that of `--context`."""
         flags = {"depths": depths, "draft_model": draft_model, "draft_model_kv": draft_model_kv}
         for name, given in flags.items():
             if decode is None and given is not None:
@@ -77,7 +77,9 @@ class Request:
         found = [max(context, 1)] if depths is None else numbers("--depths", depths)
         if 0 in found:
             raise UsageError(f"depths is {depths}", "use 1 or more tokens: decoding follows a text", option="depths")
-        return Request(tokens=decode, depths=found, pages=pages, draft_model=draft_model, draft_model_kv=draft_model_kv)
+        return Arguments(
+            tokens=decode, depths=found, pages=pages, draft_model=draft_model, draft_model_kv=draft_model_kv
+        )
 
     @property
     def capacity(self) -> int:
@@ -93,15 +95,15 @@ class Request:
                     yield from ((name, count) for count in self.pages)
 
 
-def ids_of(model: Model, name: str, text: str, request: Request) -> list[int]:
+def ids_of(model: Model, name: str, text: str, arguments: Arguments) -> list[int]:
     """The text before the deepest answer, and the token that follows it."""
-    if request.capacity > model.context:
+    if arguments.capacity > model.context:
         raise DoesNotFitError(
-            f"depth {max(request.depths)} and {request.tokens} decoded tokens take {request.capacity} tokens, the context "
-            f"of {model.name} is {model.context}",
-            _room(request, model.context),
+            f"depth {max(arguments.depths)} and {arguments.tokens} decoded tokens take {arguments.capacity} tokens, "
+            f"the context of {model.name} is {model.context}",
+            _room(arguments, model.context),
         )
-    wanted = max(request.depths) + 1
+    wanted = max(arguments.depths) + 1
     ids = model.tokenizer.encode_start(text, wanted)
     if len(ids) < wanted:
         raise InputError(
@@ -110,14 +112,14 @@ def ids_of(model: Model, name: str, text: str, request: Request) -> list[int]:
     return ids
 
 
-def _room(request: Request, context: int) -> str:
+def _room(arguments: Arguments, context: int) -> str:
     """A hint: values that fit a context."""
-    room = {"--depths": context - request.tokens - 1, "--decode": context - max(request.depths) - 1}
+    room = {"--depths": context - arguments.tokens - 1, "--decode": context - max(arguments.depths) - 1}
     ways = [f"{flag} to at most {most}" for flag, most in room.items() if most > 0]
     return f"lower {' or '.join(ways) or '--depths and --decode'}"
 
 
-def scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> list[dict[str, Any]]:
+def scores(model: Model, ids: Sequence[int], arguments: Arguments, options: EngineOptions) -> list[dict[str, Any]]:
     """A row for each depth, method and number of pages."""
     from . import _native
 
@@ -126,23 +128,23 @@ def scores(model: Model, ids: Sequence[int], request: Request, options: EngineOp
     with render.progress("loading weights", shown=True) as on_loading, native_errors():
         engine = _native.Engine(
             str(model.directory),
-            capacity=request.capacity,
+            capacity=arguments.capacity,
             every_method=True,
-            draft_model=model.draft_model(request.draft_model),
-            draft_model_kv=request.draft_model_kv,
+            draft_model=model.draft_model(arguments.draft_model),
+            draft_model_kv=arguments.draft_model_kv,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             **{name: native[name] for name in names},
         )
     rows = []
-    ways = list(request.ways())
+    ways = list(arguments.ways())
     with render.progress("decoding", shown=True) as tick, native_errors():
-        for depth in request.depths:
-            answers = Answers(engine, model, ids, depth, request.tokens, batch=1)
+        for depth in arguments.depths:
+            answers = Answers(engine, model, ids, depth, arguments.tokens, batch=1)
             for method, pages in ways:
                 rows.append({"depth": depth, **_score(engine, answers, method, pages)})
                 if tick:
-                    tick(len(rows), len(request.depths) * len(ways))
+                    tick(len(rows), len(arguments.depths) * len(ways))
             answers.close()
     return rows
 

@@ -49,7 +49,7 @@ class Ablation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """Arguments of one `quantspec eval`.
 
     Attributes:
@@ -87,40 +87,43 @@ class Request:
     as_json: bool
 
 
-def evaluate(request: Request, options: EngineOptions) -> output.Done:
+def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
     """Prints the scores; the caller prints those of `--json`."""
-    _check(request)
-    budgets = _budgets(request.draft_pages)
-    decoded = drafters.Request.of(
-        request.decode,
-        request.depths,
-        context=request.context,
+    _check(arguments)
+    budgets = _budgets(arguments.draft_pages)
+    decoded = drafters.Arguments.of(
+        arguments.decode,
+        arguments.depths,
+        context=arguments.context,
         pages=budgets,
-        draft_model=request.draft_model,
-        draft_model_kv=request.draft_model_kv,
+        draft_model=arguments.draft_model,
+        draft_model_kv=arguments.draft_model_kv,
     )
     render.warn_of_threads(options.threads)
-    stdout = output.Stdout() if request.output is None or request.as_json else None
-    inputs = [] if request.prompt is None else [request.prompt]
-    with output.opened(request.output, inputs) as file, report.opened(request.report, inputs, request.output) as page:
-        document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
+    stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
+    inputs = [] if arguments.prompt is None else [arguments.prompt]
+    with (
+        output.opened(arguments.output, inputs) as file,
+        report.opened(arguments.report, inputs, arguments.output) as page,
+    ):
+        document = prompts.read(str(SAMPLE) if arguments.prompt is None else arguments.prompt)
         render.warn_of_documents([document])
         model = Model.open(
-            request.model,
-            revision=request.revision,
-            offline=request.offline,
+            arguments.model,
+            revision=arguments.revision,
+            offline=arguments.offline,
             progress=render.on_terminal(),
-            draft_model=request.draft_model,
+            draft_model=arguments.draft_model,
         )
-        name = "sample.txt" if request.prompt is None else document.name
-        ids = _tokens(model, document.text, name, request)
+        name = "sample.txt" if arguments.prompt is None else document.name
+        ids = _tokens(model, document.text, name, arguments)
         text = [] if decoded is None else drafters.ids_of(model, name, document.text, decoded)
         found = {
             "model": model.name,
             "prompt": name,
-            "context": request.context,
-            **_ablation(request, options),
-            **_scores(model, ids, request, options, budgets),
+            "context": arguments.context,
+            **_ablation(arguments, options),
+            **_scores(model, ids, arguments, options, budgets),
         }
         if decoded is not None:
             found["decoded"] = drafters.scores(model, text, decoded, options)
@@ -130,38 +133,38 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
         if page is not None:
             page.write(report.evaluation(found))
     # The file is written first, so that an error of standard output cannot lose the report.
-    if request.as_json:
+    if arguments.as_json:
         return output.Done(document=found)
     if stdout is not None:
         stdout.write(scores)
     return output.Done()
 
 
-def _check(request: Request) -> None:
+def _check(arguments: Arguments) -> None:
     """Raises for numbers of tokens that leave none to score, and for flags that exclude each other."""
-    if request.tokens is not None and request.tokens < 2:
+    if arguments.tokens is not None and arguments.tokens < 2:
         raise UsageError(
-            f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
+            f"tokens is {arguments.tokens}", "use at least 2: the first token is only context", option="tokens"
         )
-    if request.context < 0:
-        raise UsageError(f"context is {request.context}", "use 0 or more tokens", option="context")
-    if request.tokens is not None and request.tokens < request.context + 2:
+    if arguments.context < 0:
+        raise UsageError(f"context is {arguments.context}", "use 0 or more tokens", option="context")
+    if arguments.tokens is not None and arguments.tokens < arguments.context + 2:
         raise UsageError(
-            f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
-            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
-            f"or --context {request.tokens - 2} or less",
+            f"--tokens {arguments.tokens} with --context {arguments.context} leaves no token to score",
+            f"the first one after the context is only fed: use --tokens {arguments.context + 2} or more, "
+            f"or --context {arguments.tokens - 2} or less",
         )
-    if request.ablation is not None:
-        _refuse_with_ablation(request)
+    if arguments.ablation is not None:
+        _refuse_with_ablation(arguments)
 
 
-def _refuse_with_ablation(request: Request) -> None:
+def _refuse_with_ablation(arguments: Arguments) -> None:
     """Raises for comparisons that read the engine's own cache."""
     for flag, given in (
-        ("--draft-pages", request.draft_pages is not None),
-        ("--decode", request.decode is not None),
-        ("--sensitivity", request.sensitivity),
-        ("--sensitivity-layers", request.sensitivity_layers),
+        ("--draft-pages", arguments.draft_pages is not None),
+        ("--decode", arguments.decode is not None),
+        ("--sensitivity", arguments.sensitivity),
+        ("--sensitivity-layers", arguments.sensitivity_layers),
     ):
         if given:
             raise UsageError(
@@ -171,24 +174,24 @@ def _refuse_with_ablation(request: Request) -> None:
             )
 
 
-def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
+def _tokens(model: Model, text: str, name: str, arguments: Arguments) -> list[int]:
     """The tokens to score: exactly the requested number, at most the model's context."""
-    ids = model.prompt(text, name=name).ids if request.tokens is None else []
-    wanted = len(ids) if request.tokens is None else request.tokens
+    ids = model.prompt(text, name=name).ids if arguments.tokens is None else []
+    wanted = len(ids) if arguments.tokens is None else arguments.tokens
     # Checked before encoding so many tokens.
     if wanted > model.context:
         raise DoesNotFitError(
             f"{wanted} tokens of {name} exceed the model's context of {model.context}",
             f"score its beginning with --tokens {model.context}, or less",
         )
-    if request.context + 2 > model.context:
+    if arguments.context + 2 > model.context:
         raise DoesNotFitError(
-            f"a prompt of {request.context} tokens and two after it exceed the model's context of {model.context}",
+            f"a prompt of {arguments.context} tokens and two after it exceed the model's context of {model.context}",
             f"use --context {model.context - 2}, or less",
         )
-    if request.tokens is not None:
+    if arguments.tokens is not None:
         ids = model.tokenizer.encode_start(text, wanted)
-    least = max(wanted, request.context + 2)
+    least = max(wanted, arguments.context + 2)
     if len(ids) < least:
         raise InputError(
             f"{name} has {len(ids)} tokens; {least} were requested",
@@ -197,11 +200,11 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     return ids
 
 
-def _ablation(request: Request, options: EngineOptions) -> dict[str, Any]:
+def _ablation(arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
     """The ablation, as in the document; nothing if there is none."""
-    if request.ablation is None:
+    if arguments.ablation is None:
         return {}
-    found = dataclasses.asdict(request.ablation)
+    found = dataclasses.asdict(arguments.ablation)
     rounding = TRUNCATE if found.pop("truncated") else options.kv_rounding
     return {"ablation": {**found, "kv_rounding": rounding}}
 
@@ -232,12 +235,12 @@ def _scoring() -> Iterator[None]:
 
 
 def _scores(
-    model: Model, ids: Sequence[int], request: Request, options: EngineOptions, budgets: Sequence[int]
+    model: Model, ids: Sequence[int], arguments: Arguments, options: EngineOptions, budgets: Sequence[int]
 ) -> dict[str, Any]:
     from . import _native
 
     common: dict[str, Any] = {
-        "context": request.context,
+        "context": arguments.context,
         "device": options.device,
         "threads": options.threads,
         "weights": options.weights,
@@ -246,10 +249,10 @@ def _scores(
     directory = str(model.directory)
     # First, as it may refuse the weights.
     sensitivity = {}
-    if request.sensitivity or request.sensitivity_layers:
+    if arguments.sensitivity or arguments.sensitivity_layers:
         with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, _scoring():
             scores = _native.sensitivity(
-                directory, ids, layers=request.sensitivity_layers, on_progress=on_progress, **common
+                directory, ids, layers=arguments.sensitivity_layers, on_progress=on_progress, **common
             )
             sensitivity = {"sensitivity": scores}
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), _scoring():
@@ -258,7 +261,7 @@ def _scores(
             ids,
             draft_precision=options.draft_precision,
             pages=budgets,
-            ablated=None if request.ablation is None else dataclasses.astuple(request.ablation),
+            ablated=None if arguments.ablation is None else dataclasses.astuple(arguments.ablation),
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """Arguments of one `quantspec plan`.
 
     Attributes:
@@ -36,37 +36,37 @@ class Request:
     as_json: bool
 
 
-def plan(request: Request, options: EngineOptions) -> Done:
+def plan(arguments: Arguments, options: EngineOptions) -> Done:
     """Prints the plan; the caller prints that of `--json`. A plan that does not fit is then raised as an error."""
-    whole("batch", request.batch, 1, BATCH_MAX)
-    whole("ctx_size", request.ctx_size, 0, 2**32)
-    if request.acceptance is not None and not 0 <= request.acceptance <= 1:
-        raise UsageError(f"acceptance is {request.acceptance}", "use a share, 0 to 1", option="acceptance")
+    whole("batch", arguments.batch, 1, BATCH_MAX)
+    whole("ctx_size", arguments.ctx_size, 0, 2**32)
+    if arguments.acceptance is not None and not 0 <= arguments.acceptance <= 1:
+        raise UsageError(f"acceptance is {arguments.acceptance}", "use a share, 0 to 1", option="acceptance")
     render.warn_of_threads(options.threads)
     stdout = Stdout()
-    found = examine(request, options)
-    if not request.as_json:
+    found = examine(arguments, options)
+    if not arguments.as_json:
         stdout.write("\n".join(lines(found)) + "\n")
     if not found["fits"]:
         raise _refusal(found)
-    return Done(document=found if request.as_json else None)
+    return Done(document=found if arguments.as_json else None)
 
 
-def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
+def examine(arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
     """The document of `--json`."""
     from . import _native
 
     def described(model: str | None, revision: str | None) -> str:
-        return str(hub.describe(model, revision=revision, offline=request.offline, progress=render.on_terminal()))
+        return str(hub.describe(model, revision=revision, offline=arguments.offline, progress=render.on_terminal()))
 
-    path = described(request.model, request.revision)
+    path = described(arguments.model, arguments.revision)
     draft_model = None if options.draft_model is None else described(options.draft_model, None)
     with native_errors():
         info = _native.model_info(path, described=True)
         drafts_info = info if draft_model is None else _native.model_info(draft_model, described=True)
         longest = min(int(info["max_positions"]), int(drafts_info["max_positions"]))
-        context = request.ctx_size or longest
-        common: dict[str, Any] = {"capacity": context, "slots": request.batch, "described": True}
+        context = arguments.ctx_size or longest
+        common: dict[str, Any] = {"capacity": context, "slots": arguments.batch, "described": True}
         held = _native.plan(path, draft_model=draft_model, **common, **options.native())
         alone = held
         if draft_model is not None:
@@ -82,7 +82,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
             draft_precision=alone["draft_precision"],
             described=True,
         )
-    found = _memory(request, options, info, held, seen, context=context, longest=longest)
+    found = _memory(arguments, options, info, held, seen, context=context, longest=longest)
     if draft_model is not None:
         found |= {
             "draft_model": options.draft_model,
@@ -95,15 +95,15 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         rates = _rates(path, options, options.kv_target, alone, load)
         step_s = None
         if draft_model is not None:
-            step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=request.batch)
+            step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=arguments.batch)
         found |= predictions(
-            rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance, step_s=step_s
+            rates, load, options.kv_target, batch=arguments.batch, acceptance=arguments.acceptance, step_s=step_s
         )
     return found
 
 
 def _memory(
-    request: Request,
+    arguments: Arguments,
     options: EngineOptions,
     info: Mapping[str, Any],
     held: Mapping[str, Any],
@@ -116,7 +116,7 @@ def _memory(
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     return {
-        "model": request.model or hub.DEMO,
+        "model": arguments.model or hub.DEMO,
         "device": held["device"],
         "fits": held["fits"],
         "kv_target": options.kv_target,
@@ -130,7 +130,7 @@ def _memory(
         "context": context,
         "longest_context": held["longest_context"],
         "model_context": info["max_positions"],
-        "batch": request.batch,
+        "batch": arguments.batch,
         "largest_batch": min(held["largest_batch"], BATCH_MAX) if context <= longest else 0,
         "device_name": None,
         "bandwidth_gb_per_s": None,

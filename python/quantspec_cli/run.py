@@ -29,7 +29,7 @@ MOST_TOGETHER = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """Arguments of one `quantspec run`.
 
     Attributes:
@@ -53,42 +53,42 @@ class Request:
     quiet: bool
 
 
-def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
+def run(arguments: Arguments, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Decodes the prompts and prints the answers; the caller prints the document of `--json`."""
     with contextlib.ExitStack() as engines:
-        return _run(request, engine_options, options, engines)
+        return _run(arguments, engine_options, options, engines)
 
 
 def _run(
-    request: Request, engine_options: EngineOptions, options: GenerateOptions, engines: contextlib.ExitStack
+    arguments: Arguments, engine_options: EngineOptions, options: GenerateOptions, engines: contextlib.ExitStack
 ) -> output.Done:
-    prompts.check_arguments(request.instruction, request.system_prompt, options.stop)
-    if request.prompt_cache is not None:
-        check_folder(request.prompt_cache)
-    stdout = output.Stdout() if request.output is None or request.as_json else None
-    with output.opened(request.output, request.prompts) as file:
-        documents = prompts.read_all(request.prompts, request.texts)
+    prompts.check_arguments(arguments.instruction, arguments.system_prompt, options.stop)
+    if arguments.prompt_cache is not None:
+        check_folder(arguments.prompt_cache)
+    stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
+    with output.opened(arguments.output, arguments.prompts) as file:
+        documents = prompts.read_all(arguments.prompts, arguments.texts)
         model = Model.open(
-            request.model,
-            revision=request.revision,
-            offline=request.offline,
-            progress=render.on_terminal() and not request.quiet,
+            arguments.model,
+            revision=arguments.revision,
+            offline=arguments.offline,
+            progress=render.on_terminal() and not arguments.quiet,
             draft_model=engine_options.draft_model,
         )
-        if not request.quiet:
+        if not arguments.quiet:
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
-        encoded, options, context = _encoded(request, model, documents, options)
-        engine = engines.enter_context(_opened(request, model, engine_options, encoded, options, context=context))
-        if not request.quiet:
+        encoded, options, context = _encoded(arguments, model, documents, options)
+        engine = engines.enter_context(_opened(arguments, model, engine_options, encoded, options, context=context))
+        if not arguments.quiet:
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, engine.info)
 
-        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.NullSink())
+        sink: output.Sink = file or (stdout if stdout is not None and not arguments.as_json else output.NullSink())
         shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
-        batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
-    if failure is None and not request.quiet:
+        batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=arguments.quiet)
+    if failure is None and not arguments.quiet:
         render.note_of_prompts(engine)
     # The file is complete first, so that errors of other output cannot lose the answer.
     generations = batch.generations()
@@ -96,9 +96,9 @@ def _run(
         failure.kept = {"results": results(model, documents, generations)}
         raise failure
     code = EXIT_INTERRUPTED if interrupted else EXIT_DONE
-    if request.as_json:
+    if arguments.as_json:
         return output.Done(code, report(engine, options, documents, generations))
-    if not request.quiet:
+    if not arguments.quiet:
         for line in instruct.truncation_notes(shown, encoded, generations, schema=options.json_schema is not None):
             render.note(line)
         render.statistics(engine, shown, generations)
@@ -106,7 +106,7 @@ def _run(
 
 
 def _opened(
-    request: Request,
+    arguments: Arguments,
     model: Model,
     engine_options: EngineOptions,
     prompts: Sequence[Prompt],
@@ -121,7 +121,7 @@ def _opened(
         plan_of = partial(planned, model, engine_options, opened=device)
         lengths = [len(prompt.ids) + options.max_new_tokens for prompt in prompts]
         batch, pool = together(plan_of, context, lengths, MOST_TOGETHER)
-    with render.progress("loading weights", shown=not request.quiet) as on_loading:
+    with render.progress("loading weights", shown=not arguments.quiet) as on_loading:
         return Engine(
             model,
             engine_options,
@@ -129,34 +129,34 @@ def _opened(
             longest_prompt=max(len(prompt.ids) for prompt in prompts),
             batch=batch,
             pool=pool,
-            prompt_cache=request.prompt_cache or False,
+            prompt_cache=arguments.prompt_cache or False,
             on_loading=on_loading,
         )
 
 
 def _encoded(
-    request: Request, model: Model, documents: Sequence[Document], options: GenerateOptions
+    arguments: Arguments, model: Model, documents: Sequence[Document], options: GenerateOptions
 ) -> tuple[list[Prompt], GenerateOptions, int]:
     """The prompts, the options with the model's recommendations, and the tokens of the longest sequence. Notes report what
     was chosen.
     """
-    limit = model.resolve_context(request.ctx_size)
+    limit = model.resolve_context(arguments.ctx_size)
     encoded = [
         model.prompt(
             document.text,
-            instruction=request.instruction,
-            system_prompt=request.system_prompt,
-            template_args=request.template_args,
+            instruction=arguments.instruction,
+            system_prompt=arguments.system_prompt,
+            template_args=arguments.template_args,
             name=document.name,
             context=limit,
         )
         for document in documents
     ]
     options, notes = instruct.resolve_defaults(
-        model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
+        model, encoded, options, unset=arguments.unset, arguments=arguments.template_args, context=limit
     )
-    if not request.as_json and not request.quiet:
-        render.note_of_template(model, request.instruction, request.system_prompt)
+    if not arguments.as_json and not arguments.quiet:
+        render.note_of_template(model, arguments.instruction, arguments.system_prompt)
         for line in notes:
             render.note(line)
     schema.check(model, encoded, options.json_schema)

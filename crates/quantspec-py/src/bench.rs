@@ -2,7 +2,7 @@
 
 use crate::device::{ChosenDevice, Models};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{Request, sensitive, target_weights};
+use crate::options::{EngineArguments, sensitive, target_weights};
 use crate::plan::checkpoint_of;
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
@@ -101,13 +101,13 @@ pub(crate) fn planned(
     draft_model: Option<&str>,
     options: Option<&Bound<'_, PyDict>>,
 ) -> PyResult<usize> {
-    let request = Request { every_method: true, ..Request::of(capacity, options)? };
-    let mut resolved = request.resolve().map_err(to_python)?;
+    let arguments = EngineArguments { every_method: true, ..EngineArguments::of(capacity, options)? };
+    let mut resolved = arguments.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
-        let chosen = ChosenDevice::choose(&request.device, &checkpoint)?;
+        let chosen = ChosenDevice::choose(&arguments.device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         chosen.plan(models, &resolved.options, 0)
     })

@@ -4,7 +4,7 @@ use crate::device::{ChosenDevice, Device, MakeDrafter, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
 use crate::load::{Files, Loaded, Loading, OriginSlot};
-use crate::options::{DraftPages, Request};
+use crate::options::{DraftPages, EngineArguments};
 use crate::raised::{Raised, locked, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -153,8 +153,8 @@ impl PyEngine {
         on_loading: Option<Py<PyAny>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<PyEngine> {
-        let request = Request::of(capacity, options)?;
-        let resolved = request.resolve().map_err(to_python)?;
+        let arguments = EngineArguments::of(capacity, options)?;
+        let resolved = arguments.resolve().map_err(to_python)?;
         let accept = resolved.accept;
         let Options { threads, prompt_capacity, step_rows, planes, .. } = resolved.options;
         let raised = Raised::default();
@@ -162,7 +162,7 @@ impl PyEngine {
         let hooks = Hooks { poll: Box::new(poll(raised.clone())), loading: loading.hook(), drafts: origin.hook() };
         let files = Files { model, draft_model, draft_cache, prompt_memory, prompt_folder };
         let started = Instant::now();
-        let loaded = interruptible(py, &raised, || files.load(&request.device, resolved, hooks, &raised))?;
+        let loaded = interruptible(py, &raised, || files.load(&arguments.device, resolved, hooks, &raised))?;
         let load_s = started.elapsed().as_secs_f64();
         let info = loaded.describe(py)?;
         info.set_item("threads", threads)?;
@@ -182,10 +182,10 @@ impl PyEngine {
             load_s,
             prompt_capacity,
             step_rows,
-            every_method: request.every_method,
+            every_method: arguments.every_method,
             planes,
             second,
-            second_kv: request.draft_model_kv,
+            second_kv: arguments.draft_model_kv,
         })
     }
 
@@ -310,7 +310,7 @@ impl PyEngine {
         if kv_target == "fp16" && !self.planes.full {
             return Err(to_python(Error::usage("this engine keeps no cache in FP16", "open it with kv_target fp16")));
         }
-        let request = Request {
+        let arguments = EngineArguments {
             kv_target: kv_target.to_owned(),
             method: method.to_owned(),
             draft_pages,
@@ -320,9 +320,9 @@ impl PyEngine {
             gamma,
             every_method: true,
             // Weights and sizes do not depend on the method.
-            ..Request::default()
+            ..EngineArguments::default()
         };
-        let resolved = request.resolve().map_err(to_python)?;
+        let resolved = arguments.resolve().map_err(to_python)?;
         let mut method = resolved.method;
         method.drafter = drafter(method.drafter, resolved.second.as_ref(), self.second.as_ref()).map_err(to_python)?;
         self.run(py, |device| {

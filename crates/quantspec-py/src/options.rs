@@ -37,7 +37,7 @@ pub(crate) enum DraftPages {
 }
 
 /// The arguments that shape an engine, as Python passes them. The default is an engine's own, for one sequence of one token.
-pub(crate) struct Request {
+pub(crate) struct EngineArguments {
     /// "auto", "cpu", "cuda" or "cuda:N".
     pub(crate) device: String,
     pub(crate) weights: String,
@@ -67,9 +67,9 @@ pub(crate) struct Request {
     pub(crate) every_method: bool,
 }
 
-impl Default for Request {
+impl Default for EngineArguments {
     fn default() -> Self {
-        Request {
+        EngineArguments {
             device: "auto".to_owned(),
             weights: "checkpoint".to_owned(),
             kv_target: "int8".to_owned(),
@@ -98,7 +98,7 @@ pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// A request checked and translated.
+/// Arguments, checked and translated.
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
@@ -209,38 +209,38 @@ pub(crate) fn ablation((keys, values, group, truncated): &(String, String, usize
     Ok(Ablation { key_axis, value_axis, group: *group, truncated: *truncated })
 }
 
-impl Request {
+impl EngineArguments {
     /// That of an engine for sequences of `capacity` tokens, with Python's other keyword arguments (`_Options` of `_native.pyi`).
     ///
     /// # Errors
     /// TypeError for another name or type.
-    pub(crate) fn of(capacity: usize, options: Option<&Bound<'_, PyDict>>) -> PyResult<Request> {
-        let mut request = Request { capacity, ..Request::default() };
+    pub(crate) fn of(capacity: usize, options: Option<&Bound<'_, PyDict>>) -> PyResult<EngineArguments> {
+        let mut arguments = EngineArguments { capacity, ..EngineArguments::default() };
         for (name, value) in options.into_iter().flatten() {
             let name = name.cast_into::<PyString>()?;
             match &*name.to_cow()? {
-                "device" => request.device = value.extract()?,
-                "weights" => request.weights = value.extract()?,
-                "kv_target" => request.kv_target = value.extract()?,
-                "method" => request.method = value.extract()?,
-                "kv_rounding" => request.kv_rounding = value.extract()?,
-                "draft_weights" => request.draft_weights = value.extract()?,
-                "draft_precision" => request.draft_precision = value.extract()?,
-                "draft_pages" => request.draft_pages = value.extract()?,
-                "page_choice" => request.page_choice = value.extract()?,
-                "draft_refresh" => request.draft_refresh = value.extract()?,
-                "draft_model_kv" => request.draft_model_kv = value.extract()?,
-                "accept" => request.accept = value.extract()?,
-                "gamma" => request.gamma = value.extract()?,
-                "prompt_capacity" => request.prompt_capacity = value.extract()?,
-                "slots" => request.slots = value.extract()?,
-                "pool_tokens" => request.pool_tokens = value.extract()?,
-                "threads" => request.threads = value.extract()?,
-                "every_method" => request.every_method = value.extract()?,
+                "device" => arguments.device = value.extract()?,
+                "weights" => arguments.weights = value.extract()?,
+                "kv_target" => arguments.kv_target = value.extract()?,
+                "method" => arguments.method = value.extract()?,
+                "kv_rounding" => arguments.kv_rounding = value.extract()?,
+                "draft_weights" => arguments.draft_weights = value.extract()?,
+                "draft_precision" => arguments.draft_precision = value.extract()?,
+                "draft_pages" => arguments.draft_pages = value.extract()?,
+                "page_choice" => arguments.page_choice = value.extract()?,
+                "draft_refresh" => arguments.draft_refresh = value.extract()?,
+                "draft_model_kv" => arguments.draft_model_kv = value.extract()?,
+                "accept" => arguments.accept = value.extract()?,
+                "gamma" => arguments.gamma = value.extract()?,
+                "prompt_capacity" => arguments.prompt_capacity = value.extract()?,
+                "slots" => arguments.slots = value.extract()?,
+                "pool_tokens" => arguments.pool_tokens = value.extract()?,
+                "threads" => arguments.threads = value.extract()?,
+                "every_method" => arguments.every_method = value.extract()?,
                 other => return Err(PyTypeError::new_err(format!("unexpected keyword argument '{other}'"))),
             }
         }
-        Ok(request)
+        Ok(arguments)
     }
 
     /// The choices of pages for a draft, at least one.

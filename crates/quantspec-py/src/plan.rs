@@ -4,7 +4,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::engine::memory_dict;
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{Request, default_threads, sensitive, target_view, target_weights, weights_name};
+use crate::options::{EngineArguments, default_threads, sensitive, target_view, target_weights, weights_name};
 use crate::raised::{Raised, poll};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -43,14 +43,14 @@ pub(crate) fn plan<'py>(
     opened: Option<Py<OpenDevice>>,
     options: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let request = Request::of(capacity, options)?;
-    let mut resolved = request.resolve().map_err(to_python)?;
+    let arguments = EngineArguments::of(capacity, options)?;
+    let mut resolved = arguments.resolve().map_err(to_python)?;
     let (name, kept, sensitive, memory, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let chosen = match &opened {
             Some(opened) => opened.get().0.now()?,
-            None => ChosenDevice::choose(&request.device, &checkpoint)?,
+            None => ChosenDevice::choose(&arguments.device, &checkpoint)?,
         };
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         chosen.resolve_auto(models, &mut resolved)?;
@@ -89,7 +89,8 @@ pub(crate) fn fitting(
     device: &str,
     weights: &str,
 ) -> PyResult<Vec<(usize, usize, usize)>> {
-    let resolved = Request { weights: weights.to_owned(), ..Request::default() }.resolve().map_err(to_python)?;
+    let resolved =
+        EngineArguments { weights: weights.to_owned(), ..EngineArguments::default() }.resolve().map_err(to_python)?;
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };

@@ -17,7 +17,7 @@ from ..errors import DoesNotFitError, QuantspecError, UsageError, interrupted, n
 from ..lists import numbers
 from ..model import Model
 from ..signals import SIGNALS
-from .grid import Request, check_fits, models_of, read_grid, read_text, tokens_of
+from .grid import Arguments, check_fits, models_of, read_grid, read_text, tokens_of
 from .measure import Bench, is_widened
 from .tables import Csv, Decoding, Json, JsonLines, Kernels, Markdown, model_cell, sink_of, writer
 
@@ -31,47 +31,47 @@ KERNEL_DEPTHS = [4096, 32_768, 131_072]
 ROWS_MAX = 64
 
 
-def bench(request: Request, options: EngineOptions) -> output.Done:
+def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
-    grid = read_grid(request, options)
+    grid = read_grid(arguments, options)
     render.warn_of_threads(options.threads)
-    inputs = [] if request.prompt is None else [request.prompt]
+    inputs = [] if arguments.prompt is None else [arguments.prompt]
     with (
-        output.opened(request.output, inputs) as file,
-        report.opened(request.report, inputs, request.output) as page,
+        output.opened(arguments.output, inputs) as file,
+        report.opened(arguments.report, inputs, arguments.output) as page,
     ):
-        sink = sink_of(file, as_json=request.as_json)
-        name, text = read_text(request)
+        sink = sink_of(file, as_json=arguments.as_json)
+        name, text = read_text(arguments)
         opened = [
             Model.open(
                 model,
-                revision=request.revision,
-                offline=request.offline,
+                revision=arguments.revision,
+                offline=arguments.offline,
                 progress=render.on_terminal(),
-                draft_model=request.draft_model,
+                draft_model=arguments.draft_model,
             )
-            for model in models_of(request.model)
+            for model in models_of(arguments.model)
         ]
         tokens = [tokens_of(model, name, text, grid) for model in opened]
         if len(opened) > 1:
             # A single model is refused before its rows in any case.
             for model in opened:
-                check_fits(model, grid, request, options)
+                check_fits(model, grid, arguments, options)
         widened = [is_widened(model) for model in opened]
         memory: dict[str, dict[str, Any]] = {}
         measured = (
             row
             for model, ids, wide in zip(opened, tokens, widened, strict=True)
-            for row in Bench(model, ids, grid, request, options, widened=wide, memory=memory).rows()
+            for row in Bench(model, ids, grid, arguments, options, widened=wide, memory=memory).rows()
         )
         texts = {
             "model": [model_cell(model.name, widened=wide) for model, wide in zip(opened, widened, strict=True)],
             "method": ["any", *(method.name for method in grid.methods)],
         }
-        rows, ended = _write(measured, writer(request.output_format, Decoding, sink, texts))
+        rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts))
         if page is not None:
             page.write(report.bench(rows, memory))
-    return _done(request, rows, ended)
+    return _done(arguments, rows, ended)
 
 
 def _write(
@@ -97,10 +97,10 @@ def _write(
     return rows, ended
 
 
-def _done(request: Request, rows: list[Mapping[str, Any]], ended: BaseException | None) -> output.Done:
+def _done(arguments: Arguments, rows: list[Mapping[str, Any]], ended: BaseException | None) -> output.Done:
     """The document of `--json`, if requested; raises the exception that ended the measurements, with the finished ones."""
     if ended is None:
-        return output.Done(document=rows if request.as_json else None)
+        return output.Done(document=rows if arguments.as_json else None)
     if isinstance(ended, KeyboardInterrupt):
         ended = interrupted(SIGNALS.number)
     if isinstance(ended, QuantspecError):
@@ -108,7 +108,7 @@ def _done(request: Request, rows: list[Mapping[str, Any]], ended: BaseException 
     raise ended
 
 
-def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> output.Done:
+def kernels(arguments: Arguments, options: EngineOptions, rows: str, *, depths: str | None) -> output.Done:
     """Times the kernels of a GPU at the shapes of each model. Default `depths` are those of `KERNEL_DEPTHS` within the
     model's context.
     """
@@ -120,11 +120,11 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
         )
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
-    with output.opened(request.output, ()) as file:
-        sink = sink_of(file, as_json=request.as_json)
+    with output.opened(arguments.output, ()) as file:
+        sink = sink_of(file, as_json=arguments.as_json)
         opened = [
-            Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
-            for name in models_of(request.model)
+            Model.open(name, revision=arguments.revision, offline=arguments.offline, progress=render.on_terminal())
+            for name in models_of(arguments.model)
         ]
         contexts = [_kernel_depths(model, asked) for model in opened]
         measured = (
@@ -132,8 +132,8 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
             for model, depths_of_it in zip(opened, contexts, strict=True)
             for row in _kernels(model, options, depths_of_it, counts)
         )
-        done, ended = _write(measured, writer(request.output_format, Kernels, sink))
-    return _done(request, done, ended)
+        done, ended = _write(measured, writer(arguments.output_format, Kernels, sink))
+    return _done(arguments, done, ended)
 
 
 def _kernel_depths(model: Model, asked: Sequence[int] | None) -> list[int]:

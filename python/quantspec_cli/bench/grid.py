@@ -1,4 +1,4 @@
-"""What one `quantspec bench` measures: its request, the lists in it, and the text to read."""
+"""What one `quantspec bench` measures: its arguments, the lists in it, and the text to read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BASELINE = Method("ar", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Arguments:
     """Arguments of one `quantspec bench`; lists as typed."""
 
     model: str | None
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Grid:
-    """A request with its lists read."""
+    """Arguments with their lists read."""
 
     n_prompt: list[int]
     n_gen: list[int]
@@ -121,61 +121,63 @@ class Grid:
         return max(self.n_depth) + max([*self.n_prompt, 2])
 
 
-def read_grid(request: Request, options: EngineOptions) -> Grid:
-    """The lists of a request, or an error about the wrong item."""
-    whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
-    whole("warm_up", request.warm_up, 0, WARM_UP_MAX)
+def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
+    """The lists of the arguments, or an error about the wrong item."""
+    whole("repetitions", arguments.repetitions, 1, REPETITIONS_MAX)
+    whole("warm_up", arguments.warm_up, 0, WARM_UP_MAX)
     # Every repetition has the next seed; its untimed tokens have the one after it.
-    if not 0 <= request.seed <= SEED_MAX - request.repetitions:
-        most = SEED_MAX - request.repetitions
-        raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")
+    if not 0 <= arguments.seed <= SEED_MAX - arguments.repetitions:
+        most = SEED_MAX - arguments.repetitions
+        raise UsageError(f"seed is {arguments.seed}", f"use a whole number, 0 to {most}", option="seed")
     grid = Grid(
-        n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
-        n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
-        n_depth=numbers("-d", request.n_depth),
-        batches=_batches(request.batch),
+        n_prompt=[n for n in numbers("-p", arguments.n_prompt) if n > 0],
+        n_gen=[n for n in numbers("-n", arguments.n_gen) if n > 0],
+        n_depth=numbers("-d", arguments.n_depth),
+        batches=_batches(arguments.batch),
         methods=methods(
-            request.methods,
-            numbers_or("--gamma", request.gamma, ("auto",), 0, GAMMA_MAX),
-            numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
+            arguments.methods,
+            numbers_or("--gamma", arguments.gamma, ("auto",), 0, GAMMA_MAX),
+            numbers_or("--draft-pages", arguments.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
     drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
     chooses = any(METHODS[method.name].chooses for method in grid.methods)
-    if (drafting and request.draft_model is None) or (request.draft_model is not None and not drafting and not chooses):
+    if (drafting and arguments.draft_model is None) or (
+        arguments.draft_model is not None and not drafting and not chooses
+    ):
         raise UsageError(
             f"--methods has {drafting[0]}, but there is no draft model"
             if drafting
-            else f"--draft-model is {request.draft_model}, but no method of --methods uses it",
+            else f"--draft-model is {arguments.draft_model}, but no method of --methods uses it",
             "give both --draft-model and --methods ...,draft-model or auto, or neither",
             option="draft_model",
         )
-    if request.draft_model is None and request.draft_model_kv is not None:
-        raise no_draft_model(request.draft_model_kv)
-    whole("draft_refresh", request.draft_refresh, 0, PAGES_MAX, " (0 is never)")
-    _refuse_unread(request, options, grid)
-    _check_pages(request, grid)
+    if arguments.draft_model is None and arguments.draft_model_kv is not None:
+        raise no_draft_model(arguments.draft_model_kv)
+    whole("draft_refresh", arguments.draft_refresh, 0, PAGES_MAX, " (0 is never)")
+    _refuse_unread(arguments, options, grid)
+    _check_pages(arguments, grid)
     if not grid.n_prompt and not grid.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return grid
 
 
-def page_choice(request: Request, method: str) -> str:
+def page_choice(arguments: Arguments, method: str) -> str:
     """How this method chooses pages, if it does not read all."""
-    return METHODS[method].page_choice or request.page_choice or PAGE_CHOICES[0]
+    return METHODS[method].page_choice or arguments.page_choice or PAGE_CHOICES[0]
 
 
-def _refuse_unread(request: Request, options: EngineOptions, grid: Grid) -> None:
+def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> None:
     """Refuses settings that no method reads."""
     methods_of = [METHODS[method.name] for method in grid.methods]
     views = {view for method in grid.methods for view in (method.kv_target, METHODS[method.name].draft_view)}
-    quantised = not views | {request.draft_model_kv} <= {None, "target", "fp16"}
+    quantised = not views | {arguments.draft_model_kv} <= {None, "target", "fp16"}
     # Setting, its value, values without effect, whether a method reads it, what such a method does, one of them.
     for option, value, harmless, read, does, method in (
-        ("gamma", request.gamma, {"auto", "0"}, any(m.drafts for m in methods_of), "drafts", "quantspec"),
+        ("gamma", arguments.gamma, {"auto", "0"}, any(m.drafts for m in methods_of), "drafts", "quantspec"),
         (
             "draft_pages",
-            request.draft_pages,
+            arguments.draft_pages,
             {"all"},
             any(m.draft_view for m in methods_of),
             "drafts by pages",
@@ -191,7 +193,7 @@ def _refuse_unread(request: Request, options: EngineOptions, grid: Grid) -> None
         ),
         (
             "draft_refresh",
-            str(request.draft_refresh),
+            str(arguments.draft_refresh),
             {"0"},
             any(m.page_choice == "snap" for m in methods_of),
             "keeps a choice of pages",
@@ -207,18 +209,18 @@ def _refuse_unread(request: Request, options: EngineOptions, grid: Grid) -> None
             )
 
 
-def _check_pages(request: Request, grid: Grid) -> None:
+def _check_pages(arguments: Arguments, grid: Grid) -> None:
     """Refuses a choice of pages that no method makes, or without the scores that it needs."""
     chosen = [method for method in grid.methods if method.draft_pages != "all"]
-    if request.page_choice == "window" and not any(METHODS[method.name].page_choice is None for method in chosen):
+    if arguments.page_choice == "window" and not any(METHODS[method.name].page_choice is None for method in chosen):
         raise UsageError(
             "page_choice is 'window', but no method of --methods chooses pages",
             "add --draft-pages N, or leave it out",
             option="page_choice",
         )
     for method in chosen:
-        choice = page_choice(request, method.name)
-        check_scores(method.name, method.draft_pages, choice, method.kv_target, request.draft_model_kv)
+        choice = page_choice(arguments, method.name)
+        check_scores(method.name, method.draft_pages, choice, method.kv_target, arguments.draft_model_kv)
 
 
 def _batches(given: str) -> list[int]:
@@ -257,11 +259,11 @@ def models_of(given: str | None) -> list[str | None]:
     return [*items("--model", given)]
 
 
-def read_text(request: Request) -> tuple[str, str]:
+def read_text(arguments: Arguments) -> tuple[str, str]:
     """Name and text of the document to read."""
-    if request.prompt is None:
+    if arguments.prompt is None:
         return "the shipped book", gzip.decompress(BOOK.read_bytes()).decode()
-    document = prompts.read(request.prompt)
+    document = prompts.read(arguments.prompt)
     render.warn_of_documents([document])
     return document.name, document.text
 
@@ -296,15 +298,15 @@ def _room(grid: Grid, context: int) -> str:
     return "lower " + " and ".join([*(["-d to 0"] if depth < deepest else []), *lower])
 
 
-def check_fits(model: Model, grid: Grid, request: Request, options: EngineOptions) -> None:
+def check_fits(model: Model, grid: Grid, arguments: Arguments, options: EngineOptions) -> None:
     """Refuses a model or sizes that the device or its memory refuses, before anything is read."""
     from .. import _native
 
     try:
-        draft_model = model.draft_model(request.draft_model)
+        draft_model = model.draft_model(arguments.draft_model)
         with native_errors():
             _native.planned(
-                str(model.directory), draft_model=draft_model, **engine_options(grid, options, request.draft_model_kv)
+                str(model.directory), draft_model=draft_model, **engine_options(grid, options, arguments.draft_model_kv)
             )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error

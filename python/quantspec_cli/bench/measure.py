@@ -13,7 +13,7 @@ from ..errors import InternalError, native_errors
 from ..options import METHODS
 from ..options import Method as Drafting
 from ..text import Text
-from .grid import BASELINE, Grid, Method, Request, engine_options, page_choice
+from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice
 from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Bench:
         model: Model,
         ids: Sequence[int],
         grid: Grid,
-        request: Request,
+        arguments: Arguments,
         options: EngineOptions,
         *,
         widened: bool,
@@ -54,12 +54,12 @@ class Bench:
         from .. import _native
 
         self._native = _native
-        self._model, self._ids, self._grid, self._request = model, ids, grid, request
-        self._draft_model = model.draft_model(request.draft_model, progress=render.on_terminal())
+        self._model, self._ids, self._grid, self._arguments = model, ids, grid, arguments
+        self._draft_model = model.draft_model(arguments.draft_model, progress=render.on_terminal())
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                **engine_options(grid, options, request.draft_model_kv),
+                **engine_options(grid, options, arguments.draft_model_kv),
                 every_method=True,
                 draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
@@ -94,7 +94,7 @@ class Bench:
             slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
             self._engine.prefill(slot)
             self._engine.finish(slot)
-            for _ in range(self._request.repetitions):
+            for _ in range(self._arguments.repetitions):
                 before = self._bandwidth()
                 slot = self._add(depth + tokens, 1)
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
@@ -108,7 +108,7 @@ class Bench:
 
     def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
         """Decodes sequences together until the first has emitted `tokens`; each follows its own part of the text."""
-        repetitions, grid = self._request.repetitions, self._grid
+        repetitions, grid = self._arguments.repetitions, self._grid
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
         seen = self._traffic(answers.depth, answers.tokens)
@@ -118,7 +118,7 @@ class Bench:
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in grid.methods:
                 self._configure(method)
-                answers.run(self._request.seed, min(WARM_UP, tokens))
+                answers.run(self._arguments.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
                 self._bandwidth_now = self._bandwidth()
                 # In alternating direction, so that a drift of the machine affects all methods alike.
@@ -132,32 +132,32 @@ class Bench:
         for method, runs in samples.items():
             row = self._row(runs, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
-            row |= {"draft_pages": method.draft_pages, "warm_up": self._request.warm_up}
+            row |= {"draft_pages": method.draft_pages, "warm_up": self._arguments.warm_up}
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = self._decode_flops(method, seen, runs)
             drafts = METHODS[method.name]
             if drafts.page_choice == "snap":
-                row["draft_refresh"] = self._request.draft_refresh
+                row["draft_refresh"] = self._arguments.draft_refresh
             if drafts.draft_model:
-                row["draft_model_kv"] = self._request.draft_model_kv or method.kv_target
+                row["draft_model_kv"] = self._arguments.draft_model_kv or method.kv_target
             yield row
 
     def _configure(self, method: Method) -> None:
         drafts = METHODS[method.name]
         self._engine.configure(
-            page_choice=page_choice(self._request, method.name),
-            draft_refresh=self._request.draft_refresh if drafts.page_choice == "snap" else 0,
+            page_choice=page_choice(self._arguments, method.name),
+            draft_refresh=self._arguments.draft_refresh if drafts.page_choice == "snap" else 0,
             **method.native(),
         )
 
     def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
-        if self._request.warm_up:
+        if self._arguments.warm_up:
             # Tokens of another seed, so that the policy has measured the method, but not the timed text.
-            answers.warm_up(self._request.seed + repetition + 1, self._request.warm_up)
+            answers.warm_up(self._arguments.seed + repetition + 1, self._arguments.warm_up)
             self._engine.reset_stats()
-        seconds, tokens = answers.run(self._request.seed + repetition)
+        seconds, tokens = answers.run(self._arguments.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; a batch's drafts are as long as its longest.
         # A right guess shares the step of the token before it.
@@ -177,7 +177,7 @@ class Bench:
 
     def _add(self, prompt_tokens: int, new_tokens: int) -> int:
         return self._engine.add(
-            self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
+            self._ids[:prompt_tokens], seed=self._arguments.seed, max_new_tokens=new_tokens, **SAMPLING
         )
 
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
@@ -223,14 +223,14 @@ class Bench:
     ) -> float:
         """Bytes that the drafts of one method read in `steps` steps."""
         if drafts.draft_model:
-            seen, target = seen["draft_model"], self._request.draft_model_kv or target
+            seen, target = seen["draft_model"], self._arguments.draft_model_kv or target
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
         view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
         asked = share["draft_pages_mean"]
         pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
         read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
-        if pages < seen["pages"] and self._request.page_choice != "window" and drafts.pages is None:
+        if pages < seen["pages"] and self._arguments.page_choice != "window" and drafts.pages is None:
             read += share["rounds"] * seen["pages"] * seen["page_score_bytes"]
         return read
 
