@@ -7,7 +7,8 @@
     python benchmarks/run.py --render                     render docs/benchmarks.md
 
 The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. The programs alternate.
-A number is the median of its repetitions at one memory bandwidth, a ratio one of such medians.
+A number of decoding is the median of its repetitions at one memory bandwidth, a ratio one of such medians. Prompts depend on
+arithmetic, so theirs is the median of all repetitions.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/llama_cpp.json"
 KINDS = ("Q8_0", "Q4_1", "Q4_K_M")
 METHODS = "ar-int8,quantspec"
+# Tokens of the prompts whose processing is timed.
+PROMPT = 512
 # Rounds of both engines at most, and the number of samples of each at one memory bandwidth that ends them.
 ROUNDS = 4
 ENOUGH = 2
@@ -172,13 +175,21 @@ class LlamaCpp:
 
     def decode(self, depth: int, tokens: int) -> float:
         """Tokens per second after a prompt of `depth` tokens, which is processed once."""
+        return self._ask(f"{depth} 0 {tokens}")[1]
+
+    def prompt(self, depth: int) -> float:
+        """Tokens per second of a new prompt of `PROMPT` tokens after `depth` tokens that are processed already."""
+        return self._ask(f"{depth} {PROMPT} 1")[0]
+
+    def _ask(self, question: str) -> tuple[float, float]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{depth} {tokens}\n")
+        self._process.stdin.write(f"{question}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("measured "):
-                return float(line.split()[1])
+                _, prompt, decode = line.split()
+                return float(prompt), float(decode)
         sys.exit(f"error: llama.cpp ended with exit status {self._process.wait()}")
 
     def close(self) -> None:
@@ -189,26 +200,29 @@ class LlamaCpp:
 
 
 def serve(path: str, context: int, threads: int) -> None:
-    """The process of `LlamaCpp`: reads lines "depth tokens" from stdin, and writes tokens per second to stdout."""
+    """The process of `LlamaCpp`: reads lines "depth new tokens" from stdin, and writes tokens per second of the prompt and
+    of the answer to stdout.
+    """
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, context, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.verbosity = -1
     server = xllamacpp.Server(params)
-    for line in sys.stdin:
-        depth, tokens = map(int, line.split())
-        # Speed does not depend on the tokens. One prompt is the beginning of the other, so it is processed once.
-        prompt = [3 + index * 7919 % 4000 for index in range(max(depth, 1))]
+    for count, line in enumerate(sys.stdin):
+        depth, new, tokens = map(int, line.split())
+        # Speed does not depend on the tokens. The first `depth` are always the same, so they are processed once.
+        prompt = [3 + index * 7919 % 4000 for index in range(depth if new else max(depth, 1))]
+        prompt += [3 + (count + index) * 7907 % 4000 for index in range(new)]
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
         timings = server.handle_completions(asked)["timings"]
-        sys.stdout.write(f"measured {timings['predicted_per_second']}\n")
+        sys.stdout.write(f"measured {timings['prompt_per_second']} {timings['predicted_per_second']}\n")
         sys.stdout.flush()
 
 
 def quantspec(path: Path, weights: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of `quantspec bench`."""
     command = [sys.executable, "-m", "quantspec_cli", "bench", "-m", str(path), "--weights", weights, "--json"]
-    command += ["-p", "0", "-n", str(options.tokens), "-d", ",".join(map(str, options.depths))]
+    command += ["-p", str(PROMPT), "-n", str(options.tokens), "-d", ",".join(map(str, options.depths))]
     command += ["-r", str(options.repetitions), "--methods", METHODS, "--device", "cpu", "-t", str(options.threads)]
     rows: list[dict[str, Any]] = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -244,18 +258,24 @@ def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, 
     samples at one bandwidth, for at most `ROUNDS` rounds. The rows are medians of these samples.
     """
     sys.stderr.write(f"measuring {path.name} in {weights}\n")
-    peer = LlamaCpp(path, max(options.depths) + options.tokens + 64, options.threads)
+    peer = LlamaCpp(path, max(options.depths) + PROMPT + options.tokens + 64, options.threads)
     samples: dict[int, dict[str, Samples]] = {depth: {} for depth in options.depths}
+    prompts: dict[int, dict[str, list[float]]] = {depth: {} for depth in options.depths}
     accepted: dict[int, float | None] = {}
     for _ in range(ROUNDS):
         for depth in options.depths:
             peer.decode(depth, 8)
             for _ in range(options.repetitions):
+                if len(prompts[depth].setdefault("llama.cpp", [])) < ENOUGH:
+                    prompts[depth]["llama.cpp"].append(peer.prompt(depth))
                 before = bandwidth()
                 found = peer.decode(depth, options.tokens)
                 samples[depth].setdefault("llama.cpp", []).append((found, (before + bandwidth()) / 2))
         for row in quantspec(path, weights, options):
             speeds = [1e3 / ms for ms in row["samples_ms_per_token"]]
+            if row["n_prompt"]:
+                prompts[row["n_depth"]].setdefault("quantspec", []).extend(speeds)
+                continue
             pairs = zip(speeds, row["samples_bandwidth_gb_per_s"], strict=True)
             samples[row["n_depth"]].setdefault(row["method"], []).extend(pairs)
             accepted[row["n_depth"]] = row["acceptance_rate"] or accepted.get(row["n_depth"])
@@ -279,7 +299,10 @@ def compare(path: Path, weights: str, options: argparse.Namespace) -> dict[str, 
                     "acceptance_rate": accepted[depth] if engine == "quantspec" else None,
                 }
             )
-    return {"file": path.name, "bytes": path.stat().st_size, "weights": weights, "rows": rows}
+    speeds = [
+        {"depth": depth} | {name: statistics.median(of) for name, of in prompts[depth].items()} for depth in prompts
+    ]
+    return {"file": path.name, "bytes": path.stat().st_size, "weights": weights, "rows": rows, "prompts": speeds}
 
 
 def main() -> None:

@@ -512,7 +512,7 @@ def llama_cpp() -> str:
     if not (RESULTS / "llama_cpp.json").exists():
         return "No run is recorded."
     measured = json.loads((RESULTS / "llama_cpp.json").read_text())
-    lines = []
+    lines, prompts = [], []
     for case in measured["cases"]:
         by_depth: dict[int, dict[str, Row]] = {}
         for row in case["rows"]:
@@ -524,11 +524,17 @@ def llama_cpp() -> str:
             ]
             read = f"{engines[0]['gb_per_s']:.0f}"
             lines.append([case["file"], case["weights"], f"{depth:,}", read, *cells, accepted(rows["quantspec"])])
+        for row in case["prompts"]:
+            peer, own = row["llama.cpp"], row["quantspec"]
+            cells = [f"{peer:.0f} (1.00×)", f"{own:.0f} ({own / peer:.2f}×)"]
+            prompts.append([case["file"], case["weights"], f"{row['depth']:,}", *cells])
     head = ["file", "`--weights`", "context", "GB/s", "llama.cpp", "plain, INT8 cache", "quantspec", "accepted"]
     return (
         f"{measured['device_name']}, {measured['threads']} threads, commit `{measured['commit'][:12]}`, "
         f"xllamacpp {measured['xllamacpp']}. Tokens/s, and the ratio to llama.cpp, at the read bandwidth named.\n\n"
-        f"{table(head, lines)}"
+        f"{table(head, lines)}\n\n"
+        "Prompt of 512 tokens, tokens/s after a context:\n\n"
+        f"{table(['file', '`--weights`', 'context', 'llama.cpp', 'quantspec'], prompts)}"
     )
 
 

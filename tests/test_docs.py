@@ -75,8 +75,12 @@ def test_the_table_of_the_readme_is_its_json() -> None:
         if case["file"].startswith("SmolLM2")
         for depth in sorted({row["depth"] for row in case["rows"]})
     ]
-    lines = re.findall(r"^\| (int\d \|.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^\| (int\d \|.*) \|$", page, re.MULTILINE)
     assert [line.split(" | ") for line in lines] == want
+    prompts = [row for case in cases if case["file"].startswith("SmolLM2") for row in case["prompts"]]
+    ratios = [row["quantspec"] / row["llama.cpp"] for row in prompts]
+    assert f"processed {min(ratios):.1f} to {max(ratios):.1f} times as fast as by llama.cpp" in page
 
 
 def test_speedups_of_the_readme_are_those_of_the_json() -> None:
