@@ -115,8 +115,9 @@ def _opened(
     context: int,
 ) -> Engine:
     """An engine that decodes the prompts together, or as many of them as memory holds; the others wait."""
-    batch, pool, device = 1, None, None
+    batch, pool = 1, None
     if len(prompts) > 1:
+        # Stays open until the engine has opened it, too.
         device = Opening(model, engine_options).take()
         plan_of = partial(planned, model, engine_options, opened=device)
         lengths = [len(prompt.ids) + options.max_new_tokens for prompt in prompts]

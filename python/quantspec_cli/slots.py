@@ -65,13 +65,13 @@ def _pages(tokens: int) -> int:
     return max(tokens // PAGE_TOKENS, 1) * PAGE_TOKENS
 
 
-def _fitting(plan_of: PlanOf, context: int, parallel: int, pool: int) -> int:
-    """The largest pool up to `pool` with which an engine of this many slots fits; 0 if the smallest does not."""
+def _fitting(plan_of: PlanOf, context: int, slots: int, pool: int) -> int:
+    """The largest pool up to `pool` with which an engine of these slots fits; 0 if the smallest does not."""
     least = _pages(context)
-    large = plan_of(context=context, batch=parallel, pool=pool)
+    large = plan_of(context=context, batch=slots, pool=pool)
     if large["fits"]:
         return pool
-    small = plan_of(context=context, batch=parallel, pool=least)
+    small = plan_of(context=context, batch=slots, pool=least)
     if not small["fits"] or pool <= least:
         return 0
     # Memory grows evenly with the pages.

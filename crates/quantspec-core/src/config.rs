@@ -330,7 +330,7 @@ pub enum Pages {
     All,
     /// The first page and the newest ones, `n` in total.
     Window(usize),
-    /// The first page, the newest, and those with the highest score bound: `n` in total per KV head.
+    /// The first page, the newest, and those with the highest scores (`attend::page_score`): `n` in total per KV head.
     Best(usize),
     /// Of the pages that the end of the prompt sees: the first, the newest, and those that the prompt's last queries attend to most
     /// ([`crate::attend::page_masses`]), `pages` in all per KV head. The choice is kept; pages that become visible later are all read.
