@@ -84,7 +84,7 @@ PAGE_SUMS(256)
 // page_masses(sums, masses, first, queries, pages, visible, pitch): masses f32 [kv head][pitch] of the first `visible`
 // pages. The mass of a page is the sum, over queries first .. queries - 1, of its share of the query's attention to
 // all pages. sums: the result of page_sums. Grid (kv heads), MASS_THREADS threads, dynamic shared memory: a float for
-// each query from `first` on.
+// each query from `first` on, and up to three more, as the compiler reads 16 bytes at once.
 KERNEL __launch_bounds__(MASS_THREADS)
     page_masses(const float* sums, float* masses, int first, int queries, int pages, int visible, int pitch) {
   extern __shared__ float whole[];

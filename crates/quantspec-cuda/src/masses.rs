@@ -140,7 +140,7 @@ impl PageMasses {
         let first = self.query(tokens, rows.start);
         let masses = self.of_layer(layer) + (slot * self.config.kv_heads * self.pitch * 4) as u64;
         let arguments = args![&self.of_pages, masses, first, queries, tokens.div_ceil(G), visible, self.pitch];
-        let shared = ((queries - first) * 4) as u32;
+        let shared = ((queries - first).next_multiple_of(4) * 4) as u32;
         let launch =
             Launch { grid: [self.config.kv_heads as u32, 1, 1], block: MASS_THREADS as u32, shared, overlap: false };
         // SAFETY: the argument list is the kernel's, and the buffers are this object's.
