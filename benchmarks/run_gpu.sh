@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures the GPU tables of docs/benchmarks.md: bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS [FOLDER OF seed-gqa]]
-# Needs an NVIDIA GPU, quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/run.py --render
+# Needs an NVIDIA GPU (of four, each measures a part), quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/run.py --render
 # The shape of Llama-3.1-8B is left out without seed-gqa.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,27 +37,48 @@ record() {
     cp "$work/$1-torch.jsonl" "benchmarks/results/h200-$1-torch.jsonl"
 }
 
-widened python/quantspec_cli/demo wide7 --times 16 --layers 32
-measure wide7 llama-2-7b
-if test -n "$models"; then
+# The parts; each uses one GPU.
+shape_7b() {
+    widened python/quantspec_cli/demo wide7 --times 16 --layers 32
+    measure wide7 llama-2-7b
+}
+shape_8b() {
+    test -n "$models" || return 0
     widened "$models/seed-gqa" wide8 --times 8 --layers 32
     measure wide8 llama-3.1-8b
-fi
+}
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
+batches() {
+    local batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --warm-up 256 --device cuda -o jsonl)
+    for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
+        # shellcheck disable=SC2086
+        "${batch[@]}" $sizes --methods ar-int8,quantspec --draft-pages auto,16,64
+        # shellcheck disable=SC2086
+        "${batch[@]}" $sizes --methods quantspec --draft-pages auto,16 --accept rejection
+    done >"$work/batch.jsonl"
+}
+documents() {
+    # A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
+    python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
+    # Copies of earlier text, and what they cost where nothing is quoted.
+    python benchmarks/quoting.py "$work/wide-16-heads" --device cuda --documents 3 --json "$work/quoting.json"
+    # A second question about a document of 60,000 tokens.
+    python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
+}
+
 widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32
-batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --warm-up 256 --device cuda -o jsonl)
-for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
-    # shellcheck disable=SC2086
-    "${batch[@]}" $sizes --methods ar-int8,quantspec --draft-pages auto,16,64
-    # shellcheck disable=SC2086
-    "${batch[@]}" $sizes --methods quantspec --draft-pages auto,16 --accept rejection
-done >"$work/batch.jsonl"
-# A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
-python benchmarks/folder.py "$work/wide-16-heads" --device cuda >"$work/folder.json"
-# Copies of earlier text, and what they cost where nothing is quoted.
-python benchmarks/quoting.py "$work/wide-16-heads" --device cuda --documents 3 --json "$work/quoting.json"
-# A second question about a document of 60,000 tokens.
-python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
+parts=(shape_7b shape_8b batches documents)
+if test "$(nvidia-smi --list-gpus | wc -l)" -ge ${#parts[@]}; then
+    # At once: they share nothing but the cores of the host.
+    running=()
+    for i in "${!parts[@]}"; do
+        CUDA_VISIBLE_DEVICES=$i ${parts[i]} &
+        running+=($!)
+    done
+    for part in "${running[@]}"; do wait "$part"; done
+else
+    for part in "${parts[@]}"; do $part; done
+fi
 # Nothing is replaced before everything is measured: the files are of one commit.
 record wide7
 test -z "$models" || record wide8
