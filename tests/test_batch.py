@@ -115,6 +115,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     (docs / "empty.txt").write_text("")
     (docs / "latin.txt").write_bytes(b"caf\xe9")
     (docs / "dangling.txt").symlink_to("nowhere")
+    (docs / "itself.txt").symlink_to("itself.txt")
     os.mkfifo(docs / "pipe")
     (docs / "loop").symlink_to(".")
     (docs / "long.txt").write_text("word " * 1000)
@@ -126,7 +127,9 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert outcome.code == 4, outcome
     report = outcome.json
     failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
-    assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "pipe", "long.txt"}
+    assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "itself.txt", "pipe", "long.txt"}
+    assert "levels of symbolic links" in failed["itself.txt"]["message"]
+    assert failed["itself.txt"]["hint"] == "mend or remove it"
     assert "no regular file" in failed["pipe"]["message"]
     assert "+ 12); the context is" in failed["long.txt"]["message"]
     assert "the context is 600" in failed["long.txt"]["message"]
@@ -145,13 +148,13 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     # Unchanged failures are reported again without a new attempt; unreadable documents are tried again.
     before = {line["document"]: line for line in lines(out)}
     again = quantspec(*command, "--json")
-    assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
+    assert (again.code, again.json["failed"], again.json["done"]) == (4, 7, 0)
     after = {line["document"]: line for line in lines(out)}
-    assert {name for name in before if before[name] != after[name]} == {"dangling.txt", "pipe"}
+    assert {name for name in before if before[name] != after[name]} == {"dangling.txt", "itself.txt", "pipe"}
     tried = quantspec(*command, "--retry-failed")
     assert tried.code == 4
     assert "failed  long.txt and its answer need " in tried.stderr
-    assert "12 documents: 0 done, 6 failed, 6 done before" in tried.stderr
+    assert "13 documents: 0 done, 7 failed, 6 done before" in tried.stderr
     (docs / "empty.txt").write_text("No longer empty.")
     assert quantspec(*command, "--json").json["done"] == 1
 

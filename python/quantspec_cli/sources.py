@@ -76,7 +76,8 @@ class Source:
         except IsADirectoryError as error:
             raise InputError(f"{self.shown} is a directory", "give documents as files") from error
         except OSError as error:
-            raise InputError(f"{self.shown} cannot be read: {reason(error)}", "check its permissions") from error
+            hint = "check its permissions" if isinstance(error, PermissionError) else "mend or remove it"
+            raise InputError(f"{self.shown} cannot be read: {reason(error)}", hint) from error
 
 
 def shown(path: str) -> str:
