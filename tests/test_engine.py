@@ -618,6 +618,7 @@ def test_an_error_while_decoding_frees_the_slots(engine: Engine, fake: Any) -> N
     assert free(engine) == 2
 
 
+    assert engine.generate("one", max_new_tokens=40, stop=end) == stopped
 def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> None:
     for options in (
         {"max_new_tokens": 0},
@@ -626,7 +627,7 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
         {"temperature": -1},
         {"top_k": -1},
         {"seed": 2**64},
-        {"stop": "text"},
+        {"stop": ""},
         {"stop": [""]},
         {"stop": [5]},
         {"stop": None},

@@ -120,7 +120,7 @@ class Arguments(TypedDict, total=False):
     presence_penalty: float
     no_repeat_ngram: int
     seed: int
-    stop: Iterable[str]
+    stop: str | Iterable[str]
     ignore_eos: bool
     logprobs: int | None
     json_schema: Mapping[str, Any] | str | None
@@ -562,7 +562,7 @@ class Engine:
         presence_penalty: float = 0.0,
         no_repeat_ngram: int = 0,
         seed: int = 0,
-        stop: Iterable[str] = (),
+        stop: str | Iterable[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
         json_schema: Mapping[str, Any] | str | None = None,
@@ -582,7 +582,7 @@ class Engine:
             presence_penalty: subtracted once from the logit of each token in the answer; 0 is off.
             no_repeat_ngram: length of the n-grams that may not repeat in prompt and answer; 0 is off.
             seed: same seed, same text, whatever the method.
-            stop: strings that end the text; they are not emitted.
+            stop: a string, or several, that end the text; they are not emitted.
             ignore_eos: continue after an end-of-text token.
             logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
                 each emitted token; None returns none.

@@ -86,8 +86,6 @@ class Recommended:
         # Without a temperature, sampling uses 1.
         sampling = checked({name: name for name in _SAMPLING}, {"temperature": 1.0, **found}) if samples else {}
         penalties = checked(_PENALTIES, found)
-        if isinstance(stop := found.get("stop_strings"), str):
-            found["stop_strings"] = [stop]
         others = _UNSUPPORTED | (_UNSUPPORTED_SAMPLING if samples else {})
         return cls(
             sampling,

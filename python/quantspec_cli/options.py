@@ -266,7 +266,7 @@ class GenerateOptions:
     presence_penalty: float = 0.0
     no_repeat_ngram: int = 0
     seed: int = 0
-    stop: Iterable[str] = ()
+    stop: str | Iterable[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     json_schema: Any = None
@@ -300,9 +300,9 @@ class GenerateOptions:
                 raise UsageError(
                     "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
                 )
-        stops = as_list(self.stop)
+        stops = [self.stop] if isinstance(self.stop, str) else as_list(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
-            raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
+            raise UsageError(f"stop is {shown(self.stop):.60}", "give a string, or a list of strings", option="stop")
         object.__setattr__(self, "stop", tuple(stops))
         if not all(stops):
             raise UsageError("a stop string is empty", "give at least one character", option="stop")
