@@ -152,6 +152,29 @@ def test_a_non_finite_answer_ends_alone_in_a_batch(engine: Engine, fake: Any) ->
     assert free(engine) == 2
 
 
+def test_errors_of_prompts_may_stand_in_place_of_their_answers(engine: Engine, fake: Any) -> None:
+    good = [engine.generate(text, max_new_tokens=40) for text in ("one", "two three", "four")]
+    fake.not_finite = len("bad prompt")
+    bad = Prompt([7] * fake.not_finite)
+    prompts = [Prompt([]), "one", bad, "word " * 2000, "two three", bad, "a\udcff", "four"]
+    found = engine.generate_batch(prompts, return_exceptions=True, max_new_tokens=40)
+    assert [one for one in found if not isinstance(one, QuantspecError)] == good
+    kinds = [one.kind if isinstance(one, QuantspecError) else None for one in found]
+    assert kinds == ["usage", None, "not_finite", "does_not_fit", None, "not_finite", "input", None]
+    assert engine.generate_batch([bad], return_exceptions=True)[0].kind == "not_finite"  # type: ignore[union-attr]
+    assert engine.generate_batch([Prompt([])], return_exceptions=True)[0].kind == "usage"  # type: ignore[union-attr]
+    # By default, or if the call itself is wrong, an error is raised.
+    with pytest.raises(QuantspecError, match="not finite"):
+        engine.generate_batch(["one", bad])
+    with pytest.raises(DoesNotFitError, match=r"^prompts\[1\] "):
+        engine.generate_batch(["one", "word " * 2000])
+    with pytest.raises(UsageError, match="a prompt is 5"):
+        engine.generate_batch(["one", 5], return_exceptions=True)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="return_exceptions is 1"):
+        engine.generate_batch(["one"], return_exceptions=1)  # type: ignore[call-overload]
+    assert free(engine) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_leaves_no_slot_taken(
@@ -595,6 +618,7 @@ def test_a_generator_is_consumed_once(engine: Engine, fake: Any) -> None:
     stopped = engine.generate("one", max_new_tokens=40, stop=[end])
     assert stopped.stop_reason == "stop"
     assert engine.generate("one", max_new_tokens=40, stop=(stop for stop in [end])) == stopped
+    assert engine.generate("one", max_new_tokens=40, stop=end) == stopped
 
 
 def test_ids_the_model_does_not_have_are_refused(engine: Engine) -> None:
@@ -618,7 +642,6 @@ def test_an_error_while_decoding_frees_the_slots(engine: Engine, fake: Any) -> N
     assert free(engine) == 2
 
 
-    assert engine.generate("one", max_new_tokens=40, stop=end) == stopped
 def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> None:
     for options in (
         {"max_new_tokens": 0},

@@ -14,10 +14,10 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, overload
 
 from . import schema, settings
-from .errors import UsageError, native_errors
+from .errors import QuantspecError, UsageError, native_errors
 from .model import Model, Prompt
 from .options import EngineOptions, GenerateOptions, as_list, boolean, shown, whole
 from .prompts import check_utf8
@@ -169,6 +169,7 @@ class Batch:
 
     Attributes:
         texts: the growing answers, in the order of the prompts.
+        failures: errors by prompt, if they do not end the other answers.
     """
 
     def __init__(
@@ -178,9 +179,13 @@ class Batch:
         prompts: Sequence[Prompt],
         options: GenerateOptions,
         on_prefill: OnProgress | None = None,
+        *,
+        keeps_failures: bool = False,
     ) -> None:
-        """Submits the prompts to the engine's scheduler."""
+        """Submits the prompts to the engine's scheduler. With `keeps_failures` an error of one ends its answer alone."""
         self._lease = lease
+        self._keeps_failures = keeps_failures
+        self.failures: dict[int, QuantspecError] = {}
         self._prompts = prompts
         self.texts = [
             Text(
@@ -230,6 +235,8 @@ class Batch:
                 self._open -= last
                 if not self._open:
                     self._items.put((index, "", False))  # ends a wait that a signal handler interrupted
+                if self._keeps_failures and isinstance(item, QuantspecError):
+                    self.failures[index], item = item, ""
                 if isinstance(item, str):
                     return Piece(index, item, last)
                 raise item
@@ -326,6 +333,13 @@ def _check_ids(prompt: Prompt, vocab: int) -> None:
         # The first test alone is the fast path for long prompts.
         if type(id) is not int or not 0 <= id < vocab:
             whole(f"a token id of {prompt.name}", id, 0, vocab - 1)
+
+
+def _finished(batch: Batch) -> list[Generation]:
+    """The answers, once all have ended."""
+    for _ in batch:
+        pass
+    return batch.generations()
 
 
 class Stream:
@@ -530,6 +544,13 @@ class Engine:
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
         """Starts decoding prompts, as many at once as there are slots. All prompts are checked before any is added."""
+        encoded = [self._encoded(name, prompt, options) for name, prompt in self._named(prompts, on_prefill)]
+        return Batch(self._lease, self.model, encoded, options, on_prefill)
+
+    def _named(
+        self, prompts: Iterable[str | Prompt], on_prefill: OnProgress | None
+    ) -> Iterable[tuple[str, str | Prompt]]:
+        """The prompts of a call, whose types are checked, with their names in messages."""
         self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
         given = as_list(prompts)
@@ -538,15 +559,17 @@ class Engine:
             raise UsageError(f"a prompt is {shown(wrong):.60}", "give texts, or what engine.model.prompt returns")
         if not given:
             raise UsageError("no prompt", "give at least one prompt")
-        encoded = [
-            self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in given
-        ]
-        for prompt in encoded:
-            _check_ids(prompt, self.model.info["vocab"])
-            self.model.check_fits(prompt, options.max_new_tokens, self.context)
-            if options.json_schema is not None:
-                schema.check_prompt(prompt)
-        return Batch(self._lease, self.model, encoded, options, on_prefill)
+        names = ["the prompt"] if len(given) == 1 else [f"prompts[{index}]" for index in range(len(given))]
+        return zip(names, given, strict=True)
+
+    def _encoded(self, name: str, given: str | Prompt, options: GenerateOptions) -> Prompt:
+        """The prompt as token ids. Raises the error of one that cannot be answered."""
+        prompt = self.model.prompt(given, name=name, context=self.context) if isinstance(given, str) else given
+        _check_ids(prompt, self.model.info["vocab"])
+        self.model.check_fits(prompt, options.max_new_tokens, self.context)
+        if options.json_schema is not None:
+            schema.check_prompt(prompt)
+        return prompt
 
     def stream(
         self,
@@ -612,21 +635,55 @@ class Engine:
         self, prompt: str | Prompt, *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> Generation:
         """Decodes one prompt to its end. Takes the options of `stream`."""
-        return self._finished([prompt], _checked_options("generate", options), on_prefill)[0]
+        return _finished(self.start([prompt], _checked_options("generate", options), on_prefill=on_prefill))[0]
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Prompt],
+        *,
+        return_exceptions: Literal[False] = False,
+        on_prefill: OnProgress | None = None,
+        **options: Unpack[Arguments],
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Prompt],
+        *,
+        return_exceptions: Literal[True],
+        on_prefill: OnProgress | None = None,
+        **options: Unpack[Arguments],
+    ) -> list[Generation | QuantspecError]: ...
 
     def generate_batch(
-        self, prompts: Iterable[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
-    ) -> list[Generation]:
-        """Decodes any number of prompts, `batch` at a time; answers in their order. Takes the options of `stream`."""
-        return self._finished(prompts, _checked_options("generate_batch", options), on_prefill)
+        self,
+        prompts: Iterable[str | Prompt],
+        *,
+        return_exceptions: bool = False,
+        on_prefill: OnProgress | None = None,
+        **options: Unpack[Arguments],
+    ) -> Sequence[Generation | QuantspecError]:
+        """Decodes any number of prompts, `batch` at a time; answers in their order. Takes the options of `stream`.
 
-    def _finished(
-        self, prompts: Iterable[str | Prompt], options: GenerateOptions, on_prefill: OnProgress | None
-    ) -> list[Generation]:
-        batch = self.start(prompts, options, on_prefill=on_prefill)
-        for _ in batch:
-            pass
-        return batch.generations()
+        The error of one prompt ends all answers and is raised. With `return_exceptions`, as in `asyncio.gather`, it stands
+        in the place of that prompt's answer, and the others are finished.
+        """
+        checked = _checked_options("generate_batch", options)
+        boolean("return_exceptions", return_exceptions)
+        if not return_exceptions:
+            return _finished(self.start(prompts, checked, on_prefill=on_prefill))
+        encoded: list[Prompt | QuantspecError] = []
+        for name, prompt in self._named(prompts, on_prefill):
+            try:
+                encoded.append(self._encoded(name, prompt, checked))
+            except QuantspecError as error:
+                encoded.append(error)
+        possible = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
+        batch = Batch(self._lease, self.model, possible, checked, on_prefill, keeps_failures=True)
+        answers = iter([batch.failures.get(index, answer) for index, answer in enumerate(_finished(batch))])
+        return [next(answers) if isinstance(one, Prompt) else one for one in encoded]
 
     def prompt_cache_note(self) -> str | None:
         """One line about a problem with the prompt cache after the last call: damage, or an unusable folder."""
