@@ -113,6 +113,38 @@ def test_an_error_names_the_flag_and_where_its_value_is_from(
     assert quantspec(command, *text, flag, str(value)).stderr == f"error: {refused}\nhint: {hint}"
 
 
+def test_what_has_no_effect_is_left_out_unless_a_flag_gives_it(
+    fake: Any, quantspec: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(
+        'gamma = 4\ndraft-model = "nowhere"\ndraft-model-kv = "int8"\ndraft-refresh = 3\npage-choice = "window"\n'
+        'draft-precision = "down"\n[run]\ndraft-pages = 8\n[batch]\ndraft-pages = 8\n'
+    )
+    plain = ("run", "--text", "x", "-n", "2")
+    run = (*plain, "--json")
+    for method, gamma in (("ar", 0), ("ngram", 4)):
+        found = quantspec(*run, "--method", method)
+        assert (found.code, found.stderr, found.json["gamma"]) == (0, "", gamma), found
+        assert "draft_model" not in found.json
+    # The default method reads pages and draft weights.
+    assert quantspec(*run).code == 0
+    used = {name: fake.engines[-1][name] for name in ("draft_pages", "page_choice", "draft_precision", "draft_refresh")}
+    assert used == {"draft_pages": 8, "page_choice": "window", "draft_precision": "down", "draft_refresh": 0}
+    (tmp_path / "a.txt").write_text("one")
+    batch = ("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "-n", "2", "--method", "ar")
+    assert quantspec(*batch).code == 0
+    quantspec("eval", "-p", "nosuch").assert_error(1, "nosuch does not exist")
+    quantspec("bench", "--methods", "ar", "--prompt", "nosuch").assert_error(1, "nosuch does not exist")
+    monkeypatch.setenv("QUANTSPEC_GAMMA", "3")
+    assert gamma_used(quantspec(*run, "--method", "ar")) == 0
+    assert gamma_used(quantspec(*run)) == 3
+    quantspec(*plain, "--method", "ar", "--gamma", "4").assert_error(2, "--gamma is 4, and method ar drafts nothing")
+    file.write_text('method = "ar"\n')
+    quantspec(*plain, "--gamma", "4").assert_error(2, "--gamma is 4, and method ar drafts nothing")
+    monkeypatch.setenv("QUANTSPEC_GAMMA", "17")
+    quantspec(*plain).assert_error(2, "--gamma is 17", "it is from QUANTSPEC_GAMMA")
+
+
 def test_the_file_may_hold_numbers_texts_flags_and_lists(fake: type, quantspec: Run, file: Path) -> None:
     file.write_text(
         '[run]\nmax-tokens = 4\ntemperature = 0.5\nstop = ["END", "\\n\\n"]\n'

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from . import __version__, settings
-from .errors import QuantspecError, UsageError
+from .errors import IgnoredError, QuantspecError, UsageError
 from .flags import (
     Lists,
     NumberOr,
@@ -85,18 +85,21 @@ class _Parser(click.Command):
 
 class _Command(_Parser):
     """A command that reports errors of the settings file only when it runs, so that `--help` always works. Its errors about
-    an option name the flag and the source of the value.
+    an option name the flag and the source of the value. Variables and settings without effect are left out.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command, or reports why the settings file cannot be used."""
         if isinstance(ctx.obj, QuantspecError):
             raise ctx.obj
-        try:
-            return super().invoke(ctx)
-        except QuantspecError as error:
-            settings.locate(error, ctx)
-            raise
+        while True:
+            try:
+                return super().invoke(ctx)
+            except QuantspecError as error:
+                if isinstance(error, IgnoredError) and settings.left_out(error, ctx):
+                    continue
+                settings.locate(error, ctx)
+                raise
 
 
 class _Group(_Parser, click.Group):

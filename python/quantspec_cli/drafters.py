@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import render, settings
 from .bench.measure import Answers
-from .errors import DoesNotFitError, InputError, UsageError, native_errors
+from .errors import DoesNotFitError, IgnoredError, InputError, UsageError, native_errors
 from .lists import numbers
 from .options import COMBINED, METHODS, no_draft_model
 
@@ -61,7 +61,7 @@ class Arguments:
         for name, given in flags.items():
             if decode is None and given is not None:
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} without --decode", f"add --decode N, or leave out {flag}", option=name)
+                raise IgnoredError(f"{flag} without --decode", f"add --decode N, or leave out {flag}", option=name)
         if decode is None:
             return None
         if decode < 1:

@@ -67,6 +67,12 @@ class UsageError(QuantspecError, ValueError):
     exit_code = EXIT_USAGE
 
 
+class IgnoredError(UsageError):
+    """Other options leave this one without effect. Raised before a command does any work: the command line begins again
+    without the option if it is from a variable or the settings file.
+    """
+
+
 class DoesNotFitError(QuantspecError):
     """Memory or context is too small. Nothing was truncated."""
 

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import _native
-from .errors import UsageError
+from .errors import IgnoredError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -124,7 +124,7 @@ class EngineOptions:
         _set_whole(self, "draft_refresh", 0, PAGES_MAX, " (0 is never)")
         self._refuse_ignored()
         if self.page_choice == "window" and self.pages_of_draft == "all":
-            raise UsageError(
+            raise IgnoredError(
                 "page_choice is 'window', and the draft reads all pages",
                 "add --draft-pages N, or leave it out",
                 option="page_choice",
@@ -138,8 +138,12 @@ class EngineOptions:
         named = self.draft_precision.split(",") if isinstance(self.draft_precision, str) else []
         drafted = {"int4": SENSITIVE, "int4-mlp": SENSITIVE[2:], "none": ()}[self.draft_weights]
         if not named or not set(named) <= set(SENSITIVE):
-            reason, hint = "", f"use auto, none, or a comma list of {', '.join(SENSITIVE)}"
-        elif self.weights == "int4":
+            raise UsageError(
+                f"draft_precision is {shown(self.draft_precision)}",
+                f"use auto, none, or a comma list of {', '.join(SENSITIVE)}",
+                option="draft_precision",
+            )
+        if self.weights == "int4":
             reason = ", and weights int4 have no 8 bits to read"
             hint = "use --weights int8 or checkpoint, or leave it out"
         elif full := [kind for kind in named if kind not in drafted]:
@@ -147,7 +151,7 @@ class EngineOptions:
             hint = "use --draft-weights int4, or leave it out"
         else:
             return
-        raise UsageError(f"draft_precision is {shown(self.draft_precision)}{reason}", hint, option="draft_precision")
+        raise IgnoredError(f"draft_precision is {shown(self.draft_precision)}{reason}", hint, option="draft_precision")
 
     def _refuse_ignored(self) -> None:
         """Refuses settings that the method would ignore."""
@@ -160,7 +164,7 @@ class EngineOptions:
         for name, (harmless, reason) in {**self._ignored(), **self._ignored_of_pages()}.items():
             value = getattr(self, name)
             if value not in (None, harmless):
-                raise UsageError(
+                raise IgnoredError(
                     f"{name} is {shown(value)}, and method {self.method} {reason}",
                     "leave it out, or choose another method",
                     option=name,
@@ -341,9 +345,9 @@ def schema_text(schema: object) -> str:
     return text
 
 
-def no_draft_model(view: str) -> UsageError:
+def no_draft_model(view: str) -> IgnoredError:
     """The error of a view of a draft model's cache without a draft model."""
-    return UsageError(
+    return IgnoredError(
         f"--draft-model-kv is {view}, but there is no draft model",
         "name one with --draft-model, or leave it out",
         option="draft_model_kv",

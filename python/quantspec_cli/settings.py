@@ -20,7 +20,7 @@ import click
 from click.core import ParameterSource
 
 from . import files, hub
-from .errors import FileError, QuantspecError, UsageError, reason
+from .errors import FileError, IgnoredError, QuantspecError, UsageError, reason
 from .options import THREADS_MAX, shown, whole
 
 if TYPE_CHECKING:
@@ -136,6 +136,20 @@ def origin(ctx: click.Context, parameter: click.Parameter) -> str:
             return f"it is from {name.replace('_', '-')} in {_path(ctx.find_root().params['config'])}; "
         case _:
             return ""
+
+
+def left_out(error: IgnoredError, ctx: click.Context) -> bool:
+    """Gives an option without effect its default, unless a flag set it: a variable or a setting may be meant for other
+    commands and methods. False if a flag set it.
+    """
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        given = ctx.get_parameter_source(name) in {ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP}
+        if name == error.option and given:
+            ctx.params[name] = parameter.to_info_dict()["default"]
+            ctx.set_parameter_source(name, ParameterSource.DEFAULT)
+            return True
+    return False
 
 
 def locate(error: QuantspecError, ctx: click.Context) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import files, prompts, render
-from ..errors import DoesNotFitError, InputError, ModelError, UsageError, native_errors
+from ..errors import DoesNotFitError, IgnoredError, InputError, ModelError, UsageError, native_errors
 from ..lists import items, numbers, numbers_or
 from ..options import (
     BATCH_MAX,
@@ -142,16 +142,12 @@ def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
     )
     drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
     chooses = any(METHODS[method.name].chooses for method in grid.methods)
-    if (drafting and arguments.draft_model is None) or (
-        arguments.draft_model is not None and not drafting and not chooses
-    ):
-        raise UsageError(
-            f"--methods has {drafting[0]}, but there is no draft model"
-            if drafting
-            else f"--draft-model is {arguments.draft_model}, but no method of --methods uses it",
-            "give both --draft-model and --methods ...,draft-model or auto, or neither",
-            option="draft_model",
-        )
+    hint = "give both --draft-model and --methods ...,draft-model or auto, or neither"
+    if drafting and arguments.draft_model is None:
+        raise UsageError(f"--methods has {drafting[0]}, but there is no draft model", hint, option="draft_model")
+    if arguments.draft_model is not None and not drafting and not chooses:
+        unused = f"--draft-model is {arguments.draft_model}, but no method of --methods uses it"
+        raise IgnoredError(unused, hint, option="draft_model")
     if arguments.draft_model is None and arguments.draft_model_kv is not None:
         raise no_draft_model(arguments.draft_model_kv)
     whole("draft_refresh", arguments.draft_refresh, 0, PAGES_MAX, " (0 is never)")
@@ -202,7 +198,7 @@ def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> 
         ("kv_rounding", options.kv_rounding, {KV_ROUNDINGS[0]}, quantised, "quantises a cache", "ar-int8"),
     ):
         if not read and not set(items(option, value)) <= harmless:
-            raise UsageError(
+            raise IgnoredError(
                 f"--{option.replace('_', '-')} is {value}, but no method of --methods {does}",
                 f"add {method} to --methods, or leave it out",
                 option=option,
@@ -213,7 +209,7 @@ def _check_pages(arguments: Arguments, grid: Grid) -> None:
     """Refuses a choice of pages that no method makes, or without the scores that it needs."""
     chosen = [method for method in grid.methods if method.draft_pages != "all"]
     if arguments.page_choice == "window" and not any(METHODS[method.name].page_choice is None for method in chosen):
-        raise UsageError(
+        raise IgnoredError(
             "page_choice is 'window', but no method of --methods chooses pages",
             "add --draft-pages N, or leave it out",
             option="page_choice",
