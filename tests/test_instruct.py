@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from quantspec_cli import Engine, instruct
 from quantspec_cli.conversation import parsed_arguments
-from quantspec_cli.engine import Generation
+from quantspec_cli.generation import Generation
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
 from quantspec_cli.model import Model, Prompt

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantspec_cli import batch_plan, batch_view, engine, journal, mapreduce, sources, tokenizer
-from quantspec_cli.engine import Generation
+from quantspec_cli.generation import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError
 
 Run = Callable[..., Outcome]

@@ -15,14 +15,15 @@ from __future__ import annotations
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from .engine import Engine, Generation, Stream
+    from .engine import Engine
     from .errors import QuantspecError
+    from .generation import Generation, Stream
 
 __version__ = "0.1.0"
 
 __all__ = ["Engine", "Generation", "QuantspecError", "Stream", "__version__"]
 
-_HOME = {"Engine": "engine", "Generation": "engine", "Stream": "engine", "QuantspecError": "errors"}
+_HOME = {"Engine": "engine", "Generation": "generation", "Stream": "generation", "QuantspecError": "errors"}
 
 
 def __getattr__(name: str) -> object:

@@ -54,7 +54,7 @@ from .batch_plan import (
     room,
 )
 from .cluster import Cluster, WorkerSpec, check_cluster
-from .engine import Engine, Generation, Stream, check_folder
+from .engine import Engine, check_folder
 from .errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -65,6 +65,7 @@ from .errors import (
     internal,
     one_line,
 )
+from .generation import Generation, Stream
 from .journal import Journal
 from .model import Model
 from .slots import Opening

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from . import _native
-    from .engine import Stream
+    from .generation import Stream
     from .journal import Answer, Contents, Row
     from .model import Model, Prompt
     from .options import EngineOptions, GenerateOptions

@@ -25,7 +25,7 @@ from .model import Model, planned
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .engine import Generation
+    from .generation import Generation
     from .model import Prompt
     from .options import EngineOptions, GenerateOptions
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from .engine import Generation
+    from .generation import Generation
     from .model import Model, Prompt
 
 

@@ -15,7 +15,7 @@ from .errors import DoesNotFitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .engine import Generation
+    from .generation import Generation
 
 # Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
 COUNTED_CHARACTERS = 1_000_000

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from .engine import Engine, Generation, Statistics
+    from .engine import Engine, Statistics
+    from .generation import Generation
     from .model import Model
     from .prompts import Document
 

@@ -19,7 +19,7 @@ from .slots import Opening, together
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .engine import Batch, Generation
+    from .generation import Batch, Generation
     from .model import Prompt
     from .options import EngineOptions, GenerateOptions
     from .prompts import Document

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -21,7 +22,6 @@ from .errors import InputError, NotFiniteError, QuantspecError, UsageError, inte
 from .signals import WAIT_S
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from . import _native
@@ -439,6 +439,17 @@ class Scheduler:
     def _fail_all(self, error: QuantspecError) -> None:
         for slot in list(self._running):
             self._remove(slot).deliver(error, True)
+
+
+class Lease:
+    """Owns a scheduler for an engine and its batches; its thread ends when the last of them is dropped."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        # Not at exit: a running prefill would delay it.
+        weakref.finalize(self, scheduler.stop).atexit = False
+        # After the finaliser, which ends the thread if this is interrupted.
+        scheduler.start()
 
 
 def _result(done: _Outcome) -> Any:

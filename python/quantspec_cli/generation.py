@@ -1,0 +1,241 @@
+"""Answers as they decode: `Batch` for several prompts, `Stream` for one, `Generation` for an answer so far."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import QuantspecError, UsageError
+from .scheduler import Request
+from .signals import WAIT_S
+from .text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .model import Model, Prompt
+    from .options import GenerateOptions
+    from .scheduler import Lease, OnProgress
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probabilities of an emitted token, before penalties, masks, temperature and warpers; natural logarithms.
+
+    Attributes:
+        id: the token.
+        logprob: its log-probability.
+        top: the most likely tokens at its position, (id, log-probability), most likely first.
+    """
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        tokens: emitted ids, including those of a thinking block, without the one that ended the text.
+        text: the emitted text, without a thinking block.
+        stop_reason: "length", "eos", "stop" or "interrupted".
+        thinking: text of the thinking block; None if the answer has none.
+        logprobs: one for every token; None if they were not requested.
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    stop_reason: str
+    thinking: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Piece(NamedTuple):
+    """Text added to one answer by its prefill or by one round. May be empty.
+
+    Attributes:
+        prompt: index of the prompt.
+        text: the text.
+        last: the answer ends here.
+    """
+
+    prompt: int
+    text: str
+    last: bool
+
+
+class Batch:
+    """Sequences that decode together: an iterator of `Piece`s as text becomes available.
+
+    Prompts beyond the engine's slots wait for a free one. Threads may share the iterator; each piece goes to one thread.
+    Dropping the batch ends its sequences.
+
+    Attributes:
+        texts: the growing answers, in the order of the prompts.
+        failures: errors by prompt, if they do not end the other answers.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        model: Model,
+        prompts: Sequence[Prompt],
+        options: GenerateOptions,
+        on_prefill: OnProgress | None = None,
+        *,
+        keeps_failures: bool = False,
+    ) -> None:
+        """Submits the prompts to the engine's scheduler. With `keeps_failures` an error of one ends its answer alone."""
+        self._lease = lease
+        self._keeps_failures = keeps_failures
+        self.failures: dict[int, QuantspecError] = {}
+        self._prompts = prompts
+        self.texts = [
+            Text(
+                model.tokenizer.answer_bytes(
+                    continues=prompt.continues, shown=prompt.thinking.tags if prompt.thinking else ()
+                ),
+                limit=options.max_new_tokens,
+                eos=frozenset[int]() if options.ignore_eos else model.eos,
+                stops=options.stop,
+                thinking=prompt.thinking,
+            )
+            for prompt in prompts
+        ]
+        self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
+        self._open = len(prompts)
+        # True after an exception: an interrupt may have lost a piece, so no others follow.
+        self._failed = False
+        # Reentrant, since a signal handler may read a piece while its thread waits for one.
+        self._turn = threading.RLock()
+        grammar = None if options.json_schema is None else model.grammar(options.json_schema)
+        # The scheduler holds the requests, and they have a weak reference to the batch: dropping it ends them.
+        self._requests = [
+            Request(
+                prompt.ids,
+                options.sampling() | {"grammar": grammar and grammar.begin()},
+                text,
+                partial(_put, self._items, index),
+                on_prefill,
+                weakref.ref(self),
+            )
+            for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
+        ]
+        lease.scheduler.submit(self._requests)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        scheduler = self._lease.scheduler
+        scheduler.check()
+        if scheduler.is_inside():
+            raise UsageError("a callback of an answer reads the next piece of an answer", "read it after the callback")
+        try:
+            # One thread waits for the next piece; other threads wait for that thread.
+            with self._turn:
+                index, item, last = self._next()
+                self._open -= last
+                if not self._open:
+                    self._items.put((index, "", False))  # ends a wait that a signal handler interrupted
+                if self._keeps_failures and isinstance(item, QuantspecError):
+                    self.failures[index], item = item, ""
+                if isinstance(item, str):
+                    return Piece(index, item, last)
+                raise item
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = True
+            for request in self._requests:
+                request.cancelled = True
+            raise
+
+    def _next(self) -> tuple[int, str | BaseException, bool]:
+        """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile."""
+        while self._open and not self._failed:
+            with contextlib.suppress(Empty):
+                item = self._items.get(timeout=WAIT_S)
+                if self._open:
+                    return item
+        raise StopIteration
+
+    def interrupt(self) -> None:
+        """Ends unfinished answers and frees their slots, from any thread. Text decoded before can still be read."""
+        self._lease.scheduler.cancel(self._requests)
+
+    def generations(self) -> list[Generation]:
+        """The answers so far, in the order of the prompts."""
+        return [
+            _generation(prompt, text, request)
+            for prompt, text, request in zip(self._prompts, self.texts, self._requests, strict=True)
+        ]
+
+    def finished(self) -> list[Generation]:
+        """The answers, once all have ended."""
+        for _ in self:
+            pass
+        return self.generations()
+
+
+def _generation(prompt: Prompt, text: Text, request: Request) -> Generation:
+    """A copy of an answer, which the scheduler's thread may be extending."""
+    # The reason is set last and read first: with one, the answer is complete. Log-probabilities precede their tokens.
+    stop_reason, tokens = text.stop_reason or "interrupted", list(text.tokens)
+    logprobs = None
+    if request.sampling["logprobs"] is not None:
+        # A round may emit more tokens than the answer takes.
+        logprobs = [TokenLogprob(id, *values) for id, values in zip(tokens, request.logprobs, strict=False)]
+    return Generation(len(prompt.ids), tokens, text.text, stop_reason, text.thinking, logprobs)
+
+
+def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
+    items.put((index, item, last))
+
+
+class Stream:
+    """One answer as an iterator of pieces of text. Dropping it early, or `close`, ends the answer and frees its slot. It
+    decodes ahead of its reader.
+
+    Threads may share it; each piece goes to one thread.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for piece in self._batch:
+            if piece.text:
+                return piece.text
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the answer, from any thread; waits for the end of the current round."""
+        self._batch.interrupt()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._batch.texts[0].tokens)
+
+    @property
+    def generation(self) -> Generation:
+        """The answer so far."""
+        return self._batch.generations()[0]
