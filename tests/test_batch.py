@@ -20,7 +20,7 @@ import pypdf
 import pytest
 from conftest import Outcome, answers, lines, rest_of
 
-from quantspec_cli import batch, batch_plan, engine, journal
+from quantspec_cli import batch, batch_reader, engine, journal
 
 Run = Callable[..., Outcome]
 
@@ -222,7 +222,7 @@ def test_a_device_that_is_missing_is_named_before_all_documents_are_read(
 
     monkeypatch.setattr(fake_native, "open_device", absent)
     monkeypatch.setattr(batch.Reader, "read", slow)
-    monkeypatch.setattr(batch_plan, "GROUP_CHARACTERS", 0)
+    monkeypatch.setattr(batch_reader, "GROUP_CHARACTERS", 0)
     outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", *flags)
     outcome.assert_error(1, "no CUDA device")
     assert len(calls) == 1

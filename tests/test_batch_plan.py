@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import Outcome, answers
 
-from quantspec_cli import batch_plan, documents, sources
+from quantspec_cli import batch_plan, batch_reader, documents, sources
 from quantspec_cli.options import EngineOptions
 
 Run = Callable[..., Outcome]
@@ -125,7 +125,7 @@ def test_a_document_is_extracted_once(
     assert sorted(extracted) == ["a.html", "long.html"]
     # Memory for kept texts is bounded; the others are extracted again.
     extracted.clear()
-    monkeypatch.setattr(batch_plan, "KEPT_BYTES", 0)
+    monkeypatch.setattr(batch_reader, "KEPT_BYTES", 0)
     quantspec(*command, str(tmp_path / "twice"))
     assert sorted(extracted) == ["a.html", "a.html", "long.html"]
     assert answers(tmp_path / "twice") == answers(tmp_path / "once")
@@ -133,7 +133,7 @@ def test_a_document_is_extracted_once(
     extracted.clear()
     text = "word " * 100_000
     (docs / "0.html").write_text(text)
-    monkeypatch.setattr(batch_plan, "KEPT_BYTES", sys.getsizeof(text))
+    monkeypatch.setattr(batch_reader, "KEPT_BYTES", sys.getsizeof(text))
     assert quantspec(*command, str(tmp_path / "third")).json["failed"] == 2
     assert sorted(extracted) == ["0.html", "a.html", "long.html"]
 
@@ -232,7 +232,7 @@ def test_groups_of_documents_are_counted_as_each_alone(
     (docs / "empty.txt").write_text("")
     command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--dry-run", "--json"]
     together = quantspec(*command).json["results"]
-    monkeypatch.setattr(batch_plan, "GROUP_CHARACTERS", 0)
+    monkeypatch.setattr(batch_reader, "GROUP_CHARACTERS", 0)
     assert quantspec(*command).json["results"] == together
     assert [row["document"] for row in together] == ["a.txt", "b.md", "deep/er/c.txt", "empty.txt"]
     assert [row["error"] is None for row in together] == [True, True, True, False]

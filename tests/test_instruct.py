@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from quantspec_cli import Engine, instruct
 from quantspec_cli.conversation import parsed_arguments
-from quantspec_cli.generation import Generation
 from quantspec_cli.errors import InputError, ModelError, UsageError
+from quantspec_cli.generation import Generation
 from quantspec_cli.instruct import Recommended
 from quantspec_cli.model import Model, Prompt
 from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions

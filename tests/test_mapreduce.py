@@ -20,9 +20,9 @@ from conftest import Child, Outcome, lines, rest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import batch_plan, batch_view, engine, journal, mapreduce, sources, tokenizer
-from quantspec_cli.generation import Generation
+from quantspec_cli import batch_view, batch_work, engine, journal, mapreduce, sources, tokenizer
 from quantspec_cli.errors import DoesNotFitError, FileError
+from quantspec_cli.generation import Generation
 
 Run = Callable[..., Outcome]
 
@@ -247,21 +247,21 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
     result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
     with batch_view.View(3, 0, 1, shown=False) as view:
         now = 100.0
-        book = batch_plan.Job(sources.Source("a"), "a.md", tokens=3000)
+        book = batch_work.Job(sources.Source("a"), "a.md", tokens=3000)
         assert "left" not in view.totals([book], [])
         book.count(1000, 50)
         assert view.totals([book], []).endswith("about 2 min left")
         view.finished({**result, "tree": {**result, "parts": parts}})
         now = 150.0
-        job = batch_plan.Job(sources.Source("b"), "b.md", tokens=5250)
+        job = batch_work.Job(sources.Source("b"), "b.md", tokens=5250)
         totals = "2 of 3 documents, 1 failed, prompts 105 and answers 5.5 tokens/s, about 50 s left"
         assert view.totals([], [job]) == totals
         # Two parts are done, another one is half read, and a third waits.
         job.read_tokens = 2000
-        job.running = [batch_plan.RunningCall(1000, "reading", 1, 2), batch_plan.RunningCall(1000)]
+        job.running = [batch_work.RunningCall(1000, "reading", 1, 2), batch_work.RunningCall(1000)]
         assert view.totals([job], []).endswith("about 21 s left")
         # All is read, and the answers grow.
-        job.running = [batch_plan.RunningCall(1625, "decoding", 3) for _ in range(2)]
+        job.running = [batch_work.RunningCall(1625, "decoding", 3) for _ in range(2)]
         assert "left" not in view.totals([job], [])
         # All calls of the next document are of an earlier run.
         view.finished({**result, "prompt_tokens": 4250})

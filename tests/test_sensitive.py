@@ -17,8 +17,8 @@ from conftest import Outcome, exact_activations
 
 from quantspec_cli import Engine, _native, hub
 from quantspec_cli import eval as evaluation
-from quantspec_cli.engine import Model
 from quantspec_cli.errors import UsageError
+from quantspec_cli.model import Model
 from quantspec_cli.options import SENSITIVE, EngineOptions
 
 Run = Callable[..., Outcome]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from .batch_plan import Job, RunningCall
+    from .batch_work import Job, RunningCall
     from .options import GenerateOptions
 
 # Most rows of running documents; fits a terminal of 24 lines.

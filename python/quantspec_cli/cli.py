@@ -259,8 +259,8 @@ def batch(
     generate_options, engine_options = _options(flags, max_tokens, stop)
     template_args = _template_args(ctx, thinking, template_arg)
 
+    from .batch import Arguments
     from .batch import batch as execute
-    from .batch_plan import Arguments
 
     at_once = None if isinstance(parallel, str) else parallel
     arguments = Arguments(parallel=at_once, template_args=template_args, unset=_unset(ctx), **flags)

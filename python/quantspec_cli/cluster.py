@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
-from .batch_plan import PARALLEL, BeyondMemoryError
+from .batch_plan import PARALLEL
+from .batch_reader import BeyondMemoryError
 from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
 from .model import Model, planned

@@ -1,0 +1,550 @@
+"""The run of a batch: documents in, answers out, and a row of the journal for each.
+
+Each worker thread processes one document at a time, from its bytes to its row in the journal. Parts of a long document
+have threads of their own. The engine's scheduler decodes all of them in shared rounds. The main thread shows progress and
+handles signals, so a signal never arrives between the steps that finish an answer. Every document ends as done or failed.
+The next run continues documents that a signal interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from . import __version__, batch_view, hub, mapreduce, output, render, report, sources
+from .batch_plan import examined, longest, room
+from .batch_reader import OF_DOCUMENT, BeyondMemoryError
+from .batch_work import RunningCall
+from .cluster import Cluster, WorkerSpec
+from .engine import Engine
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, FileError, QuantspecError, internal, one_line
+from .generation import Generation, Stream
+from .slots import Opening
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .batch import Arguments
+    from .batch_plan import Room
+    from .batch_reader import Reader
+    from .batch_work import Fingerprints, Job, Workload
+    from .journal import Journal
+    from .model import Prompt
+    from .options import EngineOptions
+    from .sources import Source
+
+# Errors of a full or read-only disk, which every later document would meet as well.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+# Time after which a thread that runs Python, such as the reader of PDF, gives the GIL back to the scheduler, in seconds.
+# Python's default of 5 ms may take as long as a round.
+_SWITCH_S = 0.0005
+
+# Interval of redrawing the view, in seconds.
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a document.
+
+    Attributes:
+        job: the document.
+        seconds: from reading it to the end of its answer.
+        answer: the call, or the tree of calls; None if it failed.
+        warnings: its reader's warnings.
+        error: why it failed.
+    """
+
+    job: Job
+    seconds: float
+    answer: mapreduce.Call | None
+    warnings: Sequence[str]
+    error: QuantspecError | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of results.jsonl."""
+        source, generation = self.job.source, self.answer and self.answer.generation
+        result: dict[str, Any] = {
+            "document": source.shown,
+            "sha256": self.job.sha256,
+            "status": "done" if generation else "failed",
+            "output": sources.shown(self.job.output) if generation else None,
+            "prompt_tokens": generation.prompt_tokens if generation else self.job.tokens,
+            "new_tokens": len(generation.tokens) if generation else 0,
+            "tokens": generation.tokens if generation else [],
+            "stop_reason": generation.stop_reason if generation else None,
+            "seconds": round(self.seconds, 6),
+            "calls": self.answer.count() if self.answer else 0,
+            "error": self.error and self.error.to_json()["error"],
+        }
+        if generation and generation.thinking is not None:
+            result["thinking"] = generation.thinking
+        if self.warnings:
+            result["warnings"] = list(self.warnings)
+        if self.answer and self.answer.parts:
+            result["tree"] = self.answer.to_json()
+        return result
+
+
+class Run:
+    """One run over the pending documents."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        kept: Journal,
+        workload: Workload,
+        reader: Reader,
+        fingerprints: Fingerprints,
+        *,
+        page: output.AtomicFile | None,
+    ) -> None:
+        self.arguments, self.journal, self.workload, self.reader = arguments, kept, workload, reader
+        self._fingerprints, self._page = fingerprints, page
+        self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._stopping = threading.Event()
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._workers: list[threading.Thread] = []
+        # Places of the threads of all documents' parts.
+        self._places = threading.Semaphore(0)
+        self._count_s = 0.0
+        documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
+        self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
+        # Answers that the token limit cut.
+        self._cut = 0
+
+    def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
+        """Decodes the pending documents and reports on all."""
+        arguments, workload = self.arguments, self.workload
+        quiet = arguments.quiet
+        if not quiet:
+            for name in workload.edited:
+                render.note(
+                    f"warning: the answer to {one_line(name)} was changed after it was written; it stays as it is"
+                )
+            if workload.again:
+                render.note(f"done again, as the document or the options changed: {workload.again}")
+        started = time.perf_counter()
+        todo = {job.source.name: job.output for job in workload.todo}
+        finished = {source.name: "done" for source in workload.skipped}
+        finished |= {source.name: "failed" for source in workload.failed}
+        self.journal.move(workload.moved)
+        workload.foreign = set(self.journal.begin(todo, finished))
+        # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
+        opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None
+        ready = self._examined(opening)
+        self._count_s = time.perf_counter() - started
+        engine: Engine | Cluster | None = None
+        interrupted, failure = False, None
+        if ready:
+            engine, parallel = self._opened(engine_options, opening, ready)
+        if engine is not None:
+            try:
+                with self._view, _switching():
+                    self._decode(engine, parallel)
+            except KeyboardInterrupt:
+                interrupted = True
+                self._stop()
+            except QuantspecError as error:
+                failure = error
+                self._stop()
+        try:
+            return self._report(engine, found, time.perf_counter() - started, interrupted, failure)
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _opened(
+        self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
+    ) -> tuple[Engine | Cluster | None, int]:
+        """The engine, and how many documents decode together; they wait for it. No engine if memory holds no document."""
+        arguments, reader = self.arguments, self.reader
+        # Longest first, so that no long document decodes alone at the end.
+        ready = sorted(ready, key=lambda job: -(job.tokens or 0))
+        if arguments.ray is not None:
+            self._waiting.extend(ready)
+            model_print = self._fingerprints.model
+            return _cluster(arguments.ray, arguments, engine_options, reader, ready, model_print=model_print)
+        assert opening is not None
+        device = opening.take()
+        fit = room(arguments, engine_options, reader, ready, device)
+        reader.limit(fit.context, fit.wanted)
+        for job in ready:
+            if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
+                self._waiting.append(job)
+            else:
+                self._view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
+        return (_engine(arguments, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
+
+    def _examined(self, opening: Opening | None) -> list[Job]:
+        """The documents that can be decoded, with their token counts; the others are marked as failed."""
+        todo: list[Job] = []
+        failed: list[dict[str, Any]] = []
+        with render.progress("counting tokens", shown=not self.arguments.quiet) as on_progress:
+            started = time.perf_counter()
+            for number, (job, error) in enumerate(examined(self.arguments, self.workload, self.reader, opening), 1):
+                if error is None:
+                    todo.append(job)
+                else:
+                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
+                if on_progress is not None:
+                    on_progress(number, len(self.workload.todo))
+                started = time.perf_counter()
+        # Printed after the bar has been removed.
+        for result in failed:
+            self._view.finished(result)
+        return todo
+
+    def _decode(self, engine: Engine | Cluster, parallel: int) -> None:
+        # Two threads for each slot: when a slot becomes free, the next prompt has been read and encoded, so that the engine
+        # does not wait for a tokenizer or a disk.
+        threads = parallel if isinstance(engine, Cluster) else 2 * parallel
+        self._places.release(threads)
+        self._workers = [
+            threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
+            for _ in range(threads)
+        ]
+        left = len(self._waiting)
+        for worker in self._workers:
+            worker.start()
+        drawn = 0.0
+        while left:
+            with suppress(Empty):
+                outcome = self._ended.get(timeout=_TICK_S)
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                left -= 1
+                self._view.finished(outcome)
+            # Not after each document: with many short ones, drawing would take the time of the scheduler's thread.
+            if (now := time.perf_counter()) >= drawn + _TICK_S:
+                drawn = now
+                self._view.show(self._running, self._waiting)
+
+    def _work(self, engine: Engine | Cluster) -> None:
+        """A worker: processes one document after another."""
+        while not self._stopping.is_set():
+            try:
+                job = self._waiting.popleft()
+            except IndexError:
+                return
+            self._running.append(job)
+            try:
+                self._ended.put(self._finish(self._outcome(engine, job)))
+            except KeyboardInterrupt:  # the answer was ended by `_stop`
+                return
+            except BaseException as error:
+                self._ended.put(error if isinstance(error, QuantspecError) else internal(error))
+                return
+            finally:
+                self._running.remove(job)
+
+    def _outcome(self, engine: Engine | Cluster, job: Job) -> Outcome:
+        started = time.perf_counter()
+        answer, failure = None, None
+        warnings: tuple[str, ...] = ()
+        try:
+            answer, warnings = self._answer(engine, job)
+        except OF_DOCUMENT as error:
+            failure = error
+        return Outcome(job, time.perf_counter() - started, answer, warnings, failure)
+
+    def _answer(self, engine: Engine | Cluster, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
+        reader, name = self.reader, job.source.shown
+        prompt = None
+        # One document at a time: threads that run Python, such as the reader of PDF, would take the GIL from the scheduler.
+        with self._reading:
+            if self._stopping.is_set():
+                raise KeyboardInterrupt
+            job.stage = "reading"
+            document = reader.read(job)
+            if not reader.may_split:
+                prompt = reader.prompt(name, document.text)
+        if prompt is None:
+
+            def count(text: str) -> int:
+                if self._stopping.is_set():  # counting a book takes many pieces
+                    raise KeyboardInterrupt
+                return reader.tokens(name, text)
+
+            def call(texts: Sequence[str]) -> Sequence[Generation]:
+                if texts == [document.text]:
+                    return [self._generate(engine, job, reader.prompt(name, document.text))]
+                return self._level(engine, job, texts)
+
+            return mapreduce.answer(
+                name, document.text, budget=reader.budget, count=count, call=call
+            ), document.warnings
+        job.tokens = len(prompt.ids)
+        reader.check(prompt)
+        return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
+
+    def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
+        """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error is
+        that of the first of them, whichever ends first: those before it have begun, and all that have begun are awaited.
+        """
+        job.known_calls += len(parts)
+        if len(parts) == 1:
+            return [self._call(engine, job, parts[0])]
+        answers: list[Future[Generation]] = []
+        threads: list[threading.Thread] = []
+        failed = threading.Event()
+
+        def work(part: str, answer: Future[Generation]) -> None:
+            try:
+                answer.set_result(self._call(engine, job, part))
+            except BaseException as error:
+                answer.set_exception(error)
+                failed.set()
+            finally:
+                self._places.release()
+
+        for part in parts:
+            self._places.acquire()
+            if failed.is_set():
+                self._places.release()
+                break
+            answers.append(Future())
+            threads.append(threading.Thread(target=work, args=(part, answers[-1]), name="quantspec-part", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return [answer.result() for answer in answers]
+
+    def _call(self, engine: Engine | Cluster, job: Job, part: str) -> Generation:
+        """The answer to a part of a document, which an interrupted run may have decoded already."""
+        if self._stopping.is_set():
+            raise KeyboardInterrupt
+        key = (job.source.name, self._fingerprints.split, part)
+        with self._writing:
+            known = self.journal.kept_call(*key)
+            if known is not None:
+                job.count(known["prompt_tokens"], len(known["tokens"]))
+                self._view.known(known["prompt_tokens"], len(known["tokens"]))
+                return Generation(**known)
+        found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
+        # A full disk is an error when the answer is written. Until then it costs only a repetition after an interrupt.
+        with self._writing, suppress(FileError):
+            self.journal.keep_call(*key, asdict(found))
+        return found
+
+    def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt) -> Generation:
+        options = self.reader.options
+        needed = len(prompt.ids) + options.max_new_tokens
+        # The engine was opened for the documents as they were counted.
+        if needed > engine.context:
+            raise FileError(
+                f"{prompt.name} grew while the batch ran: it and its answer need {needed} tokens, the engine holds "
+                f"{engine.context}",
+                "run the command again",
+            )
+        call = RunningCall(len(prompt.ids), "decoding" if isinstance(engine, Cluster) else "waiting")
+        job.running.append(call)
+        try:
+            if isinstance(engine, Cluster):
+                generation = engine.generate(prompt, options, self._stopping)
+            else:
+                generation = self._decoded(engine, call, prompt)
+        finally:
+            job.running.remove(call)
+            call.stream = None  # it has the prompt's ids, and a callback that refers to the call
+        with self._writing:
+            job.count(len(prompt.ids), len(generation.tokens))
+        return generation
+
+    def _decoded(self, engine: Engine, call: RunningCall, prompt: Prompt) -> Generation:
+        def on_prefill(done: int, total: int) -> None:
+            call.stage, call.done, call.total = "reading", done, total
+            # `_stop` may have run before the stream existed.
+            if self._stopping.is_set() and (stream := call.stream) is not None:
+                stream.close()
+
+        options = self.reader.options
+        with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
+            call.stream = stream
+            if self._stopping.is_set():  # `_stop` may have missed this stream
+                raise KeyboardInterrupt
+            for _ in stream:
+                call.stage, call.done = "decoding", stream.new_tokens
+                # An answer that was complete before the end is kept, even if this thread had not read it yet.
+                if self._stopping.is_set() and stream.generation.stop_reason == "interrupted":
+                    raise KeyboardInterrupt
+            generation = stream.generation
+        if generation.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        return generation
+
+    def _finish(self, outcome: Outcome) -> dict[str, Any]:
+        """Writes the answer, then the journal's row, then the line of results.jsonl, which is returned."""
+        with self._writing:
+            return self._write(outcome)
+
+    def _write(self, outcome: Outcome) -> dict[str, Any]:
+        job, size = outcome.job, None
+        if outcome.answer is not None:
+            text = outcome.answer.generation.text
+            try:
+                whole = text if text.endswith("\n") or not text else text + "\n"
+                size = self.journal.write(job.source.name, job.output, whole)
+            except FileError as error:
+                if isinstance(error.__cause__, sqlite3.Error):
+                    raise
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+                    error.hint = "free some space and run the command again: it resumes"
+                    raise
+                outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
+        self._cut += _is_cut(outcome)
+        result = outcome.to_json()
+        basis = self._fingerprints.of(result)
+        if isinstance(outcome.error, FileError | BeyondMemoryError):
+            basis = ""  # the next run may have space or memory for the same document and options
+        self.journal.finish(job.source.name, job.output, result, basis, size)
+        return result
+
+    def _stop(self) -> None:
+        """Ends running work; the next run repeats documents that were decoding."""
+        self._stopping.set()
+        for call in [call for job in list(self._running) for call in list(job.running)]:
+            if (stream := call.stream) is not None:
+                stream.close()
+        for worker in self._workers:
+            if worker.is_alive():  # an interrupt may arrive before the last worker has started
+                worker.join()
+
+    def _report(
+        self,
+        engine: Engine | Cluster | None,
+        found: Sequence[Source],
+        wall_s: float,
+        interrupted: bool,
+        failure: QuantspecError | None,
+    ) -> output.Done:
+        names = [source.name for source in found]
+        # The journal's rows, as an error may come between an answer and its row.
+        done = self.journal.count(names, "done") - len(self.workload.skipped)
+        failed = self.journal.results(names, "failed")
+        # The tokens of a large folder take gigabytes, so results are read only if they are shown.
+        shown = self.arguments.as_json or self._page is not None
+        results = self.journal.results(names) if shown else []
+        stats: dict[str, Any] = {}
+        if isinstance(engine, Cluster):
+            stats = engine.statistics()
+        elif engine is not None and failure is None:
+            stats = dict(engine.statistics())
+            if not self.arguments.quiet:
+                render.note_of_prompts(engine)
+            kinds = ("prefill_tokens_per_s", "decode_tokens_per_s")
+            if all(stats[kind] for kind in kinds):
+                rates = {kind: stats[kind] for kind in kinds}
+                # Few documents, which decode alone, are slower than the whole folder.
+                most = 2 * done >= len(found)
+                try:
+                    self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates, replace=most)
+                except FileError as error:  # only `--dry-run` reads them
+                    if not self.arguments.quiet:
+                        render.note(f"warning: the rates of this run are not kept: {error.message}")
+        stats |= {
+            "count_s": self._count_s,
+            "wall_s": wall_s,
+            "documents_per_hour": 3600 * done / wall_s if done else None,
+        }
+        document = {
+            "quantspec": __version__,
+            "model": self.reader.model.name,
+            "documents": len(found),
+            "done": done,
+            "failed": len(failed),
+            "skipped": len(self.workload.skipped),
+            "results": results,
+            "stats": stats,
+        }
+        if failure is not None:
+            failure.kept = document
+            raise failure
+        if self._page is not None:
+            self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
+        batch_view.failures(failed)
+        if not self.arguments.quiet:
+            batch_view.summary(document, self.arguments.out)
+            if interrupted:
+                without = "" if self.arguments.resume else " without --no-resume"
+                render.note(f"interrupted; run the same command{without} to continue")
+            batch_view.note_of_cuts(self._cut, self.reader.options)
+        code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
+        return output.Done(code, document) if self.arguments.as_json else output.Done(code)
+
+
+@contextmanager
+def _switching() -> Iterator[None]:
+    """Threads give the GIL back after `_SWITCH_S`."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _is_cut(outcome: Outcome) -> bool:
+    return outcome.answer is not None and outcome.answer.generation.stop_reason == "length"
+
+
+def _cluster(
+    address: str,
+    arguments: Arguments,
+    engine_options: EngineOptions,
+    reader: Reader,
+    todo: Sequence[Job],
+    *,
+    model_print: str,
+) -> tuple[Cluster, int]:
+    """The workers of a Ray cluster, with room for the longest document, and the number of sequences that decode together."""
+    spec = WorkerSpec(
+        model=hub.absolute(arguments.model),
+        revision=arguments.revision,
+        offline=arguments.offline,
+        fingerprint=model_print,
+        options=replace(engine_options, draft_model=hub.absolute(engine_options.draft_model)),
+        prompt_cache=arguments.prompt_cache and str(Path(arguments.prompt_cache).absolute()),
+        context=longest(reader, todo),
+        parallel=arguments.parallel,
+    )
+    cluster = Cluster(address, spec)
+    reader.limit(cluster.context, spec.context)
+    if cluster.failure is not None and not arguments.quiet:
+        render.note(f"warning: a worker could not be started: {cluster.failure.message}")
+    if not arguments.quiet:
+        workers = render.count(cluster.workers, "worker")
+        render.note(f"{render.count(cluster.parallel, 'sequence')} at once on {workers} of the Ray cluster")
+    return cluster, cluster.parallel
+
+
+def _engine(arguments: Arguments, engine_options: EngineOptions, reader: Reader, fit: Room) -> Engine:
+    """An engine of this size."""
+    with render.progress("loading weights", shown=not arguments.quiet) as on_loading:
+        engine = Engine(
+            reader.model,
+            engine_options,
+            context=fit.context,
+            longest_prompt=max(1, fit.context - reader.options.max_new_tokens),
+            batch=fit.parallel,
+            pool=fit.pool,
+            prompt_cache=arguments.prompt_cache or True,
+            on_loading=on_loading,
+        )
+    if not arguments.quiet:
+        render.note_of_drafts(engine.info)
+    return engine

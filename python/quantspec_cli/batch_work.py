@@ -1,0 +1,172 @@
+"""The work of a batch: which documents are new, changed or interrupted, and what is known of each."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import render
+from .errors import QuantspecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .batch import Arguments
+    from .generation import Stream
+    from .journal import Answer, Contents, Row
+    from .sources import Source
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """A call of the model that has begun.
+
+    Attributes:
+        tokens: of its prompt.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stream: the growing answer, so that `_stop` can end it.
+    """
+
+    tokens: int
+    stage: str = "waiting"
+    done: int = 0
+    total: int = 0
+    stream: Stream | None = field(default=None, repr=False)
+
+
+@dataclass
+class Job:
+    """One document to answer.
+
+    Attributes:
+        source: the document's source.
+        output: its answer's path below the output folder.
+        tokens: of its prompt, if known.
+        shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
+        calls: of the model, as planned.
+        sha256: of its bytes, if known.
+        stage: "waiting" or "reading", of the document's bytes.
+        running: its calls that have begun.
+        known_calls: if it is answered in parts, its calls that have begun or wait for others.
+        done_calls: its calls that are done.
+        read_tokens: of the prompts of its calls that are done.
+        answer_tokens: of the answers of these calls.
+    """
+
+    source: Source
+    output: str
+    tokens: int | None = None
+    shared: int = 0
+    calls: int = 1
+    sha256: str | None = None
+    stage: str = "waiting"
+    running: list[RunningCall] = field(default_factory=list)
+    known_calls: int = 0
+    done_calls: int = 0
+    read_tokens: int = 0
+    answer_tokens: int = 0
+
+    def count(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Counts a call that is done."""
+        self.done_calls += 1
+        self.read_tokens += prompt_tokens
+        self.answer_tokens += new_tokens
+
+
+@dataclass
+class Workload:
+    """The documents of a run, grouped by what has to be done.
+
+    Attributes:
+        moved: places of answers, by name, that the journal last had at the place of another --suffix.
+        again: number of documents that are done again.
+        edited: documents whose answers were changed after they were written.
+        foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
+    """
+
+    todo: list[Job] = field(default_factory=list)
+    skipped: list[Source] = field(default_factory=list)
+    failed: list[Source] = field(default_factory=list)
+    moved: dict[str, str] = field(default_factory=dict)
+    again: int = 0
+    edited: list[str] = field(default_factory=list)
+    foreign: set[str] = field(default_factory=set)
+
+
+def find_work(
+    arguments: Arguments, places: Mapping[Source, str], known: Contents, fingerprints: Fingerprints
+) -> Workload:
+    """Finds the pending documents: new, changed, or interrupted."""
+    workload = Workload()
+    with render.progress("looking at documents", shown=not arguments.quiet) as on_progress:
+        for number, (source, place) in enumerate(places.items(), 1):
+            if on_progress is not None:
+                on_progress(number, len(places))
+            row, job = known.rows.get(source.name), Job(source, place)
+            if row is not None and row.finished and arguments.resume:
+                try:
+                    job.sha256 = hashlib.sha256(source.read()).hexdigest()
+                except QuantspecError:
+                    job.sha256 = None  # the read before decoding reports the reason
+                same = job.sha256 is not None and row.sha256 == job.sha256
+                status = fingerprints.status(row.fingerprint) if same else None
+                if status == "done":
+                    size = _size(Path(arguments.out) / place)
+                    if _in_place(row, place, size, known.earlier.get(place)):
+                        workload.skipped.append(source)
+                        workload.moved |= {source.name: place} if row.output != place else {}
+                        workload.edited += [source.shown] if size != row.size else []
+                        continue
+                if status == "failed" and not arguments.retry_failed:
+                    workload.failed.append(source)
+                    continue
+                workload.again += row.status == "done"
+            workload.todo.append(job)
+    return workload
+
+
+def _in_place(row: Row, place: str, size: int | None, earlier: Answer | None) -> bool:
+    """True if the file of this size at a place is the row's answer, perhaps edited. It is not edited if a run with another
+    --suffix or other options has been there. `earlier` is the answer that a run with this --suffix put there.
+    """
+    if size is None or row.output == place:
+        return size is not None and (row.size == size or row.status == "done")
+    return row.size == size and earlier in (None, (row.sha256, row.fingerprint, size))
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if it is missing or unreadable."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Fingerprints of a run.
+
+    Attributes:
+        model: the model's.
+        answer: of everything that an answer in one call depends on.
+        split: of everything that an answer in several calls depends on.
+        failure: of everything that a failure depends on.
+    """
+
+    model: str
+    answer: str
+    split: str
+    failure: str
+
+    def status(self, fingerprint: str | None) -> str | None:
+        """The status of a result with a fingerprint; None if this run's result may be another one."""
+        found: dict[str | None, str] = {self.answer: "done", self.split: "done", self.failure: "failed"}
+        return found.get(fingerprint)
+
+    def of(self, result: Mapping[str, Any]) -> str:
+        """The fingerprint of a result of this run."""
+        if result["status"] != "done":
+            return self.failure
+        return self.split if "tree" in result else self.answer
