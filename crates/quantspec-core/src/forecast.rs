@@ -31,10 +31,12 @@ pub struct Prior {
     pub weights: usize,
 }
 
-/// Expected tokens of each candidate in the time of a plain step, at its best γ. `measured` has the time of each candidate's
-/// step, relative to a plain one, and its α ([`crate::policy::Policy::measured`]).
-pub fn forecasts(priors: &[Prior], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-    priors.iter().map(|prior| forecast(prior, priors, measured)).collect()
+/// Expected tokens of each candidate in the time of a plain step, at its best γ: 0 if it is not usable, infinite without
+/// priors. `measured` has the time of each candidate's step, relative to a plain one, and its α
+/// ([`crate::policy::Policy::measured`]).
+pub fn forecasts(usable: &[bool], priors: &[Prior], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+    let expected = |index| priors.get(index).map_or(f64::INFINITY, |prior| forecast(prior, priors, measured));
+    usable.iter().enumerate().map(|(index, &usable)| if usable { expected(index) } else { 0.0 }).collect()
 }
 
 fn forecast(prior: &Prior, priors: &[Prior], measured: &[Option<(f64, f64)>]) -> f64 {
@@ -58,7 +60,7 @@ mod tests {
 
     #[test]
     fn fewer_bytes_raise_a_forecast() {
-        let found = forecasts(&[QUICK, Prior { bytes: 0.1, ..QUICK }, SLOW], &[None; 3]);
+        let found = forecasts(&[true; 3], &[QUICK, Prior { bytes: 0.1, ..QUICK }, SLOW], &[None; 3]);
         assert!(found[1] > found[0] && found[0] > found[2], "{found:?}");
         // γ 8: (1 − 0.95⁹) / 0.05 tokens in 1 + 8·0.27 plain steps.
         assert!((found[0] - 7.395 / 3.16).abs() < 1e-3, "{found:?}");
@@ -68,13 +70,13 @@ mod tests {
     #[test]
     fn measurements_correct_candidates_with_the_same_weights() {
         let priors = [QUICK, Prior { bytes: 0.1, ..QUICK }, SLOW];
-        let before = forecasts(&priors, &[None; 3]);
+        let before = forecasts(&[true; 3], &priors, &[None; 3]);
         for (measured, bound) in [((0.25, 0.5), 0.75), ((1.0, 0.95), 0.9)] {
-            let found = forecasts(&priors, &[Some(measured), None, None]);
+            let found = forecasts(&[true; 3], &priors, &[Some(measured), None, None]);
             assert!(found[0] < bound * before[0] && found[1] < bound * before[1], "{found:?} {before:?}");
             assert_eq!(found[2], before[2]);
         }
         // A measurement better than expected does not raise the expectation.
-        assert_eq!(forecasts(&priors, &[Some((0.2, 1.0)), None, None])[1], before[1]);
+        assert_eq!(forecasts(&[true; 3], &priors, &[Some((0.2, 1.0)), None, None])[1], before[1]);
     }
 }

@@ -30,7 +30,8 @@ fn choose_among(
     while parts[0].0 + parts[1].0 < tokens * batch {
         if auto {
             let priors = if world.told { &known[..] } else { &[] };
-            policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()), priors);
+            let usable = vec![true; ways.len()];
+            policy.observe_forecasts(&forecast::forecasts(&usable, &known, &policy.measured()), priors);
         }
         let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
         let is_first = gamma > 0 && drafted.insert(policy.candidate());
@@ -190,7 +191,7 @@ fn what_has_no_forecast_is_not_tried() {
     let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
     let mut policy = Policy::auto(12).with_candidates(ways.len());
     for round in 0..2_000 {
-        policy.observe_forecasts(&forecast::forecasts(&known, &policy.measured()), &[]);
+        policy.observe_forecasts(&forecast::forecasts(&vec![true; ways.len()], &known, &policy.measured()), &[]);
         let (gamma, candidate) = (policy.gamma(), policy.candidate());
         assert!(gamma == 0 || candidate != kv4, "round {round}");
         let accepted = (0..gamma).take_while(|&i| WORLD.uniform(round, i as u64) < ways[candidate].alpha).count();

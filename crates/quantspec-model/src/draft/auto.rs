@@ -3,11 +3,11 @@
 //! Candidates are several draft configurations and, if given, a draft model. The bytes that a configuration reads bound its
 //! speed, and the policy does not try those with too low a bound ([`quantspec_core::forecast`]).
 
-use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target, usable_forecasts};
+use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target, usable_configs};
 use crate::backend::{DraftConfig, Memory, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
-use quantspec_core::forecast::{Prior, forecasts};
+use quantspec_core::forecast::Prior;
 use std::collections::HashMap;
 
 /// Optimistic acceptance of another checkpoint.
@@ -69,26 +69,20 @@ impl Drafter for Auto {
         self.own.candidates() + self.second.as_ref().map_or(0, |second| second.candidates())
     }
 
-    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        let mut usable = usable_forecasts(&self.own.0, outlook);
+    fn usable(&self, outlook: &Outlook) -> Vec<bool> {
+        let mut usable = usable_configs(&self.own.0, outlook);
         if outlook.longest() == 0 {
             // Without visible pages all views are equal, so the first configuration suffices.
-            (usable.iter_mut().zip(&self.own.0))
-                .filter(|(_, config)| config.view != View::Upper)
-                .for_each(|(forecast, _)| *forecast = 0.0);
+            usable.iter_mut().zip(&self.own.0).for_each(|(usable, config)| *usable &= config.view == View::Upper);
         }
         if let Some(second) = &self.second {
-            usable.extend(second.forecasts(outlook, &measured[usable.len()..]));
-            if self.lags.is_empty() {
-                usable[self.own.candidates()..].fill(0.0);
-            }
+            usable.extend(second.usable(outlook).iter().map(|usable| *usable && !self.lags.is_empty()));
         }
-        let forecast = forecasts(&self.priors(outlook), measured).into_iter();
-        forecast.zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
+        usable
     }
 
     fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
-        let mut priors = self.own.priors(outlook);
+        let mut priors = outlook.priors(&self.own.0);
         if let Some(second) = &self.second {
             let bytes = second.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
             priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, rejections: 1.0, weights: 2 });
@@ -150,7 +144,7 @@ impl Drafter for Auto {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{Recorder, outlook};
+    use super::super::tests::{Recorder, forecasts};
     use super::*;
     use quantspec_core::sample::Sampler;
     use std::sync::{Arc, Mutex};
@@ -186,7 +180,7 @@ mod tests {
     #[test]
     fn forecasts_follow_the_bytes_of_the_context_and_the_batch() {
         let auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, None);
-        let forecasts = |visible: &[usize]| auto.forecasts(&outlook(visible), &[None; 7]);
+        let forecasts = |visible: &[usize]| forecasts(&auto, visible, &[None; 7]);
         // Without a cache all views are equal, and the target's weights save nothing.
         let short = forecasts(&[0]);
         assert!(short[3] == 0.0 && short[4] < 1.01 && short[0] > 2.0, "{short:?}");
@@ -250,7 +244,7 @@ mod tests {
         let mut auto = Auto::new(View::Both, DraftWeights::Int4, &PAGES, Some(Box::new(noted.clone())));
         assert_eq!((auto.candidates(), auto.method(8)), (9, Some("draft-model")));
         assert_eq!(auto.memory().draft_weights_bytes, 8 << 20);
-        let forecast = |auto: &Auto| auto.forecasts(&outlook(&[0]), &[None; 9])[7..].to_vec();
+        let forecast = |auto: &Auto| forecasts(auto, &[0], &[None; 9])[7..].to_vec();
         assert_eq!(forecast(&auto), [0.0; 2], "it has read no prompt");
         auto.prefill(3, &[1, 2], 5).unwrap();
         assert!(forecast(&auto)[0] > 2.0);

@@ -141,8 +141,8 @@ impl Drafter for Copying {
         self.network.candidates()
     }
 
-    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        self.network.forecasts(outlook, measured)
+    fn usable(&self, outlook: &Outlook) -> Vec<bool> {
+        self.network.usable(outlook)
     }
 
     fn priors(&self, outlook: &Outlook) -> Vec<Prior> {

@@ -51,14 +51,12 @@ pub trait Drafter: Debug + Send {
         1
     }
 
-    /// Expected tokens of each candidate in the time of a plain step, for one round: 0 if it cannot draft or is not worth
-    /// trying, infinite if unknown. `measured` is the result of [`quantspec_core::policy::Policy::measured`]. Candidate 0
-    /// always can draft.
-    fn forecasts(&self, _outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        vec![f64::INFINITY; self.candidates()]
+    /// Whether each candidate can draft in one round and is worth measuring. Candidate 0 always is.
+    fn usable(&self, _outlook: &Outlook) -> Vec<bool> {
+        vec![true; self.candidates()]
     }
 
-    /// What is known of each candidate before it drafts, for one round; empty if nothing is.
+    /// What is known of each candidate before it drafts, for one round. Empty if nothing is: then all usable ones are tried.
     fn priors(&self, _outlook: &Outlook) -> Vec<Prior> {
         Vec::new()
     }
@@ -164,7 +162,11 @@ impl Outlook<'_> {
         self.visible.iter().map(|&visible| pages.count().map_or(visible, |n| n.min(visible))).sum()
     }
 
-    /// What is known of a draft configuration before it drafts.
+    /// What is known of draft configurations before they draft.
+    fn priors(&self, configs: &[DraftConfig]) -> Vec<Prior> {
+        configs.iter().map(|config| self.prior(config)).collect()
+    }
+
     fn prior(&self, config: &DraftConfig) -> Prior {
         let bytes = self.step_bytes(config.weights, config.view, config.pages);
         let weights = usize::from(config.weights == Weights::Full);
@@ -179,10 +181,9 @@ impl Outlook<'_> {
     }
 }
 
-/// Forecasts of draft configurations without expectations: infinite if one leaves out enough pages, else 0.
-fn usable_forecasts(configs: &[DraftConfig], outlook: &Outlook) -> Vec<f64> {
-    let usable = |(at, config): (usize, &DraftConfig)| config.is_usable(at, outlook.longest());
-    configs.iter().enumerate().map(usable).map(|usable| if usable { f64::INFINITY } else { 0.0 }).collect()
+/// Whether each draft configuration leaves out enough pages.
+fn usable_configs(configs: &[DraftConfig], outlook: &Outlook) -> Vec<bool> {
+    configs.iter().enumerate().map(|(at, config)| config.is_usable(at, outlook.longest())).collect()
 }
 
 /// Work of a proposal.
@@ -439,6 +440,12 @@ mod tests {
     pub(super) fn outlook(visible: &[usize]) -> Outlook<'_> {
         let memory = Memory { weights_bytes: 64 << 20, draft_weights_bytes: 16 << 20, ..Memory::default() };
         Outlook { kv_heads: 8, head_dim: 128, target: View::Both, memory, visible }
+    }
+
+    /// Forecasts of a drafter's candidates in that outlook.
+    pub(super) fn forecasts(drafter: &dyn Drafter, visible: &[usize], measured: &[Option<(f64, f64)>]) -> Vec<f64> {
+        let outlook = outlook(visible);
+        quantspec_core::forecast::forecasts(&drafter.usable(&outlook), &drafter.priors(&outlook), measured)
     }
 
     #[test]

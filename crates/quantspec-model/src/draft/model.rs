@@ -5,7 +5,7 @@
 //! and all tokens of rounds it did not draft) are fed before its next draft. Rejected tokens are dropped by length, as in the
 //! target's cache.
 
-use super::{Drafter, Needs, Outlook, Proposed, Target, usable_forecasts};
+use super::{Drafter, Needs, Outlook, Proposed, Target, usable_configs};
 use crate::backend::{Backend, DraftConfig, Memory, Row, Step, Turn};
 use crate::forward;
 use quantspec_core::cache::{Extent, GAMMA_MAX};
@@ -148,8 +148,8 @@ impl<B: Backend> Drafter for DraftModel<B> {
         self.configs.len()
     }
 
-    fn forecasts(&self, outlook: &Outlook, _measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        usable_forecasts(&self.configs, outlook)
+    fn usable(&self, outlook: &Outlook) -> Vec<bool> {
+        usable_configs(&self.configs, outlook)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {

@@ -1,10 +1,10 @@
 //! The model drafts for itself: weights × view of its cache × pages.
 
-use super::{Drafter, Needs, Outlook, Proposed, Target, usable_forecasts};
+use super::{Drafter, Needs, Outlook, Proposed, Target, usable_configs};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::Pages;
-use quantspec_core::forecast::{Prior, forecasts};
+use quantspec_core::forecast::Prior;
 
 /// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
 /// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
@@ -33,18 +33,13 @@ impl Drafter for SelfQuantised {
         self.0.len()
     }
 
-    fn forecasts(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
-        let usable = usable_forecasts(&self.0, outlook);
-        // What a user chose is tried in any case.
-        if self.0.len() == 1 {
-            return usable;
-        }
-        let forecasts = forecasts(&self.priors(outlook), measured).into_iter();
-        forecasts.zip(usable).map(|(forecast, usable)| forecast.min(usable)).collect()
+    fn usable(&self, outlook: &Outlook) -> Vec<bool> {
+        usable_configs(&self.0, outlook)
     }
 
     fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
-        self.0.iter().map(|config| outlook.prior(config)).collect()
+        // What a user chose is tried in any case.
+        if self.0.len() == 1 { Vec::new() } else { outlook.priors(&self.0) }
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -70,7 +65,7 @@ impl Drafter for SelfQuantised {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{Recorder, outlook};
+    use super::super::tests::{Recorder, forecasts};
     use super::*;
     use quantspec_core::config::{View, Weights};
     use quantspec_core::sample::Sampler;
@@ -80,19 +75,19 @@ mod tests {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
         let mut drafter = SelfQuantised(configs.clone());
-        let forecasts = |visible, measured: [_; 3]| drafter.forecasts(&outlook(&[3, visible]), &measured);
-        let usable = |visible| forecasts(visible, [None; 3]).iter().map(|&forecast| forecast > 0.0).collect::<Vec<_>>();
+        let expected = |visible, measured: [_; 3]| forecasts(&drafter, &[3, visible], &measured);
+        let usable = |visible| expected(visible, [None; 3]).iter().map(|&forecast| forecast > 0.0).collect::<Vec<_>>();
         assert_eq!(usable(31), [true, false, false]);
         assert_eq!(usable(32), [true, true, false]);
         assert_eq!(usable(128), [true; 3]);
         assert!(!config(Pages::Best(usize::MAX)).is_usable(1, 128));
         // The fewer bytes, the earlier a configuration is tried. One that is accepted often leaves little to gain by more pages.
-        let before = forecasts(600, [None; 3]);
+        let before = expected(600, [None; 3]);
         assert!(before[1] > before[2] && before[2] > before[0], "{before:?}");
-        let after = forecasts(600, [None, Some((0.3, 0.9)), None]);
+        let after = expected(600, [None, Some((0.3, 0.9)), None]);
         assert!(after[0] < before[0] && after[2] < before[2], "{after:?} {before:?}");
         // A number of pages set by the user is read at any length.
-        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).forecasts(&outlook(&[]), &[None]), [f64::INFINITY]);
+        assert_eq!(forecasts(&SelfQuantised(vec![config(Pages::Best(16))]), &[], &[None]), [f64::INFINITY]);
 
         let (mut target, mut turns) = (Recorder::default(), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {

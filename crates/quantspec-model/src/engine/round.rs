@@ -5,6 +5,7 @@ use crate::backend::{Backend, Turn};
 use crate::draft::Outlook;
 use crate::forward;
 use quantspec_core::cache::{GAMMA_MAX, visible_pages};
+use quantspec_core::forecast::forecasts;
 use quantspec_core::logprob;
 use quantspec_core::report::MethodCounters;
 use quantspec_core::sample::Accept;
@@ -112,14 +113,15 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Passes the drafter's priors and forecasts of its candidates, at the round's lengths, to the policy.
+    /// Passes priors and forecasts of the drafter's candidates, at the round's lengths, to the policy.
     fn observe_forecasts(&mut self) {
         let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
         let (config, target, memory) = (self.backend.config(), *target, self.loaded);
         let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
         let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
         let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
-        policy.observe_forecasts(&drafter.forecasts(&outlook, &policy.measured()), &drafter.priors(&outlook));
+        let priors = drafter.priors(&outlook);
+        policy.observe_forecasts(&forecasts(&drafter.usable(&outlook), &priors, &policy.measured()), &priors);
     }
 
     /// Drafts the round's tokens, at most `steps` of a sequence.
