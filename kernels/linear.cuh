@@ -366,6 +366,29 @@ struct Pipeline {
                 "a chunk in flight must not be overwritten by a later one");
 };
 
+// Shared-memory addresses of a pipeline's stages and barriers: of weights [STAGES], of x [X_STAGES].
+template <class R>
+struct PipelineShared {
+  uint32_t stages, full, empty;
+  uint32_t x_stages, x_full, x_empty;
+  uint32_t x_ready;  // in a cluster: all blocks have released a stage of x
+  DEV explicit PipelineShared(uint32_t base) : stages(base), x_stages(base + R::X) {
+    full = base + R::BARRIERS;
+    empty = full + R::STAGES * 8;
+    x_full = empty + R::STAGES * 8;
+    x_empty = x_full + R::X_STAGES * 8;
+    x_ready = x_empty + R::X_STAGES * 8;
+  }
+  // By one thread of the block.
+  DEV void init_barriers() const {
+    mbar_init_stages(full, empty, R::STAGES, LINEAR_WARPS * 32);
+    mbar_init_stages(x_full, x_empty, R::X_STAGES, LINEAR_WARPS * 32, R::X_PIECES ? 32 : 1);
+    if (R::CLUSTER > 1)
+      for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
+    mbar_init_done();
+  }
+};
+
 // Weights stored as [tile][piece].
 template <int PIECE_>
 struct Pieces {
@@ -419,12 +442,12 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales
-// [row][pieces]. In a cluster each block copies every other row to both blocks; barriers `ready`: both blocks have
-// released a stage. X_PIECES: all lanes copy 16 bytes at a time, because a warp issues the bulk copies of its lanes one
-// after another, which takes longer. The loop over rows is short, so that its instructions are loaded soon.
+// [row][pieces]. In a cluster each block copies every other row to both blocks. X_PIECES: all lanes copy 16 bytes at a
+// time, because a warp issues the bulk copies of its lanes one after another, which takes longer. The loop over rows is
+// short, so that its instructions are loaded soon.
 template <class R>
-DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at, uint32_t full, uint32_t empty,
-                     uint32_t ready, int pieces, int passes, int rows, size_t pitch) {
+DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShared<R>& at, int pieces, int passes,
+                     int rows, size_t pitch) {
   constexpr int PIECES = R::PIECES;
   const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
   const auto copy = [](uint32_t dst, const uint8_t* src, int bytes, uint32_t bar) {
@@ -439,8 +462,8 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
 #pragma unroll 1
     for (int k = 0; k < pieces; k += PIECES) {
       const int count = min(PIECES, pieces - k);
-      const uint32_t chunk = stages_at + stage * R::X_CHUNK;
-      mbar_wait(empty + stage * 8, phase);
+      const uint32_t chunk = at.x_stages + stage * R::X_CHUNK, full = at.x_full + stage * 8;
+      mbar_wait(at.x_empty + stage * 8, phase);
       if constexpr (R::X_PIECES) {
         static_assert(R::SCALES * PIECES == 64 && R::ROWS == 8, "a lane copies 16 bytes of the scales");
         const uint8_t* codes = x + k * 128 + lane * 16;
@@ -453,20 +476,20 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, uint32_t stages_at
         if (row < rows && offset < count * R::SCALES)
           copy16(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH + offset,
                  scales + ((size_t)row * pieces + k) * R::SCALES + offset);
-        copy_arrive(full + stage * 8);
+        copy_arrive(full);
       } else {
-        if (lane == 0) mbar_expect(full + stage * 8, count * (128 + R::SCALES) * rows);
+        if (lane == 0) mbar_expect(full, count * (128 + R::SCALES) * rows);
         __syncwarp();
         if (R::CLUSTER > 1) {
-          if (lane < R::CLUSTER) mbar_arrive_at(ready + stage * 8, lane);
-          mbar_wait(ready + stage * 8, phase ^ 1);
+          if (lane < R::CLUSTER) mbar_arrive_at(at.x_ready + stage * 8, lane);
+          mbar_wait(at.x_ready + stage * 8, phase ^ 1);
         }
 #pragma unroll 1
         for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-          copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full + stage * 8);
+          copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full);
           if (R::SCALES)
             copy(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
-                 count * R::SCALES, full + stage * 8);
+                 count * R::SCALES, full);
         }
       }
       if (++stage == R::X_STAGES) {
@@ -512,37 +535,76 @@ DEV void store_pass(const float (&acc)[R::TOGETHER][R::NT][4], float* sums, floa
 }
 static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread of the computing warps");
 
-// y f32 [row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces], SCALES bytes each. `next`: weights to prefetch.
+// A computing warp: multiplies its pieces of the block's `own_tiles` tiles, in `passes` passes over x, and stores y.
 //
 // `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs, `load` its weights, `add` adds the products
 // of those that exist to the sums of TILES tiles. Each returns bits of what it read (`release_stage`). READS_AGAIN:
 // `add` reads x, so that the stage of x is released only after the last tile. LATE: `begin` prepares the inputs after
 // the first chunk of weights is loaded, so that both overlap.
+template <class R, class Multiply>
+DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int pieces, int own_tiles, int passes,
+                        int n, int rows, int warp, int lane, int g, int c) {
+  constexpr int T = R::TOGETHER, NT = R::NT;
+  int stage = 0, phase = 0, x_stage = 0, x_phase = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; pass++) {
+    const int first = pass * T, count = max(0, min(T, own_tiles - first));
+    float acc[T][NT][4];
+#pragma unroll
+    for (int i = 0; i < T; i++)
+#pragma unroll
+      for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
+#pragma unroll 1
+    for (int k = 0; k < pieces; k += R::PIECES) {
+      const int left = pieces - k - warp;  // a warp has pieces 0, 8, ... of these
+      Multiply multiply;
+      // Missing rows hold stale data, in columns that are never stored. So does the missing second tile of a chunk.
+      const uint32_t x = at.x_stages + x_stage * R::X_CHUNK;
+      mbar_wait(at.x_full + x_stage * 8, x_phase);
+      uint32_t seen = multiply.take(x, warp, lane);
+      if (!Multiply::READS_AGAIN && (!Multiply::LATE || count == 0)) release_stage(at.x_empty + x_stage * 8, seen);
+#pragma unroll
+      for (int i = 0; i < T; i += R::TILES)
+        if (i < count) {
+          mbar_wait(at.full + stage * 8, phase);
+          const uint32_t loaded = multiply.load(at.stages + stage * R::CHUNK, warp, lane);
+          if (Multiply::LATE && i == 0) release_stage(at.x_empty + x_stage * 8, seen);
+          release_stage(at.empty + stage * 8, loaded);
+          if (++stage == R::STAGES) {
+            stage = 0;
+            phase ^= 1;
+          }
+          if (left > 0) {
+            if (Multiply::LATE && i == 0) multiply.begin();
+            seen |= multiply.add(acc, i, x, warp, lane, left);
+          }
+        }
+      if (Multiply::READS_AGAIN) release_stage(at.x_empty + x_stage * 8, seen);
+      if (++x_stage == R::X_STAGES) {
+        x_stage = 0;
+        x_phase ^= 1;
+      }
+    }
+    store_pass<R>(acc, sums, y, pass, first, count, n, rows, warp, g, c);
+  }
+}
+
+// y f32 [row][n] = x W^T. x: bytes [row][pitch]; scales [row][pieces], SCALES bytes each. `next`: weights to prefetch.
 template <class R, class Multiply, class Weights>
 DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles,
                         int n, int rows, size_t pitch, NextWeights next = {}) {
-  constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
+  constexpr int W = LINEAR_WARPS, T = R::TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
   // Shuffled, so that the compiler treats it as uniform in the warp.
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const uint32_t stages_at = shared_address(shared), x_stages_at = stages_at + R::X;
-  const uint32_t full = stages_at + R::BARRIERS, empty = full + R::STAGES * 8;
-  const uint32_t x_full = empty + R::STAGES * 8;
-  const uint32_t x_empty = x_full + R::X_STAGES * 8;
-  const uint32_t x_ready = x_empty + R::X_STAGES * 8;
+  const PipelineShared<R> at(shared_address(shared));
   // All blocks of a cluster make as many passes over x as its first block, which has the most tiles.
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
   const int own_tiles = tiles_of(blockIdx.x),
             passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
   grid_trigger();
-  if (threadIdx.x == 0) {
-    mbar_init_stages(full, empty, R::STAGES, W * 32);
-    mbar_init_stages(x_full, x_empty, R::X_STAGES, W * 32, R::X_PIECES ? 32 : 1);
-    if (R::CLUSTER > 1)
-      for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
-    mbar_init_done();
-  }
+  if (threadIdx.x == 0) at.init_barriers();
   __syncthreads();
   if (R::CLUSTER > 1) cluster_arrive_relaxed();
   const int first_row = blockIdx.y * R::ROWS;  // of this block
@@ -553,7 +615,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
-      fill_weights<R::TILES, T, R::DEEP>(w, stages_at, full, empty, R::STAGES, pieces, own_tiles, R::AHEAD_FIRST,
+      fill_weights<R::TILES, T, R::DEEP>(w, at.stages, at.full, at.empty, R::STAGES, pieces, own_tiles, R::AHEAD_FIRST,
                                          PIPELINE_AHEAD);
       next.prefetch(blockIdx.x, gridDim.x);
     }
@@ -561,54 +623,13 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
     if (R::CLUSTER > 1) cluster_wait();  // the other block has initialised its barriers
     if (warp == W + 1) {
       grid_wait();
-      fill_inputs<R>(x, scales, x_stages_at, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
+      fill_inputs<R>(x, scales, at, pieces, passes, rows, pitch);
     }
   } else {
     if (R::HAND_OVER) registers_take<PIPELINE_TAKEN>();
     if (R::CLUSTER > 1) cluster_wait();
     grid_wait();
-    int stage = 0, phase = 0, x_stage = 0, x_phase = 0;
-#pragma unroll 1
-    for (int pass = 0; pass < passes; pass++) {
-      const int first = pass * T, count = max(0, min(T, own_tiles - first));
-      float acc[T][NT][4];
-#pragma unroll
-      for (int i = 0; i < T; i++)
-#pragma unroll
-        for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
-#pragma unroll 1
-      for (int k = 0; k < pieces; k += R::PIECES) {
-        const int left = pieces - k - warp;  // a warp has pieces 0, 8, ... of these
-        Multiply multiply;
-        // Missing rows hold stale data, in columns that are never stored. So does the missing second tile of a chunk.
-        const uint32_t x_at = x_stages_at + x_stage * R::X_CHUNK;
-        mbar_wait(x_full + x_stage * 8, x_phase);
-        uint32_t seen = multiply.take(x_at, warp, lane);
-        if (!Multiply::READS_AGAIN && (!Multiply::LATE || count == 0)) release_stage(x_empty + x_stage * 8, seen);
-#pragma unroll
-        for (int i = 0; i < T; i += R::TILES)
-          if (i < count) {
-            mbar_wait(full + stage * 8, phase);
-            const uint32_t loaded = multiply.load(stages_at + stage * R::CHUNK, warp, lane);
-            if (Multiply::LATE && i == 0) release_stage(x_empty + x_stage * 8, seen);
-            release_stage(empty + stage * 8, loaded);
-            if (++stage == R::STAGES) {
-              stage = 0;
-              phase ^= 1;
-            }
-            if (left > 0) {
-              if (Multiply::LATE && i == 0) multiply.begin();
-              seen |= multiply.add(acc, i, x_at, warp, lane, left);
-            }
-          }
-        if (Multiply::READS_AGAIN) release_stage(x_empty + x_stage * 8, seen);
-        if (++x_stage == R::X_STAGES) {
-          x_stage = 0;
-          x_phase ^= 1;
-        }
-      }
-      store_pass<R>(acc, sums, y, pass, first, count, n, rows, warp, g, c);
-    }
+    multiply_tiles<R, Multiply>(at, sums, y, pieces, own_tiles, passes, n, rows, warp, lane, g, c);
   }
   // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, chunk by chunk.
 }
