@@ -231,6 +231,44 @@ DEV void store_units(const float (&acc)[S::UNITS][S::N / 2], float* y, int first
   }
 }
 
+// acc += the running sum of the classes before, of which a thread's part begins at `sums`. Returns bits of it
+// (`release_stage`).
+template <class S>
+DEV uint32_t add_running_sum(float (&acc)[S::UNITS][S::N / 2], uint32_t sums) {
+  uint32_t seen = 0;
+#pragma unroll
+  for (int i = 0; i < S::UNITS * S::N / 8; i++) {
+    const uint4 s = lds128(sums + i * 128 * 16);
+    float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+    seen |= s.x;
+    sum[0] = __fadd_rn(__uint_as_float(s.x), sum[0]);
+    sum[1] = __fadd_rn(__uint_as_float(s.y), sum[1]);
+    sum[2] = __fadd_rn(__uint_as_float(s.z), sum[2]);
+    sum[3] = __fadd_rn(__uint_as_float(s.w), sum[3]);
+  }
+  return seen;
+}
+
+// Stores the running sum for the next warpgroup of this block.
+template <class S>
+DEV void store_running_sum(const float (&acc)[S::UNITS][S::N / 2], uint32_t sums) {
+#pragma unroll
+  for (int i = 0; i < S::UNITS * S::N / 8; i++) {
+    const float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+    sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
+                                           __float_as_uint(sum[3])));
+  }
+}
+
+// Sends the running sum from block 0 to block 1. The stores complete the token of the first warpgroup there.
+template <class S>
+DEV void send_running_sum(const float (&acc)[S::UNITS][S::N / 2], uint32_t sums, uint32_t token) {
+  const uint32_t next_sums = at_rank(sums, 1), next_token = at_rank(token, 1);
+#pragma unroll
+  for (int i = 0; i < S::UNITS * S::N / 8; i++)
+    store_async(next_sums + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, next_token);
+}
+
 // One warpgroup: multiplies its class, adds it to the running sum of the classes before; the
 // last class stores y [rows][n].
 template <class S>
@@ -286,17 +324,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       mbar_wait(tokens + j * 8, this_class > 0 ? pass : pass ^ 1);  // class 0 waits for class 3 of the previous pass
     }
     uint32_t seen = 0;
-    if (this_class > 0)
-#pragma unroll
-      for (int i = 0; i < S::UNITS * S::N / 8; i++) {
-        const uint4 s = lds128(sums + i * 128 * 16);
-        float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
-        seen |= s.x;
-        sum[0] = __fadd_rn(__uint_as_float(s.x), sum[0]);
-        sum[1] = __fadd_rn(__uint_as_float(s.y), sum[1]);
-        sum[2] = __fadd_rn(__uint_as_float(s.z), sum[2]);
-        sum[3] = __fadd_rn(__uint_as_float(s.w), sum[3]);
-      }
+    if (this_class > 0) seen = add_running_sum<S>(acc, sums);
     // ---- the last class stores y ----
     if (this_class == CLASSES - 1) {
       store_units<S>(acc, y, first, tiles_left, n, rows, warp, g, c);
@@ -310,17 +338,9 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
     // ---- other classes pass the sum and the token on ----
     if (this_class == WIDE_GROUPS - 1) {
       mbar_wait(sums_free, pass ^ 1);
-      const uint32_t next_sums = at_rank(sums, 1), next_token = at_rank(tokens, 1);
-#pragma unroll
-      for (int i = 0; i < S::UNITS * S::N / 8; i++)
-        store_async(next_sums + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, next_token);
+      send_running_sum<S>(acc, sums, tokens);
     } else {
-#pragma unroll
-      for (int i = 0; i < S::UNITS * S::N / 8; i++) {
-        const float* const sum = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
-        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(sum[0]), __float_as_uint(sum[1]),
-                                               __float_as_uint(sum[2]), __float_as_uint(sum[3])));
-      }
+      store_running_sum<S>(acc, sums);
     }
     mbar_arrive(tokens + (j + 1) % WIDE_GROUPS * 8);
   }
