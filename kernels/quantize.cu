@@ -74,11 +74,38 @@ DEV void warp_range(float& low, float& high) {
   }
 }
 
+// Elements from one token of a page to the next in shared memory: fragments are read without bank conflicts.
+constexpr int token_pitch(int d) { return d + 8; }
+
+// Codes, in words in the order of memory: the inverse of k_word and v_word.
+template <int D, bool VALUES>
+DEV void store_codes(const uint16_t* tile, const float2* params, const Page& page, bool balanced) {
+  uint32_t* upper = (uint32_t*)(page.upper + (VALUES ? v_codes_at(D) : k_codes_at(D)));
+  uint32_t* lower = page.lower ? (uint32_t*)(page.lower + (VALUES ? lower_v_at(D) : 0)) : nullptr;
+  for (int i = threadIdx.x; i < PAGE * D / 8; i += 256) {
+    // Word n of a uint4 that lane `owner` = 4 g + c will load, in token tile tt and channel tile ct.
+    const int n = i & 3, owner = i >> 2 & 31, quartet = i >> 7, g = owner >> 2, c = owner & 3;
+    const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64);
+    const int ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
+    Words w;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      // K tiles: tokens x channels; V tiles: channels x tokens.
+      const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];
+      const int token = tt * 16 + (VALUES ? column : row), channel = ct * 16 + (VALUES ? row : column);
+      const float2 p = params[VALUES ? token : channel];
+      w.set(e, cache_code(Half::to_float(tile[token * token_pitch(D) + channel]), p.x, p.y, balanced));
+    }
+    upper[i] = w.upper;
+    if (lower) lower[i] = w.lower_word();
+  }
+}
+
 // One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D
 // f16, `stride` elements apart.
 template <int D, bool VALUES>
 DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
-  constexpr int PITCH = D + 8;  // of a token, in elements: fragments are read without bank conflicts
+  constexpr int PITCH = token_pitch(D);
   static_assert(PAGE * PITCH * 2 + (VALUES ? PAGE : D) * 8 <= PAGE_SHARED_CHANNEL * D + PAGE_SHARED);
   extern __shared__ __align__(16) uint16_t tile[];
   float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
@@ -132,26 +159,7 @@ DEV void quantize_page(const uint16_t* src, int64_t stride, const Page& page, bo
   }
   if (bad) atomicOr(flag, FLAG_CACHE);
   __syncthreads();
-  // ---- codes, words in the order of memory: the inverse of k_word and v_word ----
-  uint32_t* upper = (uint32_t*)(page.upper + (VALUES ? v_codes_at(D) : k_codes_at(D)));
-  uint32_t* lower = page.lower ? (uint32_t*)(page.lower + (VALUES ? lower_v_at(D) : 0)) : nullptr;
-  for (int i = t; i < PAGE * D / 8; i += 256) {
-    // Word n of a uint4 that lane `owner` = 4 g + c will load, in token tile tt and channel tile ct.
-    const int n = i & 3, owner = i >> 2 & 31, quartet = i >> 7, g = owner >> 2, c = owner & 3;
-    const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64);
-    const int ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
-    Words w;
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      // K tiles: tokens x channels; V tiles: channels x tokens.
-      const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];
-      const int token = tt * 16 + (VALUES ? column : row), channel = ct * 16 + (VALUES ? row : column);
-      const float2 p = params[VALUES ? token : channel];
-      w.set(e, cache_code(Half::to_float(tile[token * PITCH + channel]), p.x, p.y, balanced));
-    }
-    upper[i] = w.upper;
-    if (lower) lower[i] = w.lower_word();
-  }
+  store_codes<D, VALUES>(tile, params, page, balanced);
 }
 
 template <int D>
