@@ -50,8 +50,8 @@ struct Span {
   int chunks;        // per KV head
   int first_block;   // block of 128 tokens with the first recent token, from the start of the text
   int list, listed;  // list: index of the span's page list; listed: its length, or < 0 for all pages
-  // Rows read at most this many tokens from pages: those that were visible when the list was made. Without a list so
-  // large that the visibility law decides.
+  // Most tokens that a row reads from pages: those that were visible when the list was made. Without a list it is
+  // larger than any text.
   int cap;
   int partial;  // first row of the span in the partial results
   int fresh;    // 1 if the list is made in this step
@@ -249,6 +249,20 @@ DEV void attend_step(Warpgroup<C>& warpgroup, State<C>& state, OwnCopies<C>& cop
   if (PLAIN || !C::WGMMA) warpgroup.release(loaded);
 }
 
+// Waits for a work item's first keys, and prepares its first page.
+template <class C>
+DEV void begin_item(Warpgroup<C>& warpgroup, OwnCopies<C>& copies, const Work& w) {
+  if (copies.ahead()) {
+    copies.wait_first_keys();
+    warpgroup.sync();
+  }
+  if (!C::FULL_VIEW && w.pages > 0 && (C::TMA || warpgroup.stages == 4)) {
+    warpgroup.ready(warpgroup.stage, warpgroup.parity);
+    prepare(warpgroup, warpgroup.stages_at + warpgroup.stage * C::STAGE);
+    warpgroup.publish();
+  }
+}
+
 // The kernel: `shared` is all of its shared memory.
 template <class C>
 DEV void attend(const AttendArgs& p, uint8_t* shared) {
@@ -299,15 +313,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 
     State<C> state;
     state.reset();
-    if (copies.ahead()) {
-      copies.wait_first_keys();
-      warpgroup.sync();
-    }
-    if (!C::FULL_VIEW && w.pages > 0 && (C::TMA || warpgroup.stages == 4)) {
-      warpgroup.ready(warpgroup.stage, warpgroup.parity);
-      prepare(warpgroup, warpgroup.stages_at + warpgroup.stage * C::STAGE);
-      warpgroup.publish();
-    }
+    begin_item(warpgroup, copies, w);
     // Without TMA and with two stages, loads do not overlap computation.
     auto fetch = [&](int n) {
       if (C::TMA || warpgroup.stages == 4) return;

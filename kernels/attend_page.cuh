@@ -161,14 +161,45 @@ DEV void score_codes_wgmma(Warpgroup<C>& warpgroup, uint32_t k, float (&S)[2][C:
 }
 #endif
 
+// S += codes times q * s by mma.sync. Returns bits of all data loaded from the stage.
+template <class C>
+DEV uint32_t score_codes_mma(const Warpgroup<C>& warpgroup, uint32_t k, float (&S)[2][C::NT][4]) {
+  constexpr int NT = C::NT, TILES = 2;
+  constexpr bool TWO = C::TWO;
+  uint32_t loaded = 0;
+#pragma unroll
+  for (int h = 0; h < C::D / 64; h++) {
+    uint4 up[TILES], low[TILES];
+    load_keys(warpgroup, k, h, up, low);
+#pragma unroll
+    for (int i = 0; i < TILES; i++) loaded |= up[i].x | low[i].x;
+#pragma unroll
+    for (int kp = 0; kp < 2; kp++) {
+      uint4 b[NT];
+#pragma unroll
+      for (int t = 0; t < NT; t++) b[t] = lds128(warpgroup.rest + (((h * 2 + kp) * NT + t) * 32 + warpgroup.lane) * 16);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        uint32_t a[4];
+        unpack<TWO>(warpgroup.magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
+#pragma unroll
+        for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
+        unpack<TWO>(warpgroup.magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
+#pragma unroll
+        for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
+      }
+    }
+  }
+  return loaded;
+}
+
 // Scores of a packed page, 32 tokens per warp. `token`: the page's first; tokens before `hidden` and from `seen` on are
 // not seen by every row. Returns bits of all data loaded from the stage, for `Warpgroup::release`; with wgmma it
 // releases the stage itself.
 template <class C>
 DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int seen, float (&S)[2][C::NT][4]) {
-  constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
+  constexpr int NT = C::NT, E = C::E, TILES = 2;
   constexpr bool TWO = C::TWO;
-  const int lane = warpgroup.lane, w4 = warpgroup.warp;
   const uint32_t rest = warpgroup.rest, k = warpgroup.stages_at + warpgroup.stage * C::STAGE;
   uint32_t loaded = 0;
   // ---- initial scores ----
@@ -193,29 +224,7 @@ DEV uint32_t score_codes(Warpgroup<C>& warpgroup, int token, int hidden, int see
     score_codes_wgmma(warpgroup, k, S);
   } else
 #endif
-#pragma unroll
-    for (int h = 0; h < D / 64; h++) {
-      uint4 up[TILES], low[TILES];
-      load_keys(warpgroup, k, h, up, low);
-#pragma unroll
-      for (int i = 0; i < TILES; i++) loaded |= up[i].x | low[i].x;
-#pragma unroll
-      for (int kp = 0; kp < 2; kp++) {
-        uint4 b[NT];
-#pragma unroll
-        for (int t = 0; t < NT; t++) b[t] = lds128(rest + (((h * 2 + kp) * NT + t) * 32 + lane) * 16);
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          uint32_t a[4];
-          unpack<TWO>(warpgroup.magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
-#pragma unroll
-          for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
-          unpack<TWO>(warpgroup.magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
-#pragma unroll
-          for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
-        }
-      }
-    }
+    loaded = score_codes_mma(warpgroup, k, S);
   if (!TWO)
 #pragma unroll
     for (int t = 0; t < NT; t++)

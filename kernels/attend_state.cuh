@@ -130,22 +130,18 @@ struct State {
     }
   }
 
-  // End of a work item: combines sums over the warpgroup's warps, then maxima, sums and outputs over the
-  // warpgroups, into warpgroup 0.
-  DEV void merge(const Warpgroup<C>& warpgroup) {
-    constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
-    const uint32_t rest = warpgroup.rest, tail = warpgroup.tail;
-    {
-      float x[NV], y[NV];
+  // Sums over the warpgroup's warps. Outputs get their scale and the zero points' contribution.
+  DEV void merge_warps(const Warpgroup<C>& warpgroup) {
+    const uint32_t rest = warpgroup.rest;
+    float x[NV], y[NV];
 #pragma unroll
-      for (int i = 0; i < NV; i++) {
-        x[i] = i < NT * E ? l[warpgroup.tile_of(i)][i % E] : 0.f;
-        y[i] = i < NT * E ? z[warpgroup.tile_of(i)][i % E] : 0.f;
-      }
-      auto add = [](float a, float b) { return __fadd_rn(a, b); };
-      warpgroup.scatter(C::RED, reduce_scatter(x, add));
-      warpgroup.scatter(C::C0, reduce_scatter(y, add));
+    for (int i = 0; i < NV; i++) {
+      x[i] = i < NT * E ? l[warpgroup.tile_of(i)][i % E] : 0.f;
+      y[i] = i < NT * E ? z[warpgroup.tile_of(i)][i % E] : 0.f;
     }
+    auto add = [](float a, float b) { return __fadd_rn(a, b); };
+    warpgroup.scatter(C::RED, reduce_scatter(x, add));
+    warpgroup.scatter(C::C0, reduce_scatter(y, add));
     warpgroup.sync();
 #pragma unroll
     for (int t = 0; t < NT; t++)
@@ -154,8 +150,8 @@ struct State {
         const int r = warpgroup.row_of(t, e);
         l[t][e] = sum4(lds128(rest + C::RED + r * 16));
         z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
-        if (WARPGROUPS > 1 && warpgroup.warp == 0 && warpgroup.g == 0) {
-          const uint32_t extremes = tail + C::EXTREMES + (warpgroup.index * ROWS + r) * 8;
+        if (C::WARPGROUPS > 1 && warpgroup.warp == 0 && warpgroup.g == 0) {
+          const uint32_t extremes = warpgroup.tail + C::EXTREMES + (warpgroup.index * C::ROWS + r) * 8;
           sts32(extremes, __float_as_uint(M[t][e]));
           sts32(extremes + 4, __float_as_uint(l[t][e]));
         }
@@ -165,38 +161,47 @@ struct State {
           O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Warpgroup<C>::O_SCALE, z[t][e]);
         }
       }
-    if constexpr (WARPGROUPS > 1) {
-      __syncwarp();
-      warpgroup.block_sync();
+  }
+
+  // Every warpgroup gets the rows' maxima and sums over all warpgroups. Warpgroups other than 0 store their outputs,
+  // scaled to these, in shared memory.
+  DEV void merge_warpgroups(const Warpgroup<C>& warpgroup) {
+    constexpr int WARPGROUPS = C::WARPGROUPS, ROWS = C::ROWS;
+    __syncwarp();
+    warpgroup.block_sync();
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const uint32_t extremes = warpgroup.tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
+        float largest = LOG_ZERO, sum = 0;
+#pragma unroll
+        for (int i = 0; i < WARPGROUPS; i++) largest = fmaxf(largest, __uint_as_float(lds32(extremes + i * ROWS * 8)));
+#pragma unroll
+        for (int i = 0; i < WARPGROUPS; i++) {
+          const uint2 x = lds64(extremes + i * ROWS * 8);
+          sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -largest)), __uint_as_float(x.y), sum);
+        }
+        const float factor = exp2_fast(__fadd_rn(M[t][e], -largest));
+        scale_outputs(t, e, factor);
+        M[t][e] = largest;
+        l[t][e] = sum;
+      }
+    if (warpgroup.index)
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int e = 0; e < E; e++) {
-          const uint32_t extremes = tail + C::EXTREMES + warpgroup.row_of(t, e) * 8;
-          float largest = LOG_ZERO, sum = 0;
-#pragma unroll
-          for (int i = 0; i < WARPGROUPS; i++)
-            largest = fmaxf(largest, __uint_as_float(lds32(extremes + i * ROWS * 8)));
-#pragma unroll
-          for (int i = 0; i < WARPGROUPS; i++) {
-            const uint2 x = lds64(extremes + i * ROWS * 8);
-            sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -largest)), __uint_as_float(x.y), sum);
-          }
-          const float factor = exp2_fast(__fadd_rn(M[t][e], -largest));
-          scale_outputs(t, e, factor);
-          M[t][e] = largest;
-          l[t][e] = sum;
-        }
-      if (warpgroup.index)
-#pragma unroll
-        for (int t = 0; t < NT; t++)
-#pragma unroll
-          for (int j = 0; j < TILES_W; j++)
-            sts128(rest + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16,
-                   make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]),
-                              __float_as_uint(O[t][j][3])));
-      warpgroup.block_sync();
-    }
+        for (int j = 0; j < TILES_W; j++)
+          sts128(warpgroup.rest + (((t * TILES_W + j) * 4 + warpgroup.warp) * 32 + warpgroup.lane) * 16,
+                 make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]),
+                            __float_as_uint(O[t][j][3])));
+    warpgroup.block_sync();
+  }
+
+  // End of a work item.
+  DEV void merge(const Warpgroup<C>& warpgroup) {
+    merge_warps(warpgroup);
+    if constexpr (C::WARPGROUPS > 1) merge_warpgroups(warpgroup);
   }
 
   // Codes of the rows' only work item: O is [row][D] in shared memory, where q * s and P were.
