@@ -115,6 +115,20 @@ DEV float warp_max_nonnegative(float x) {
 #endif
 }
 
+// Maximum and sum over the four lanes that have the same two rows of an mma's result, for both rows.
+DEV void quad_max(float& x0, float& x1) {
+  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1));
+  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
+  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2));
+  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
+}
+DEV void quad_sum(float& x0, float& x1) {
+  x0 += __shfl_xor_sync(~0u, x0, 1);
+  x1 += __shfl_xor_sync(~0u, x1, 1);
+  x0 += __shfl_xor_sync(~0u, x0, 2);
+  x1 += __shfl_xor_sync(~0u, x1, 2);
+}
+
 // 128 inputs of a draft GEMM as int8, four per lane of a warp: code = round(x * 127 / max |x|).
 // quantspec_core::quantize divides by the scale instead, so a code may differ by one; only drafts are affected.
 //

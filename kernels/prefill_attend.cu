@@ -32,20 +32,6 @@ DEV float hidden_score() {
   return LOCAL ? minus_infinity() : LOG_ZERO;
 }
 
-// Maximum and sum over the four lanes that have the same rows, for both rows of a lane.
-DEV void quad_max(float& x0, float& x1) {
-  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1));
-  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
-  x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2));
-  x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
-}
-DEV void quad_sum(float& x0, float& x1) {
-  x0 += __shfl_xor_sync(~0u, x0, 1);
-  x1 += __shfl_xor_sync(~0u, x1, 1);
-  x0 += __shfl_xor_sync(~0u, x0, 2);
-  x1 += __shfl_xor_sync(~0u, x1, 2);
-}
-
 // What a CTA computes: ROWS query rows from row0 on of a query head. Grid: KV head slowest, then query tiles from the
 // last (longest) down, then the heads of the group, which share K and V in L2.
 struct Place {

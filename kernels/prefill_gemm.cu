@@ -40,9 +40,9 @@ struct Config {
   static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;
   // Stages, outgoing blocks, barriers, room to align.
   static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * OUT_BUFFERS * OUT_BYTES + 16 * STAGES + 1024;
-  static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;  // the producer gives registers to the consumers
+  static constexpr bool HAND_OVER = CONSUMERS == 2;  // the producer releases registers to the consumers
 };
-// Registers per thread after that.
+// Registers per thread after the hand-over.
 enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
 // Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of
 // CTAs; slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies
@@ -112,63 +112,71 @@ struct Qkv {
   const float2* cos_sin;         // [M][HEAD_DIM / 2]
   float eps;
   int heads, kv_heads, M;
+  static constexpr int REGISTERS = HEAD_DIM / 2;  // accumulators of a head
+
+  // v: a head's accumulators. of_head: the head's bias.
+  static DEV void add_bias(float* v, const float* of_head, int c) {
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; j++) {
+      const float2 b = *(const float2*)(of_head + 8 * j + 2 * c);
+      v[4 * j] += b.x;
+      v[4 * j + 1] += b.y;
+      v[4 * j + 2] += b.x;
+      v[4 * j + 3] += b.y;
+    }
+  }
+
+  DEV void normalise(float* v, const float* norm, int c) const {
+    float s0 = 0, s1 = 0;
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; j++) {
+      s0 += v[4 * j] * v[4 * j] + v[4 * j + 1] * v[4 * j + 1];
+      s1 += v[4 * j + 2] * v[4 * j + 2] + v[4 * j + 3] * v[4 * j + 3];
+    }
+    quad_sum(s0, s1);
+    const float f0 = rsqrtf(s0 / HEAD_DIM + eps), f1 = rsqrtf(s1 / HEAD_DIM + eps);
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; j++) {
+      const float2 w = *(const float2*)(norm + 8 * j + 2 * c);
+      v[4 * j] *= f0 * w.x;
+      v[4 * j + 1] *= f0 * w.y;
+      v[4 * j + 2] *= f1 * w.x;
+      v[4 * j + 3] *= f1 * w.y;
+    }
+  }
+
+  // RoPE. row: the thread's first row.
+  DEV void rotate(float* v, int row, int c) const {
+    constexpr int PAIR = HEAD_DIM / 4;  // distance between the accumulators that are rotated together
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float4* angles = (const float4*)(cos_sin + (size_t)min(row + 8 * r, M - 1) * (HEAD_DIM / 2) + 2 * c);
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / 16; j++) {
+        const float4 a = __ldg(angles + 4 * j);  // cos, sin of channel 8j + 2c, then of the next
+        float *x = v + 4 * j + 2 * r, *y = x + PAIR;
+        const float x0 = x[0], x1 = x[1];
+        x[0] = x0 * a.x - y[0] * a.y;
+        x[1] = x1 * a.z - y[1] * a.w;
+        y[0] = y[0] * a.x + x0 * a.y;
+        y[1] = y[1] * a.z + x1 * a.w;
+      }
+    }
+  }
 
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& corner) const {
-    // Accumulators of a head; distance between the two that RoPE rotates together.
-    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;
     const int lane = threadIdx.x & 31, c = lane & 3, row = corner.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
     for (int h = 0; h < C::COLUMNS / HEAD_DIM; h++) {
       float* v = d + h * REGISTERS;
       const int column = corner.column + h * HEAD_DIM, head = column / HEAD_DIM;
       if (head >= heads + 2 * kv_heads) break;
-      if (bias)
-#pragma unroll
-        for (int j = 0; j < HEAD_DIM / 8; j++) {
-          const float2 b = *(const float2*)(bias + column + 8 * j + 2 * c);
-          v[4 * j] += b.x;
-          v[4 * j + 1] += b.y;
-          v[4 * j + 2] += b.x;
-          v[4 * j + 3] += b.y;
-        }
+      if (bias) add_bias(v, bias + column, c);
       if (head >= heads + kv_heads) continue;  // values
       const float* norm = head < heads ? q_norm : k_norm;
-      if (norm) {
-        float s0 = 0, s1 = 0;
-#pragma unroll
-        for (int j = 0; j < HEAD_DIM / 8; j++) {
-          s0 += v[4 * j] * v[4 * j] + v[4 * j + 1] * v[4 * j + 1];
-          s1 += v[4 * j + 2] * v[4 * j + 2] + v[4 * j + 3] * v[4 * j + 3];
-        }
-        s0 += __shfl_xor_sync(~0u, s0, 1);
-        s1 += __shfl_xor_sync(~0u, s1, 1);
-        s0 += __shfl_xor_sync(~0u, s0, 2);
-        s1 += __shfl_xor_sync(~0u, s1, 2);
-        const float f0 = rsqrtf(s0 / HEAD_DIM + eps), f1 = rsqrtf(s1 / HEAD_DIM + eps);
-#pragma unroll
-        for (int j = 0; j < HEAD_DIM / 8; j++) {
-          const float2 w = *(const float2*)(norm + 8 * j + 2 * c);
-          v[4 * j] *= f0 * w.x;
-          v[4 * j + 1] *= f0 * w.y;
-          v[4 * j + 2] *= f1 * w.x;
-          v[4 * j + 3] *= f1 * w.y;
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const float4* angles = (const float4*)(cos_sin + (size_t)min(row + 8 * r, M - 1) * (HEAD_DIM / 2) + 2 * c);
-#pragma unroll
-        for (int j = 0; j < HEAD_DIM / 16; j++) {
-          const float4 a = __ldg(angles + 4 * j);  // cos, sin of channel 8j + 2c, then of the next
-          float *x = v + 4 * j + 2 * r, *y = x + PAIR;
-          const float x0 = x[0], x1 = x[1];
-          x[0] = x0 * a.x - y[0] * a.y;
-          x[1] = x1 * a.z - y[1] * a.w;
-          y[0] = y[0] * a.x + x0 * a.y;
-          y[1] = y[1] * a.z + x1 * a.w;
-        }
-      }
+      if (norm) normalise(v, norm, c);
+      rotate(v, row, c);
     }
     const int q_width = heads * HEAD_DIM, width = q_width + 2 * kv_heads * HEAD_DIM;
 #pragma unroll
@@ -251,6 +259,86 @@ struct Gated {
   }
 };
 
+// A cluster's tiles of C: `first`, first + step, ... of `count`.
+struct Tiles {
+  int rows, columns, count;
+  int group;  // of `tile_at`
+  int first, step;
+  int blocks;  // of k
+  DEV TileIndex at(int tile) const { return tile_at(tile, rows, columns, group); }
+};
+
+// The producer, one thread: loads the CTA's rows of A, and its share of W for the whole cluster.
+template <class C>
+DEV void load_tiles(uint32_t base, uint32_t full, uint32_t empty, const TensorMap* A, const TensorMap* W,
+                    const Tiles& tiles, int rank) {
+  constexpr int SHARE = C::W_BYTES / C::CLUSTER;
+  if (C::CLUSTER == 1) rank = 0;  // a constant for the compiler
+  int s = 0, phase = 0;
+  for (int t = tiles.first; t < tiles.count; t += tiles.step) {
+    const TileIndex tile = tiles.at(t);
+    const int row = tile.row * C::TILE_ROWS + rank * C::ROWS;
+    const int column = tile.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
+    for (int kb = 0; kb < tiles.blocks; kb++) {
+      mbar_wait(empty + 8 * s, phase ^ 1);
+      const uint32_t stage = base + s * C::STAGE_BYTES, w = stage + C::A_BYTES + rank * SHARE, bar = full + 8 * s;
+      mbar_expect(bar, C::STAGE_BYTES);
+      tma_load(stage, A, kb * C::BLOCK_K, row, bar);
+      if (C::CLUSTER > 1)
+        tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
+      else
+        tma_load(w, W, 0, 0, kb, column / 16, bar);
+      if (++s == C::STAGES) {
+        s = 0;
+        phase ^= 1;
+      }
+    }
+  }
+}
+
+// A consumer warpgroup: multiplies its 64 rows of each tile.
+template <class C, class Epilogue>
+DEV void multiply_tiles(uint32_t base, uint32_t out, uint32_t full, uint32_t empty, const Tiles& tiles, int rank,
+                        int warpgroup, const Epilogue& epilogue) {
+  if (C::CLUSTER == 1) rank = 0;
+  const int lane = threadIdx.x & 31;
+  int s = 0, phase = 0;
+  Corner corner{0, 0, out + warpgroup * C::OUT_BUFFERS * C::OUT_BYTES, 1 + warpgroup, 0};
+  auto release = [&](int stage) {
+    if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * stage, lane);
+  };
+  float d[C::COLUMNS / 2];
+  for (int t = tiles.first; t < tiles.count; t += tiles.step) {
+    const TileIndex tile = tiles.at(t);
+    int previous = 0;
+    // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma (C7515).
+#pragma unroll
+    for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
+    for (int kb = 0; kb < tiles.blocks; kb++) {
+      mbar_wait(full + 8 * s, phase);
+      const uint32_t stage = base + s * C::STAGE_BYTES;
+      const uint64_t a = desc_kmajor(stage + warpgroup * 64 * 128), b = desc_kmajor(stage + C::A_BYTES);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; k++) Wgmma<typename C::T>::shared(d, a + 2 * k, b + 2 * k, 1);
+      wgmma_commit();
+      wgmma_wait<1>();  // the previous block is complete, so its stage may be refilled
+      if (kb) release(previous);
+      previous = s;
+      if (++s == C::STAGES) {
+        s = 0;
+        phase ^= 1;
+      }
+    }
+    wgmma_wait<0>();
+    release(previous);
+    corner.row = tile.row * C::TILE_ROWS + rank * C::ROWS + warpgroup * 64;
+    corner.column = tile.column * C::COLUMNS;
+    epilogue.template operator()<C>(d, corner);
+  }
+  if ((threadIdx.x & 127) == 0) bulk_wait_all();
+}
+
 // Grid: a multiple of CLUSTER, at most as many CTAs as are resident. `group`: that of `tile_at`, in tile rows.
 //
 // Tensor maps:
@@ -259,19 +347,21 @@ struct Gated {
 //     W  {64, 16, K / 64, N / 16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle
 template <class C, class Epilogue>
 DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, int group, const Epilogue& epilogue) {
-  constexpr int STAGES = C::STAGES, SHARE = C::W_BYTES / C::CLUSTER;
   extern __shared__ char raw[];
-  const uint32_t base = (shared_address(raw) + 1023) & ~1023u, out = base + STAGES * C::STAGE_BYTES;
-  const uint32_t full = out + C::CONSUMERS * C::OUT_BUFFERS * C::OUT_BYTES, empty = full + STAGES * 8;
+  const uint32_t base = (shared_address(raw) + 1023) & ~1023u, out = base + C::STAGES * C::STAGE_BYTES;
+  const uint32_t full = out + C::CONSUMERS * C::OUT_BUFFERS * C::OUT_BYTES, empty = full + C::STAGES * 8;
   const int rank = C::CLUSTER > 1 ? cluster_rank() : 0, warpgroup = threadIdx.x >> 7;
-  const int tile_rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS;
-  const int tile_columns = (N + C::COLUMNS - 1) / C::COLUMNS;
-  const int tiles = tile_rows * tile_columns;
-  const int blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K;  // of k
-  const int first = blockIdx.x / C::CLUSTER, clusters = gridDim.x / C::CLUSTER;
+  Tiles tiles;
+  tiles.rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS;
+  tiles.columns = (N + C::COLUMNS - 1) / C::COLUMNS;
+  tiles.count = tiles.rows * tiles.columns;
+  tiles.group = group;
+  tiles.blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K;
+  tiles.first = blockIdx.x / C::CLUSTER;
+  tiles.step = gridDim.x / C::CLUSTER;
   if (threadIdx.x == 0) {
     // A stage is free when every consumer warp of the cluster has arrived.
-    for (int s = 0; s < STAGES; s++) {
+    for (int s = 0; s < C::STAGES; s++) {
       mbar_init(full + 8 * s, 1);
       mbar_init(empty + 8 * s, 4 * C::CONSUMERS * C::CLUSTER);
     }
@@ -282,68 +372,11 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
   else
     __syncthreads();
   if (warpgroup == C::CONSUMERS) {
-    if (C::SHIFT_REGISTERS) registers_give<PRODUCER_REGISTERS>();
-    if ((threadIdx.x & 127) == 0) {
-      int s = 0, phase = 0;
-      for (int t = first; t < tiles; t += clusters) {
-        const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
-        const int row = at.row * C::TILE_ROWS + rank * C::ROWS;
-        const int column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
-        for (int kb = 0; kb < blocks; kb++) {
-          mbar_wait(empty + 8 * s, phase ^ 1);
-          const uint32_t stage = base + s * C::STAGE_BYTES, w = stage + C::A_BYTES + rank * SHARE, bar = full + 8 * s;
-          mbar_expect(bar, C::STAGE_BYTES);
-          tma_load(stage, A, kb * C::BLOCK_K, row, bar);
-          if (C::CLUSTER > 1)
-            tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
-          else
-            tma_load(w, W, 0, 0, kb, column / 16, bar);
-          if (++s == STAGES) {
-            s = 0;
-            phase ^= 1;
-          }
-        }
-      }
-    }
+    if (C::HAND_OVER) registers_give<PRODUCER_REGISTERS>();
+    if ((threadIdx.x & 127) == 0) load_tiles<C>(base, full, empty, A, W, tiles, rank);
   } else {
-    if (C::SHIFT_REGISTERS) registers_take<CONSUMER_REGISTERS>();
-    const int lane = threadIdx.x & 31;
-    int s = 0, phase = 0;
-    Corner corner{0, 0, out + warpgroup * C::OUT_BUFFERS * C::OUT_BYTES, 1 + warpgroup, 0};
-    auto release = [&](int stage) {
-      if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * stage, lane);
-    };
-    float d[C::COLUMNS / 2];
-    for (int t = first; t < tiles; t += clusters) {
-      const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
-      int previous = 0;
-      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas
-      // serialise every wgmma (C7515).
-#pragma unroll
-      for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
-      for (int kb = 0; kb < blocks; kb++) {
-        mbar_wait(full + 8 * s, phase);
-        const uint32_t stage = base + s * C::STAGE_BYTES;
-        const uint64_t a = desc_kmajor(stage + warpgroup * 64 * 128), b = desc_kmajor(stage + C::A_BYTES);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; k++) Wgmma<typename C::T>::shared(d, a + 2 * k, b + 2 * k, 1);
-        wgmma_commit();
-        wgmma_wait<1>();  // the previous block is complete, so its stage may be refilled
-        if (kb) release(previous);
-        previous = s;
-        if (++s == STAGES) {
-          s = 0;
-          phase ^= 1;
-        }
-      }
-      wgmma_wait<0>();
-      release(previous);
-      corner.row = at.row * C::TILE_ROWS + rank * C::ROWS + warpgroup * 64;
-      corner.column = at.column * C::COLUMNS;
-      epilogue.template operator()<C>(d, corner);
-    }
-    if ((threadIdx.x & 127) == 0) bulk_wait_all();
+    if (C::HAND_OVER) registers_take<CONSUMER_REGISTERS>();
+    multiply_tiles<C>(base, out, full, empty, tiles, rank, warpgroup, epilogue);
   }
   if (C::CLUSTER > 1) cluster_sync();  // the other CTA may still signal or write to this one
 }
@@ -425,7 +458,29 @@ DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t 
 DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
 
 // Calls store(row, column, c0, c1) for every pair of columns from an even one on that this thread holds, of rows below
-// M and columns below N. With GATED it calls store(row, column, gate pair, up pair).
+// M and columns below N. With GATED it calls store(row, column, gate pair, up pair). row0, column0: of the warp.
+template <bool GATED, class Store>
+DEV void store_results(const float (&d)[4][8][4], int row0, int column0, int M, int N, Store store) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = row0 + 16 * i + 8 * h + (lane >> 2);
+      if (row >= M) continue;
+#pragma unroll
+      for (int j = 0; j < 8; j += GATED ? 2 : 1) {
+        const int column = column0 + 8 * j + (lane & 3) * 2;
+        if (column >= N) continue;
+        if constexpr (GATED)
+          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1], d[i][j + 1][2 * h], d[i][j + 1][2 * h + 1]);
+        else
+          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1]);
+      }
+    }
+}
+
+// Multiplies a block's tile; `store` as of `store_results`.
 template <class T, bool GATED, class Store>
 DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pitch, int group, Store store) {
   extern __shared__ __align__(128) char raw[];
@@ -491,22 +546,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
     multiply(1);
   }
   copy_wait<0>();
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = row0 + wm + 16 * i + 8 * h + (lane >> 2);
-      if (row >= M) continue;
-#pragma unroll
-      for (int j = 0; j < 8; j += GATED ? 2 : 1) {
-        const int column = column0 + wn + 8 * j + (lane & 3) * 2;
-        if (column >= N) continue;
-        if constexpr (GATED)
-          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1], d[i][j + 1][2 * h], d[i][j + 1][2 * h + 1]);
-        else
-          store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1]);
-      }
-    }
+  store_results<GATED>(d, row0 + wm, column0 + wn, M, N, store);
 }
 
 }  // namespace mma_gemm
