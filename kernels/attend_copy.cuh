@@ -129,7 +129,7 @@ DEV void produce(const AttendArgs& p, uint32_t base, int warpgroup) {
     }
   }
   // Memory is nearly idle from here to the GEMM after `merge`, so that GEMM's first weights are prefetched.
-  constexpr int PIECE = 16384;  // bytes, as in `NextWeights`
+  constexpr int PIECE = NextWeights::PIECE;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
     for (int offset = (blockIdx.x * WARPGROUPS + warpgroup) * PIECE; offset < p.prefetch_bytes;

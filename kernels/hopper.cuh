@@ -148,11 +148,12 @@ DEV void bulk_prefetch(const void* src, int bytes) {
 // The weights that a later kernel reads first, which a kernel prefetches after its own last load: memory is nearly idle
 // from then to the next kernel's first load.
 struct NextWeights {
+  static constexpr uint32_t PIECE = 16384;  // bytes of a prefetch
+
   const uint8_t* weights;
   uint32_t bytes;  // a multiple of 16
   // Prefetches the pieces of thread `index` of `threads`.
   DEV void prefetch(uint32_t index, uint32_t threads) const {
-    constexpr uint32_t PIECE = 16384;  // bytes
 #pragma unroll 1
     for (uint32_t offset = index * PIECE; offset < bytes; offset += threads * PIECE)
       bulk_prefetch(weights + offset, min(PIECE, bytes - offset));
@@ -262,17 +263,16 @@ struct Wgmma;
 WGMMA_TYPE(Half, "f16");
 WGMMA_TYPE(Bf16, "bf16");
 
-// d[64 x N] (+)= A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major); accumulate = 0 overwrites d.
-#define WGMMA_REGISTERS(N, LIST, P, A, B, OUT)                                                 \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N \
-               "k16.f32.f16.f16 {" LIST "},{" A "}," B ",p,1,1,1;\n}"                          \
-               : OUT                                                                           \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-DEV void wgmma_registers(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
-  WGMMA_REGISTERS("128", LIST64, "%69", "%64,%65,%66,%67", "%68", OUT64(d, 0));
+// d[64 x N] += A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major).
+#define WGMMA_REGISTERS(N, LIST, A, B, OUT)                                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32.f16.f16 {" LIST "},{" A "}," B ",1,1,1,1;" \
+               : OUT                                                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+DEV void wgmma_registers(float (&d)[64], const uint32_t* a, uint64_t b) {
+  WGMMA_REGISTERS("128", LIST64, "%64,%65,%66,%67", "%68", OUT64(d, 0));
 }
-DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, int accumulate) {
-  WGMMA_REGISTERS("64", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));
+DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b) {
+  WGMMA_REGISTERS("64", LIST32, "%32,%33,%34,%35", "%36", OUT32(d, 0));
 }
 
 // d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns. d(t, e) are a

@@ -177,7 +177,7 @@ struct Consumer {
     const uint64_t v_desc = desc_nmajor(at.v + stage * BYTES, SLICE);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
+    for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128);
     wgmma_commit();
   }
 
