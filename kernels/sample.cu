@@ -108,7 +108,7 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 // limit; and the position in that bin, by comparing its few tokens. Only if one bin has more than LIST tokens,
 // bisection over the whole row finds the limit.
 
-enum { CUT_THREADS = 1024 };  // of a block that cuts or judges
+constexpr int CUT_THREADS = 1024;  // of a block that cuts or judges
 constexpr int BINS = 2048, LIST = 1024;
 constexpr float BINS_PER_NAT = 64;
 // Units of mass 1, relative to the top of its bin, of a listed token.

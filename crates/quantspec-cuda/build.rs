@@ -233,7 +233,7 @@ const NUMBERS: [(&str, &[&str]); 16] = [
     ("pages.cu", &["CHOICE_THREADS"]),
     ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_CHUNK_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),
     ("penalty.cu", &["PENALTY_THREADS", "PENALTY_TOKENS", "COMMIT_TOKENS", "NGRAM_MAX", "WINDOW_MAX"]),
-    ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS", "SAMPLE_VOCAB_MAX", "CUT_BYTES", "RACE_BYTES"]),
+    ("sample.cu", &["SAMPLE_CHUNK", "SAMPLE_THREADS", "CUT_THREADS", "SAMPLE_VOCAB_MAX", "CUT_BYTES", "RACE_BYTES"]),
     ("layout.cuh", &["PAGE", "RING", "UPPER_BLOCK", "LOWER_BLOCK"]),
     ("elementwise.cu", &["NORM_THREADS"]),
     ("masses.cu", &["MASS_THREADS"]),

@@ -6,7 +6,7 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
 use crate::penalty::Penalising;
-use crate::shapes::{CUT_BYTES, RACE_BYTES, SAMPLE_CHUNK, SAMPLE_THREADS, SAMPLE_VOCAB_MAX};
+use crate::shapes::{CUT_BYTES, CUT_THREADS, RACE_BYTES, SAMPLE_CHUNK, SAMPLE_THREADS, SAMPLE_VOCAB_MAX};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -433,7 +433,7 @@ impl Sampling {
         unsafe {
             if features.warm {
                 let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];
-                self.device.launch(self.cut, launch([count, 1], 1024), &arguments)?;
+                self.device.launch(self.cut, launch([count, 1], CUT_THREADS as u32), &arguments)?;
             }
             let arguments = args![
                 rows,
@@ -546,7 +546,7 @@ impl Sampling {
             GAMMA_MAX,
             self.shared.at(VERDICTS_AT),
         ];
-        let launch = Launch { grid: [turns as u32, 1, 1], block: 1024, shared: 0, overlap: true };
+        let launch = Launch { grid: [turns as u32, 1, 1], block: CUT_THREADS as u32, shared: 0, overlap: true };
         // SAFETY: as in `choose`.
         unsafe { self.device.launch(self.judge, launch, &arguments) }
     }
