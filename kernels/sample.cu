@@ -471,6 +471,23 @@ struct Race {
 
 static_assert(sizeof(Race) == RACE_BYTES);
 
+// Noise of a thread's tokens: random words, and estimates of their contributions to the scores. id_of(i): the i-th
+// token.
+template <int OWN, class IdOf>
+DEV void draw_noise(uint32_t (&words)[OWN][SAMPLE_THREADS], float (&about)[OWN][SAMPLE_THREADS], const Sampler& s,
+                    int position, Stream stream, IdOf id_of) {
+  const int own = threadIdx.x;
+#pragma unroll 1
+  for (int i = 0; i < OWN; i += 4) {
+    const uint4 quartet = noise(s, position, stream, id_of(i) / 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      words[i + j][own] = word_of(quartet, j);
+      about[i + j][own] = gumbel_estimate(unit(word_of(quartet, j)));
+    }
+  }
+}
+
 // sample_choose: the token after each row.
 //
 //     logits            f32 [row][vocab]
@@ -506,16 +523,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];
   const bool greedy = s.temperature == 0.f, keep = drafts && s.accept == REJECTION;
-  if (!greedy)
-#pragma unroll 1
-    for (int i = 0; i < OWN; i += 4) {
-      const uint4 quartet = noise(s, r.position + 1, keep ? DRAFT : SAMPLE, id_of(i) / 4);
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        words[i + j][own] = word_of(quartet, j);
-        about[i + j][own] = gumbel_estimate(unit(word_of(quartet, j)));
-      }
-    }
+  if (!greedy) draw_noise<OWN>(words, about, s, r.position + 1, keep ? DRAFT : SAMPLE, id_of);
   const float least = least_kept(s);
   grid_wait();
   Cut cut{};
