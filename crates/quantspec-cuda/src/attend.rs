@@ -26,6 +26,7 @@ const SHARED_MAX: usize = 227 << 10;
 /// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends: 8 MB on 132 SMs. A step
 /// is faster with 4 and with 8 MB, and slower with 16 MB.
 const PREFETCH_BYTES: usize = 64 << 10;
+
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {

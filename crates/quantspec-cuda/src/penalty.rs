@@ -32,7 +32,7 @@ struct DeviceHistory {
 #[derive(Clone, Copy, Debug, Default)]
 struct DeviceCommit {
     slot: i32,
-    more: i32,
+    added: i32,
     history: DeviceHistory,
     /// The new tokens if they fit; otherwise they are copied separately.
     tokens: [u32; COMMIT_TOKENS],
@@ -156,13 +156,13 @@ impl Penalising {
         if known.on && known.text == Some((history.answer(), text.len())) {
             return Ok(None);
         }
-        let more = &text[from..];
-        if text.len() > self.pitch || more.iter().any(|&token| token as usize >= self.vocab) {
+        let added = &text[from..];
+        if text.len() > self.pitch || added.iter().any(|&token| token as usize >= self.vocab) {
             return Err(Error::internal(format!("a text of {} tokens in a slot of {}", text.len(), self.pitch)));
         }
         let mut commit = DeviceCommit {
             slot: slot as i32,
-            more: more.len() as i32,
+            added: added.len() as i32,
             history: DeviceHistory {
                 on: 1,
                 ngram: penalties.no_repeat_ngram as i32,
@@ -175,9 +175,9 @@ impl Penalising {
             },
             tokens: [0; COMMIT_TOKENS],
         };
-        match commit.tokens.get_mut(..more.len()) {
-            Some(tokens) => tokens.copy_from_slice(more),
-            None => self.texts.write((slot * self.pitch + from) * 4, more)?,
+        match commit.tokens.get_mut(..added.len()) {
+            Some(tokens) => tokens.copy_from_slice(added),
+            None => self.texts.write((slot * self.pitch + from) * 4, added)?,
         }
         *known = Known { on: true, text: Some((history.answer(), text.len())) };
         Ok(Some(commit))

@@ -72,7 +72,7 @@ pub(crate) struct Attend {
     pub(crate) view: usize,
     /// Most query rows per KV head.
     pub(crate) rows: usize,
-    /// Pipeline stages of a ring filled by TMA; 0 if threads copy, with stages chosen at launch.
+    /// Pipeline stages that TMA fills; 0 if threads copy, with stages chosen at launch.
     pub(crate) stages: usize,
     /// True for blocks of half an SM.
     pub(crate) half_sm: bool,
