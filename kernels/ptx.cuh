@@ -1,7 +1,7 @@
 // The PTX instructions the kernels use, with replacements on architectures that lack them.
 //
-// The only headers are cuda_fp16.h and cuda_bf16.h of the toolkit: NVRTC compiles every kernel at build time. It stores
-// every constexpr variable of a namespace in the image, so other constants are enumerators.
+// The only headers are cuda_fp16.h and cuda_bf16.h of the toolkit: NVRTC compiles every kernel at build time. A
+// constexpr variable of a namespace takes some 36 bytes of the image, an enumerator none.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
