@@ -45,3 +45,15 @@ def test_the_peak_is_the_plan(tmp_path: Path) -> None:
     held = ("weights", "draft_weights", "cache_upper", "cache_lower", "buffer", "workspace")
     assert sum(stats[f"{part}_bytes"] for part in held) > 0.6 * stats["planned_bytes"]
     assert 0.97 < stats["peak_bytes"] / stats["planned_bytes"] < 1.03, stats
+
+
+def test_a_limit_of_the_address_space_counts_as_a_smaller_machine() -> None:
+    limit = 1 << 30
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit}))\n"
+        "from quantspec_cli.model import Model, planned\n"
+        "from quantspec_cli.options import EngineOptions\n"
+        "print(planned(Model.open(), EngineOptions(device='cpu'), context=1024)['available_bytes'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert 0 < int(done.stdout) < limit

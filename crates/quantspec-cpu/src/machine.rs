@@ -65,13 +65,18 @@ fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
     root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
 
+/// Bytes left of this process's address space, if it has a limit (`ulimit -v`).
+fn address_space_available() -> Option<usize> {
+    let limits = fs::read_to_string("/proc/self/limits").ok()?;
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit: usize = limit.split_whitespace().next()?.parse().ok()?;
+    Some(limit.saturating_sub(proc_bytes("/proc/self/status", "VmSize:")?))
+}
+
 /// Bytes this process can still allocate without swapping, or None if unknown.
 pub fn memory_available() -> Option<usize> {
     let machine = proc_bytes("/proc/meminfo", "MemAvailable:");
-    match (machine, group_available()) {
-        (Some(machine), Some(group)) => Some(machine.min(group)),
-        (machine, group) => machine.or(group),
-    }
+    [machine, group_available(), address_space_available()].into_iter().flatten().min()
 }
 
 /// Bytes of memory in all.
