@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Inner
 
 from quantspec_cli import panics
-from quantspec_cli.errors import ModelError
+from quantspec_cli.errors import DoesNotFitError, ModelError
 from quantspec_cli.text import Text
 from quantspec_cli.tokenizer import Tokenizer
 
@@ -310,6 +310,17 @@ def test_ctrl_c_while_a_text_is_encoded_has_its_standard_error(
     os.write(2, b"interrupted\n")
     done.set()
     assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_a_system_without_threads_is_not_the_tokenizers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Threadless:
+        def encode_batch_fast(self, *_: object, **__: object) -> None:
+            raise RuntimeError("The global thread pool has not been initialized.: ThreadPoolBuildError { kind: … }")
+
+    tokenizer = Tokenizer(DEMO, 8192)
+    monkeypatch.setattr(tokenizer, "_inner", Threadless())
+    with pytest.raises(DoesNotFitError, match="starts no further thread"):
+        tokenizer.encode("one")
 
 
 def test_half_of_a_pair_in_the_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:

@@ -157,11 +157,16 @@ def internal(error: BaseException) -> QuantspecError:
     if isinstance(error, MemoryError):
         return DoesNotFitError("out of memory", "use a shorter prompt or a smaller model")
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return DoesNotFitError(
-            "the system starts no further thread", "raise the limits on memory and processes (ulimit -v, ulimit -u)"
-        )
+        return no_thread()
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return InternalError(text, "this is a defect of quantspec; please report it with the command you ran")
+
+
+def no_thread() -> DoesNotFitError:
+    """The error of a system that starts no further thread."""
+    return DoesNotFitError(
+        "the system starts no further thread", "raise the limits on memory and processes (ulimit -v, ulimit -u)"
+    )
 
 
 def refused(error: OSError) -> FileError:

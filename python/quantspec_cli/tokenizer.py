@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from . import background, files, gguf, lower_bound, panics, pieces, sentencepiece
-from .errors import ModelError, QuantspecError
+from .errors import ModelError, QuantspecError, no_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -289,6 +289,8 @@ def _guarded(work: Callable[[], Any], message: str, hint: str) -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError, QuantspecError):
         raise
     except BaseException as error:
+        if "ThreadPoolBuildError" in str(error):
+            raise no_thread() from error
         raise ModelError(f"{message}: {error}", hint) from error
 
 
