@@ -22,7 +22,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 /// Location of a part's bytes in safetensors files.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +58,8 @@ const CHUNK_BYTES: usize = 64 << 10;
 
 impl Checkpoint {
     /// Opens a GGUF file (for a split model its first part), or a directory. A directory has config.json, optionally
-    /// generation_config.json, and model.safetensors or the shards named by model.safetensors.index.json.
+    /// generation_config.json and a description of the quantisation, and model.safetensors or the shards named by
+    /// model.safetensors.index.json.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] if a file is missing or damaged, if [`config::parse`] refuses the configuration,
@@ -70,10 +71,10 @@ impl Checkpoint {
             let (config, locations) = gguf_config::read(&gguf)?;
             return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, locations }, draft_cache: None });
         }
-        let (config, scheme, wrapped) = configuration(path)?;
+        let (config, schemes, wrapped) = configuration(path)?;
         let (mut shards, names) = open_shards(path)?;
         let names = names::rename(&config, wrapped, &mut shards, names)?;
-        Checkpoint::new(config, scheme, shards, &names)
+        Checkpoint::new(config, &schemes, shards, &names)
     }
 
     /// A checkpoint from config.json or a GGUF header alone, for plans. Its sizes are those of [`Checkpoint::open`] if the
@@ -104,34 +105,31 @@ impl Checkpoint {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`], as for [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
-        let scheme = quantised::scheme(config)?;
+        let schemes = quantised::schemes(config)?;
         let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
         let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
         let names = shards[0].tensors().keys().map(|name| (name.clone(), 0)).collect();
         let names = names::rename(&config, wrapped, &mut shards, names)?;
-        Checkpoint::new(config, scheme, shards, &names)
+        Checkpoint::new(config, &schemes, shards, &names)
     }
 
     fn new(
         mut config: ModelConfig,
-        scheme: Option<Scheme>,
+        schemes: &[Scheme],
         shards: Vec<SafeTensors>,
         names: &HashMap<String, usize>,
     ) -> Result<Checkpoint> {
-        refuse_foreign(&config, scheme, &shards, names)?;
+        refuse_foreign(&config, schemes, &shards, names)?;
         let table = embedding_of(&mut config, &shards, names)?;
         let mut locations = HashMap::new();
         let mut quantised = Quantised::new(config.dtype);
         for part in Part::all(&config) {
-            if let Some(scheme) = scheme
-                && !part.is_vector()
-                && part != Part::Embedding
-            {
+            if !part.is_vector() && part != Part::Embedding {
                 let (weight, columns) = (part.name(&config), part.shape(&config).1);
                 let mut found = false;
                 for place in names::places(&config, part) {
-                    found = found || quantised.add(scheme, &weight, (&place, columns), &shards, names)?;
+                    found = found || quantised.add(schemes, &weight, (&place, columns), &shards, names)?;
                 }
                 if found {
                     continue;
@@ -367,9 +365,9 @@ impl Checkpoint {
     }
 }
 
-/// Reads config.json and generation_config.json of a directory: the model, the scheme of its quantised matrices, and whether
+/// Reads config.json and generation_config.json of a directory: the model, the schemes of its quantised matrices, and whether
 /// it has a vision tower.
-fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
+fn configuration(dir: &Path) -> Result<(ModelConfig, Vec<Scheme>, bool)> {
     if !dir.is_dir() {
         return Err(Error::model(
             format!("{} is neither a directory nor a GGUF file", dir.display()),
@@ -383,9 +381,9 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
         ));
     };
     let generation = read_json(dir, "generation_config.json")?;
-    let scheme = quantised::scheme(&config)?;
+    let schemes = quantised::schemes(&config)?;
     let wrapped = config::is_wrapped(&config)?;
-    Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
+    Ok((config::parse(&config, generation.as_deref())?, schemes, wrapped))
 }
 
 /// Writes numbers between −s and s for s = 1/√width, of elements from `first` on. Rows of a matrix differ.
@@ -490,19 +488,22 @@ const MERGE: &str = "merge the LoRA adapter into its base model and save that as
 /// Old checkpoints store this tensor. It follows from config.json and is ignored.
 const RECOMPUTED: &str = "self_attn.rotary_emb.inv_freq";
 
-/// Opens model.safetensors or the shards of the index. The map gives the shard of every tensor.
+/// Opens model.safetensors or the shards of the index, or else AutoGPTQ's file. The map gives the shard of every tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
     if is_there(&dir.join(ADAPTER))? {
         return Err(Error::model(format!("{} holds a LoRA adapter ({ADAPTER})", dir.display()), MERGE));
     }
+    let open = |file: &Path| {
+        let shard = SafeTensors::open(file)?;
+        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
+        Ok((vec![shard], names))
+    };
     let single = dir.join("model.safetensors");
     if is_there(&single)? {
-        let shard = SafeTensors::open(&single)?;
-        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        return Ok((vec![shard], names));
+        return open(&single);
     }
     let Some(index) = read_json(dir, "model.safetensors.index.json")? else {
-        return Err(no_weights(dir));
+        return open(&of_autogptq(dir).ok_or_else(|| no_weights(dir))?);
     };
     let (files, names) = read_index(&index)?;
     let mut shards = Vec::new();
@@ -580,11 +581,24 @@ fn is_plain_name(name: &str) -> bool {
         && name.len() <= 255
 }
 
+/// Names of a directory's entries; none if it cannot be read.
+fn names_in(dir: &Path) -> Vec<String> {
+    std::fs::read_dir(dir)
+        .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+        .unwrap_or_default()
+}
+
+/// The only file called as in AutoGPTQ's first versions, by bits and groups: gptq_model-4bit-128g.safetensors.
+fn of_autogptq(dir: &Path) -> Option<PathBuf> {
+    let mut names = names_in(dir);
+    names.retain(|name| name.starts_with("gptq_model-") && name.ends_with(".safetensors"));
+    let [name] = names.as_slice() else { return None };
+    Some(dir.join(name))
+}
+
 /// The error for a directory without safetensors weights; it names the weights that are there.
 fn no_weights(dir: &Path) -> Error {
-    let names: Vec<String> = std::fs::read_dir(dir)
-        .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
-        .unwrap_or_default();
+    let names = names_in(dir);
     let any = |matches: &dyn Fn(&str) -> bool| names.iter().any(|name| matches(name));
     let hint = if any(&|name| name.ends_with(".gguf")) {
         "the directory holds GGUF files; name one of them"
@@ -620,11 +634,11 @@ fn is_quantised(name: &str) -> bool {
 }
 
 /// Refuses tensors of the network's modules that the configured network does not use. Ignoring a bias or a scale would
-/// silently compute another function. Allowed are [`RECOMPUTED`], and biases of zeros next to quantised matrices: GPTQ
-/// exporters write them for networks without biases.
+/// silently compute another function. Allowed are [`RECOMPUTED`], and next to quantised matrices scales of a cache and biases
+/// of zeros, which GPTQ exporters write for networks without biases.
 fn refuse_foreign(
     config: &ModelConfig,
-    scheme: Option<Scheme>,
+    schemes: &[Scheme],
     shards: &[SafeTensors],
     names: &HashMap<String, usize>,
 ) -> Result<()> {
@@ -632,13 +646,13 @@ fn refuse_foreign(
     let matrices: HashMap<String, usize> =
         parts.flat_map(|part| names::places(config, part)).map(|place| (place.name, place.rows)).collect();
     let of_matrix = |name: &str| {
-        let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
-        scheme.owns(suffix) && matrices.contains_key(&format!("{module}.weight"))
+        let Some((module, suffix)) = name.rsplit_once('.') else { return false };
+        schemes.iter().any(|scheme| scheme.owns(suffix)) && matrices.contains_key(&format!("{module}.weight"))
     };
     let idle = |name: &str| -> Result<bool> {
         let rows = name.strip_suffix(".bias").and_then(|of| matrices.get(&format!("{of}.weight")));
-        match (scheme, rows) {
-            (Some(_), Some(&rows)) => is_zero(shards, names, name, rows),
+        match rows {
+            Some(&rows) if !schemes.is_empty() => is_zero(shards, names, name, rows),
             _ => Ok(false),
         }
     };
@@ -672,7 +686,7 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
             format!(
                 "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
             ),
-            "download config.json again, or copy the fields of quantize_config.json into it and add a quant_method",
+            "download config.json again, and quantize_config.json or hf_quant_config.json if the model has it",
         ));
     }
     let inside = |(layer, _): (&str, &str)| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub(crate) const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2, Ministral 3 and Gemma 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub(crate) const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, Phi-3/4, SmolLM3, Granite 3, OLMo 2, Ministral 3 and Gemma 3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ, AWQ or AutoRound";
 
 /// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
 /// overflows 64 bits.
@@ -289,7 +289,7 @@ fn wraps(fields: &Fields) -> Result<bool> {
 }
 
 /// Parses a whole file as a JSON object.
-fn object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
+pub(crate) fn object(bytes: &[u8], file: &str) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(_) => Err(Error::model(format!("{file} is not a JSON object"), "download the file again")),

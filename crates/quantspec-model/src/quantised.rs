@@ -1,9 +1,9 @@
-//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ and AWQ, dequantised when they
-//! are read.
+//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ, AWQ and AutoRound, dequantised
+//! when they are read.
 //!
-//! `quantization_config` of config.json names the method. A module with a plain `weight` is not quantised. A value is (code −
-//! zero point) · scale in f32. It is rounded to the scales' type if the method's library computes in it, then to the model's
-//! type.
+//! `quantization_config` of config.json names the method. A module with a plain `weight` is not quantised. If modules differ in
+//! bits or groups, the shapes of a matrix's tensors show its scheme. A value is (code − zero point) · scale in f32. It is
+//! rounded to the scales' type if the method's library computes in it, then to the model's type.
 
 use crate::elements::{FLOATS, round};
 use crate::names::Place;
@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Matrices whose codes stay in memory: backends read Q, K and V alternately.
 const KEPT: usize = 3;
 
-/// How a method stores codes; all quantised matrices of a checkpoint use the same storage.
+/// How a method stores codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Codes {
     /// e4m3 without infinities, `[outputs][inputs]`.
@@ -58,6 +58,11 @@ impl Codes {
         }
     }
 
+    /// Dtypes of scales. A byte next to FP8 is an e8m0, too.
+    fn scale_dtypes(self) -> &'static [&'static str] {
+        if self == Codes::Fp8 { &["BF16", "F16", "F32", "F8_E8M0", "U8"] } else { &FLOATS }
+    }
+
     /// Shapes of the tensor with the scales of `bands` × `groups` blocks; the first is the usual one.
     fn scale_shapes(self, bands: usize, groups: usize) -> Vec<Vec<usize>> {
         if matches!(self, Codes::Gptq { .. } | Codes::Awq) {
@@ -79,7 +84,7 @@ struct Block {
     columns: Option<usize>,
 }
 
-/// Scheme of `quantization_config`.
+/// A scheme of `quantization_config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scheme {
     codes: Codes,
@@ -93,20 +98,22 @@ pub(crate) struct Scheme {
 /// Position in a 32-bit AWQ word of the output with this index modulo 8.
 const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
+/// Most schemes of a checkpoint. Published ones have up to three.
+const SCHEMES_MAX: usize = 16;
+
 /// What may be loaded, for hints.
-const OTHERS: &str =
-    "use a checkpoint in FP8 (e4m3), compressed-tensors INT8 or INT4, GPTQ or AWQ (gemm), or the unquantised one";
+const OTHERS: &str = "use a checkpoint in FP8 (e4m3), compressed-tensors INT8 or INT4, GPTQ, AWQ (gemm) or AutoRound in one of these layouts, or the unquantised one";
 
 fn unsupported(what: String) -> Error {
     Error::model(format!("quantization_config: {what} is not supported"), OTHERS)
 }
 
-/// Reads the scheme from the bytes of config.json; None if the checkpoint is not quantised.
+/// Reads the schemes from the bytes of config.json, first that of most modules; none if the checkpoint is not quantised.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported.
-pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
-    let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(None) };
+pub(crate) fn schemes(config: &[u8]) -> Result<Vec<Scheme>> {
+    let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(Vec::new()) };
     if let Some(mlx) = present(&config, "quantization") {
         return Err(Error::model(
             format!("config.json: MLX's quantization {} is not supported", json_text(mlx)),
@@ -114,19 +121,60 @@ pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
         ));
     }
     let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
-    let Some(found) = found else { return Ok(None) };
+    let Some(found) = found else { return Ok(Vec::new()) };
     let Value::Object(fields) = found else { return Err(unsupported(json_text(found))) };
     let Some(Value::String(method)) = fields.get("quant_method") else {
         return Err(unsupported(format!("{} without a quant_method", json_text(found))));
     };
     match method.as_str() {
-        "fp8" => fp8(fields),
+        "fp8" | "mxfp8" => fp8(fields, method).map(|scheme| vec![scheme]),
         "compressed-tensors" => compressed(fields),
         "gptq" => gptq(fields),
         "awq" => awq(fields),
+        "auto-round" | "intel/auto-round" => auto_round(fields),
         other => Err(unsupported(format!("method \"{}\"", shown(other)))),
     }
-    .map(Some)
+}
+
+/// Different schemes, in order.
+fn distinct(found: impl IntoIterator<Item = Result<Scheme>>) -> Result<Vec<Scheme>> {
+    let mut schemes = Vec::new();
+    for scheme in found {
+        let scheme = scheme?;
+        if schemes.contains(&scheme) {
+            continue;
+        }
+        if schemes.len() == SCHEMES_MAX {
+            return Err(unsupported(format!("a mixture of more than {SCHEMES_MAX} schemes")));
+        }
+        schemes.push(scheme);
+    }
+    Ok(schemes)
+}
+
+/// What a rule may change for some modules.
+const RULED: [&str; 4] = ["bits", "group_size", "data_type", "act_bits"];
+
+/// The scheme of most modules, and those of `rules`, which give some modules other values. A module that a rule leaves out,
+/// or gives 16 bits, is stored plainly.
+fn with_rules(
+    fields: &Map<String, Value>,
+    rules: &str,
+    of: impl Fn(&Map<String, Value>) -> Result<Scheme>,
+) -> Result<Vec<Scheme>> {
+    let own = |rule: &Map<String, Value>| {
+        let stated = |name: &&str| Some((name.to_string(), present(rule, name).or(present(fields, name))?.clone()));
+        RULED.iter().filter_map(stated).collect::<Map<String, Value>>()
+    };
+    let ruled =
+        present(fields, rules).and_then(Value::as_object).into_iter().flatten().filter_map(|(modules, rule)| {
+            let rule = own(rule.as_object()?);
+            let plain = rule.get("bits").and_then(Value::as_u64).is_some_and(|bits| bits >= 16);
+            let named =
+                |error: Error| Error::model(format!("{} ({rules} \"{}\")", error.message, shown(modules)), OTHERS);
+            (!plain).then(|| of(&rule).map_err(named))
+        });
+    distinct(std::iter::once(of(&own(&Map::new()))).chain(ruled))
 }
 
 fn present<'a>(fields: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
@@ -168,15 +216,19 @@ fn block_size(name: &str, value: &Value) -> Result<Block> {
     Ok(Block { rows: Some(size(name, Some(rows))?), columns: Some(size(name, Some(columns))?) })
 }
 
-fn fp8(fields: &Map<String, Value>) -> Result<Scheme> {
+/// A block of MXFP8.
+const MX: Block = Block { rows: Some(1), columns: Some(32) };
+
+fn fp8(fields: &Map<String, Value>, method: &str) -> Result<Scheme> {
     one_of(fields, "fmt", &["e4m3".into(), "float8_e4m3fn".into()])?;
     // GPTQModel stores reciprocals of the scales under the same name.
     one_of(fields, "weight_scale_semantics", &[])?;
     let block = present(fields, "weight_block_size").map(|value| block_size("weight_block_size", value)).transpose()?;
+    let block = block.or((method == "mxfp8").then_some(MX));
     Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: false })
 }
 
-fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
+fn compressed(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
     for name in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
         match present(fields, name) {
             Some(Value::Object(map))
@@ -187,20 +239,18 @@ fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
     }
     one_of(fields, "quantization_status", &["compressed".into(), "frozen".into()])?;
     let groups = present(fields, "config_groups").and_then(Value::as_object);
-    let mut schemes = Vec::new();
-    for group in groups.into_iter().flat_map(Map::values) {
+    let schemes = distinct(groups.into_iter().flat_map(Map::values).map(|group| {
         let own = group.get("format").filter(|format| !format.is_null());
         let format = own.or_else(|| present(fields, "format")).and_then(Value::as_str);
         match group.get("weights").and_then(Value::as_object) {
-            Some(weights) => schemes.push(compressed_weights(weights, format)?),
-            None => return Err(unsupported("a config group without weights".to_string())),
+            Some(weights) => compressed_weights(weights, format),
+            None => Err(unsupported("a config group without weights".to_string())),
         }
+    }))?;
+    if schemes.is_empty() {
+        return Err(unsupported("config_groups without a group".to_string()));
     }
-    let Some(first) = schemes.first() else { return Err(unsupported("config_groups without a group".to_string())) };
-    if schemes.iter().any(|scheme| scheme != first) {
-        return Err(unsupported(format!("a mixture of {} config_groups", schemes.len())));
-    }
-    Ok(*first)
+    Ok(schemes)
 }
 
 fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Result<Scheme> {
@@ -209,7 +259,7 @@ fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Res
     let codes = match (format.unwrap_or("none"), kind, bits) {
         ("pack-quantized", "int", 4 | 8) => Codes::Words { bits },
         ("int-quantized" | "naive-quantized", "int", 4 | 8) => Codes::Int8,
-        ("float-quantized" | "naive-quantized", "float", 8) => Codes::Fp8,
+        ("float-quantized" | "naive-quantized" | "mxfp8-quantized", "float", 8) => Codes::Fp8,
         (format, kind, bits) => {
             return Err(unsupported(format!("{} of type {} with {bits} bits", shown(format), shown(kind))));
         }
@@ -232,40 +282,78 @@ fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Res
 /// Names of the storage format of GPTQ and AWQ files; GPTQModel writes both.
 const FORMATS: [&str; 2] = ["checkpoint_format", "format"];
 
-/// Refuses GPTQModel's rules that give some modules other bits or groups. A module that a rule leaves out is stored plainly.
-fn one_scheme(fields: &Map<String, Value>) -> Result<()> {
-    for (modules, rule) in present(fields, "dynamic").and_then(Value::as_object).into_iter().flatten() {
-        let differs = |name: &&str| rule.get(name).is_some_and(|value| fields.get(*name) != Some(value));
-        if ["bits", "group_size"].iter().any(differs) {
-            return Err(unsupported(format!("other bits or groups for some modules (dynamic \"{}\")", shown(modules))));
-        }
-    }
-    Ok(())
-}
-
-fn gptq(fields: &Map<String, Value>) -> Result<Scheme> {
-    let bits = size("bits", present(fields, "bits"))?;
-    if bits != 4 && bits != 8 {
-        return Err(unsupported(format!("GPTQ with {bits} bits")));
-    }
+fn gptq(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
     one_of(fields, "is_marlin_format", &[false.into()])?;
     for name in FORMATS {
         one_of(fields, name, &["gptq".into(), "gptq_v2".into()])?;
     }
-    one_scheme(fields)?;
     let v1 = FORMATS.iter().all(|name| fields.get(*name) != Some(&"gptq_v2".into()));
+    with_rules(fields, "dynamic", |fields| gptq_layout(fields, v1))
+}
+
+fn gptq_layout(fields: &Map<String, Value>, v1: bool) -> Result<Scheme> {
+    let bits = size("bits", present(fields, "bits"))?;
+    if bits != 4 && bits != 8 {
+        return Err(unsupported(format!("GPTQ with {bits} bits")));
+    }
     let block = Block { rows: Some(1), columns: group_size(fields)? };
     Ok(Scheme { codes: Codes::Gptq { bits, v1 }, block: Some(block), zeros: true, through_scales: true })
 }
 
-fn awq(fields: &Map<String, Value>) -> Result<Scheme> {
-    one_of(fields, "bits", &[4.into()])?;
+fn awq(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
     for name in ["version"].iter().chain(&FORMATS) {
         one_of(fields, name, &["gemm".into(), "GEMM".into()])?;
     }
-    one_scheme(fields)?;
+    with_rules(fields, "dynamic", awq_layout)
+}
+
+fn awq_layout(fields: &Map<String, Value>) -> Result<Scheme> {
+    one_of(fields, "bits", &[4.into()])?;
     let block = Block { rows: Some(1), columns: group_size(fields)? };
     Ok(Scheme { codes: Codes::Awq, block: Some(block), zeros: true, through_scales: true })
+}
+
+/// AutoRound writes the layouts of other libraries. `packing_format` (`backend` until version 0.4) names that of integers.
+fn auto_round(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
+    // Rotations of activations.
+    for name in ["rotation_config", "spinquant_config"] {
+        one_of(fields, name, &[])?;
+    }
+    one_of(fields, "fmt", &["e4m3".into()])?;
+    let packing = present(fields, "packing_format").or_else(|| present(fields, "backend"));
+    let name = packing.map_or(Some("auto"), Value::as_str).unwrap_or("none");
+    let layout = name.strip_prefix("auto_round:").unwrap_or(name).split(':').next();
+    with_rules(fields, "extra_config", |fields| {
+        let bits = size("bits", present(fields, "bits"))?;
+        let data_type = present(fields, "data_type").and_then(Value::as_str).unwrap_or("int");
+        if data_type != "int" {
+            return auto_round_fp8(fields, data_type, bits);
+        }
+        // Codes of weights and activations are multiplied in FP8.
+        if let Some(bits) = present(fields, "act_bits").and_then(Value::as_u64).filter(|bits| *bits < 16) {
+            return Err(unsupported(format!("AutoRound's INT with act_bits {bits}")));
+        }
+        match layout {
+            _ if name.contains("marlin") => Err(unsupported(format!("packing_format \"{}\"", shown(name)))),
+            Some("auto" | "gptq" | "auto_gptq") => gptq_layout(fields, true),
+            Some("auto_round" | "gptqmodel" | "exllamav2" | "triton" | "tritonv2") => gptq_layout(fields, false),
+            Some("awq" | "auto_awq") => awq_layout(fields),
+            _ => Err(unsupported(format!("packing_format \"{}\"", shown(name)))),
+        }
+    })
+}
+
+fn auto_round_fp8(fields: &Map<String, Value>, data_type: &str, bits: usize) -> Result<Scheme> {
+    if bits != 8 || !["fp", "mx_fp"].iter().any(|known| data_type.starts_with(known)) || data_type.contains("e5m2") {
+        return Err(unsupported(format!("AutoRound's data_type \"{}\" with {bits} bits", shown(data_type))));
+    }
+    let block = match present(fields, "group_size") {
+        Some(block @ Value::Array(_)) => Some(block_size("group_size", block)?),
+        // Per row and per matrix.
+        Some(value) if matches!(value.as_i64(), Some(-1 | 0)) => None,
+        _ => Some(Block { rows: Some(1), columns: group_size(fields)? }),
+    };
+    Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: true })
 }
 
 impl Scheme {
@@ -377,75 +465,41 @@ impl Quantised {
         self.matrices.get(name).map(|_| self.dtype)
     }
 
-    /// Finds and checks the tensors of the matrix of `columns` at a place, which replaces a weight. Returns false if the matrix is
-    /// stored plainly or not at all.
+    /// Finds the matrix of `columns` at a place, which replaces a weight, and checks its tensors against the schemes. Returns
+    /// false if the matrix is stored plainly or not at all.
     pub(crate) fn add(
         &mut self,
-        scheme: Scheme,
+        schemes: &[Scheme],
         weight: &str,
         (place, columns): (&Place, usize),
         shards: &[SafeTensors],
         names: &HashMap<String, usize>,
     ) -> Result<bool> {
-        let Place { ref name, rows, first } = *place;
-        let module = name.strip_suffix(".weight").unwrap_or(name);
-        let find = |suffix: &str| {
-            let name = format!("{module}.{suffix}");
-            let shard = *names.get(&name)?;
-            let tensor = shards.get(shard)?.tensors().get(&name)?.clone();
+        let find = |name: &str| {
+            let shard = *names.get(name)?;
+            let tensor = shards.get(shard)?.tensors().get(name)?.clone();
             Some(Source { shard, tensor })
         };
-        let (codes_name, scale_names, zeros_name, order_name) = scheme.names();
-        let Some(codes) = find(codes_name) else { return Ok(false) };
-        if codes_name == "weight" && FLOATS.contains(&codes.tensor.dtype) {
-            return Ok(false);
+        let (mut fitting, mut refusal): (Option<Matrix>, Option<Error>) = (None, None);
+        for &scheme in schemes {
+            match (Matrix::find(scheme, place, columns, find), &fitting) {
+                (Ok(None), _) => {}
+                (Ok(Some(matrix)), None) => fitting = Some(matrix),
+                (Ok(Some(matrix)), Some(first)) if matrix.layout() == first.layout() => {}
+                (Ok(Some(Matrix { name, .. })), Some(_)) => {
+                    return Err(unsupported(format!("a mixture of schemes, two of which fit \"{name}\",")));
+                }
+                (Err(error), _) => refusal = refusal.or(Some(error)),
+            }
         }
-        let missing = |suffix: &str| {
-            Error::model(
-                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config requires"),
-                "config.json and the weights are of different models, or the download is incomplete; fetch both again",
-            )
-        };
-        let check = |source: &Source, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
-            source.check(&format!("{module}.{suffix}"), dtypes, shapes)
-        };
-        let (dtype, shape) = scheme.codes.stored(rows, columns);
-        check(&codes, codes_name, &[dtype], &[shape])?;
-        let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
-        let (scales_name, scales) = found.ok_or_else(|| missing(&scale_names.join("\" or \"")))?;
-        // Without a stated block, scales are per matrix or per row.
-        let block = scheme.block.unwrap_or(match scales.tensor.shape.as_slice() {
-            [] | [1] | [1, 1] => Block { rows: None, columns: None },
-            _ => Block { rows: Some(1), columns: None },
-        });
-        let (block_rows, block_columns) = (block.rows.unwrap_or(rows), block.columns.unwrap_or(columns));
-        let (bands, groups) = (rows.div_ceil(block_rows), columns.div_ceil(block_columns));
-        check(&scales, scales_name, &FLOATS, &scheme.codes.scale_shapes(bands, groups))?;
-        let zeros = if scheme.zeros { Some(find(zeros_name).ok_or_else(|| missing(zeros_name))?) } else { None };
-        if let Some(zeros) = &zeros {
-            let (dtype, shape) = scheme.codes.stored_zeros(rows, groups, zeros.tensor.dtype);
-            check(zeros, zeros_name, &[dtype], &[shape])?;
+        match (fitting, refusal) {
+            (None, None) => Ok(false),
+            (None, Some(refusal)) => Err(refusal),
+            (Some(matrix), _) => {
+                self.matrices.insert(weight.to_string(), matrix);
+                Ok(true)
+            }
         }
-        let order = if scheme.codes == Codes::Awq { None } else { find(order_name) };
-        if let Some(order) = &order {
-            check(order, order_name, &["I32"], &[vec![columns]])?;
-        }
-        let matrix = Matrix {
-            name: module.to_string(),
-            rows,
-            columns,
-            first,
-            scheme,
-            codes,
-            scales,
-            block_rows,
-            block_columns,
-            groups,
-            zeros,
-            order,
-        };
-        self.matrices.insert(weight.to_string(), matrix);
-        Ok(true)
     }
 
     /// Reads rows of a matrix in its read format.
@@ -493,12 +547,84 @@ impl Quantised {
 }
 
 impl Matrix {
+    /// Checks the tensors of a matrix against a scheme; None if the matrix has no codes of the scheme.
+    fn find(
+        scheme: Scheme,
+        place: &Place,
+        columns: usize,
+        find: impl Fn(&str) -> Option<Source>,
+    ) -> Result<Option<Matrix>> {
+        let Place { ref name, rows, first } = *place;
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let find = |suffix: &str| find(&format!("{module}.{suffix}"));
+        let (codes_name, scale_names, zeros_name, order_name) = scheme.names();
+        let Some(codes) = find(codes_name) else { return Ok(None) };
+        if codes_name == "weight" && FLOATS.contains(&codes.tensor.dtype) {
+            return Ok(None);
+        }
+        let missing = |suffix: &str| {
+            Error::model(
+                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config requires"),
+                "config.json and the weights are of different models, or the download is incomplete; fetch both again",
+            )
+        };
+        let check = |source: &Source, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
+            source.check(&format!("{module}.{suffix}"), dtypes, shapes)
+        };
+        let (dtype, shape) = scheme.codes.stored(rows, columns);
+        check(&codes, codes_name, &[dtype], &[shape])?;
+        let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
+        let (scales_name, scales) = found.ok_or_else(|| missing(&scale_names.join("\" or \"")))?;
+        // Without a stated block, scales are per matrix or per row.
+        let block = scheme.block.unwrap_or(match scales.tensor.shape.as_slice() {
+            [] | [1] | [1, 1] => Block { rows: None, columns: None },
+            _ => Block { rows: Some(1), columns: None },
+        });
+        let (block_rows, block_columns) = (block.rows.unwrap_or(rows), block.columns.unwrap_or(columns));
+        let (bands, groups) = (rows.div_ceil(block_rows), columns.div_ceil(block_columns));
+        check(&scales, scales_name, scheme.codes.scale_dtypes(), &scheme.codes.scale_shapes(bands, groups))?;
+        let zeros = match (find(zeros_name), scheme.zeros) {
+            (None, true) => return Err(missing(zeros_name)),
+            // The matrix has another scheme.
+            (Some(_), false) => return Err(unsupported(format!("a zero point of \"{module}\""))),
+            (zeros, _) => zeros,
+        };
+        if let Some(zeros) = &zeros {
+            let (dtype, shape) = scheme.codes.stored_zeros(rows, groups, zeros.tensor.dtype);
+            check(zeros, zeros_name, &[dtype], &[shape])?;
+        }
+        let order = if scheme.codes == Codes::Awq { None } else { find(order_name) };
+        if let Some(order) = &order {
+            check(order, order_name, &["I32"], &[vec![columns]])?;
+        }
+        Ok(Some(Matrix {
+            name: module.to_string(),
+            rows,
+            columns,
+            first,
+            scheme,
+            codes,
+            scales,
+            block_rows,
+            block_columns,
+            groups,
+            zeros,
+            order,
+        }))
+    }
+
+    /// What decides how the tensors are decoded.
+    fn layout(&self) -> (Codes, usize, usize, bool) {
+        (self.scheme.codes, self.block_rows, self.block_columns, self.scheme.through_scales)
+    }
+
     fn load(&self, shards: &[SafeTensors]) -> Result<Loaded> {
         let codes = self.codes.bytes(shards)?;
         let raw = self.scales.bytes(shards)?;
         let stored: Vec<f32> = match self.scales.tensor.dtype {
             "BF16" => raw.as_chunks().0.iter().map(|raw| bf16::from_le_bytes(*raw).to_f32()).collect(),
             "F16" => raw.as_chunks().0.iter().map(|raw| f16::from_le_bytes(*raw).to_f32()).collect(),
+            "F8_E8M0" | "U8" => raw.iter().map(|code| e8m0(*code)).collect(),
             _ => raw.as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect(),
         };
         let (bands, groups) = (self.rows.div_ceil(self.block_rows), self.groups);
@@ -610,4 +736,14 @@ fn e4m3(code: u8) -> f32 {
         _ => (8.0 + mantissa) * (2.0f32).powi(exponent - 10),
     };
     if code >= 0x80 { -magnitude } else { magnitude }
+}
+
+/// A power of two, 2^(code − 127); 0xff is NaN.
+fn e8m0(code: u8) -> f32 {
+    match code {
+        // 2⁻¹²⁷ is subnormal.
+        0 => f32::from_bits(1 << 22),
+        0xff => f32::NAN,
+        code => f32::from_bits(u32::from(code) << 23),
+    }
 }

@@ -97,31 +97,127 @@ fn write_as(family: Value, folder: &Folder, quantisation: &Value, tensors: &Tens
     folder.write("model.safetensors", &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &body].concat());
 }
 
+/// Compares a folder's matrices with the expected ones; other matrices may be plain.
+fn compare(folder: &Folder, expected: &Tensors, what: &str) {
+    let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|error| panic!("{what}: {error:?}"));
+    let mut compared = 0;
+    for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
+        let part = Part::Layer(0, part);
+        let Some((_, _, _, values)) = expected.iter().find(|entry| entry.0.contains(module)) else { continue };
+        compared += 1;
+        assert_eq!((checkpoint.dtype(part), checkpoint.bytes(part)), (Dtype::F16, values.len()), "{what}");
+        let rows = checkpoint.shape(part).0;
+        let mut whole = vec![0; values.len()];
+        checkpoint.read(part, 0..rows, &mut whole).expect("read");
+        assert!(whole == *values, "{what}: {module}");
+        let row = values.len() / rows;
+        checkpoint.read(part, 3..5, &mut whole[..2 * row]).expect("rows");
+        assert!(whole[..2 * row] == values[3 * row..5 * row], "{what}: rows of {module}");
+    }
+    assert_eq!(compared, expected.len());
+    assert!(compared >= 1, "{what}");
+}
+
 #[test]
 fn values_are_those_of_an_independent_reader_bit_for_bit() {
     for (format, quantisation) in formats() {
         let (stored, expected) = tensors(&format);
         let folder = Folder::empty();
         write(&folder, &quantisation, &stored);
-        let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|error| panic!("{format}: {error:?}"));
-        let mut compared = 0;
-        for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
-            let part = Part::Layer(0, part);
-            // Variants have some of the matrices.
-            let Some((_, _, _, values)) = expected.iter().find(|entry| entry.0.contains(module)) else { continue };
-            compared += 1;
-            assert_eq!((checkpoint.dtype(part), checkpoint.bytes(part)), (Dtype::F16, values.len()), "{format}");
-            let rows = checkpoint.shape(part).0;
-            let mut whole = vec![0; values.len()];
-            checkpoint.read(part, 0..rows, &mut whole).expect("read");
-            assert!(whole == *values, "{format}: {module}");
-            let row = values.len() / rows;
-            checkpoint.read(part, 3..5, &mut whole[..2 * row]).expect("rows");
-            assert!(whole[..2 * row] == values[3 * row..5 * row], "{format}: rows of {module}");
-        }
-        assert_eq!(compared, expected.len());
-        assert!(compared >= 1, "{format}");
+        compare(&folder, &expected, &format);
     }
+}
+
+/// Other names of layouts that the goldens have.
+#[test]
+fn libraries_name_the_layouts_of_others() {
+    let integers = |bits: u32, packing: &str, key: &str, method: &str| json!({"quant_method": method, "bits": bits, "group_size": 16, "data_type": "int", key: packing});
+    let mut names = vec![
+        ("gptq4", json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "act_bits": 16})),
+        (
+            "fp8-channel",
+            json!({"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 8, "packing_format": "auto_round:fp8_static"}),
+        ),
+        ("fp8-tensor", json!({"quant_method": "auto-round", "bits": 8, "group_size": 0, "data_type": "fp"})),
+        ("fp8-block", json!({"quant_method": "auto-round", "bits": 8, "group_size": [24, 24], "data_type": "fp"})),
+        (
+            "fp8-mx",
+            json!({"quant_method": "auto-round", "bits": 8, "group_size": 32, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}),
+        ),
+        ("fp8-mx", json!({"quant_method": "mxfp8"})),
+    ];
+    for (format, bits, packing) in [
+        ("gptq4", 4, "auto_round:auto_gptq"),
+        ("gptq8", 8, "auto_round:gptq:exllamav2"),
+        ("gptq4-v2", 4, "auto_round"),
+        ("gptq4-v2", 4, "auto_round:exllamav2"),
+        ("gptq4-v2", 4, "auto_round:gptqmodel"),
+        ("awq", 4, "auto_round:awq:gemm"),
+    ] {
+        names.push((format, integers(bits, packing, "packing_format", "auto-round")));
+        names.push((format, integers(bits, packing, "backend", "intel/auto-round")));
+    }
+    for (format, quantisation) in names {
+        let (stored, expected) = tensors(format);
+        let folder = Folder::empty();
+        write(&folder, &quantisation, &stored);
+        compare(&folder, &expected, &format!("{format} as {quantisation}"));
+    }
+}
+
+/// Takes the tensors of each module from the format named with it.
+fn mixed(formats: [&str; 7]) -> (Tensors, Tensors) {
+    let (mut stored, mut expected) = (Vec::new(), Vec::new());
+    for (index, (format, module)) in formats.into_iter().zip(MODULES).enumerate() {
+        let (codes, values) = tensors(format);
+        let of_module = |name: &str| name.contains(&format!(".{module}.")) || index == 0 && !name.contains("_proj.");
+        stored.extend(codes.into_iter().filter(|(name, ..)| of_module(name)));
+        expected.extend(values.into_iter().filter(|(name, ..)| name.contains(&format!(".{module}."))));
+    }
+    (stored, expected)
+}
+
+#[test]
+fn modules_may_have_schemes_of_their_own() {
+    let group = |of: &str| formats()[of]["config_groups"]["group_0"].clone();
+    let in_format = |of: &str| {
+        let mut group = group(of);
+        group["format"] = formats()[of]["format"].clone();
+        group
+    };
+    for (schemes, quantisation) in [
+        (
+            ["gptq4", "gptq8", "gptq4", "gptq8", "gptq4", "gptq4-whole", "gptq4"],
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {
+                "-:.*q_norm": {}, "+:.*[ko]_proj": {"bits": 8}, ".*up_proj": {"group_size": -1}}}),
+        ),
+        (
+            ["gptq4", "gptq8", "gptq4", "gptq8", "gptq4", "gptq4-whole", "gptq4"],
+            json!({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 16,
+                "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, "a": {"bits": 8, "group_size": null}, "b": {"group_size": -1}}}),
+        ),
+        (
+            ["awq", "awq", "awq", "awq", "awq", "awq-whole", "awq"],
+            json!({"quant_method": "awq", "bits": 4, "group_size": 16, "dynamic": {".*up_proj": {"group_size": -1}}}),
+        ),
+        (
+            ["int4", "int4-zeros", "fp8-channel", "int4", "int8", "int4-zeros", "fp8-channel"],
+            json!({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
+                "a": in_format("int4"), "b": in_format("int4-zeros"), "c": in_format("fp8-channel"), "d": in_format("int8")}}),
+        ),
+    ] {
+        let (stored, expected) = mixed(schemes);
+        let folder = Folder::empty();
+        write(&folder, &quantisation, &stored);
+        compare(&folder, &expected, &format!("{schemes:?}"));
+    }
+    // Groups of 24 and of 20 have the same shapes here.
+    let quantisation =
+        json!({"quant_method": "gptq", "bits": 4, "group_size": 24, "dynamic": {".*": {"group_size": 20}}});
+    let folder = Folder::empty();
+    write(&folder, &quantisation, &tensors("gptq4").0);
+    let error = Checkpoint::open(folder.path()).expect_err("ambiguous");
+    assert!(error.message.contains("two of which fit \"model.layers.0.self_attn.q_proj\""), "{error:?}");
 }
 
 /// Replaces the tensors of some modules by those of one that has their outputs, in order.
@@ -268,8 +364,8 @@ fn unsupported_options_are_refused() {
             "checkpoint_format \"marlin\"",
         ),
         (
-            json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"-:.*q_proj": {}, ".*k_proj": {"bits": 4}, ".*down_proj": {"bits": 8}}}),
-            "dynamic \".*down_proj\"",
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"-:.*q_proj": {}, ".*k_proj": {"bits": 4}, ".*down_proj": {"bits": 3}}}),
+            "GPTQ with 3 bits is not supported (dynamic \".*down_proj\")",
         ),
         (
             json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "is_marlin_format": true}),
@@ -278,18 +374,44 @@ fn unsupported_options_are_refused() {
         (json!({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"}), "version \"gemv\""),
         (json!({"quant_method": "awq", "bits": 4, "group_size": 16, "format": "gemv_fast"}), "format \"gemv_fast\""),
         (
-            json!({"quant_method": "awq", "bits": 4, "group_size": 16, "dynamic": {".*up_proj": {"group_size": 32}}}),
-            "dynamic \".*up_proj\"",
+            json!({"quant_method": "awq", "bits": 4, "group_size": 16, "dynamic": {".*up_proj": {"bits": 8}}}),
+            "bits 8 is not supported (dynamic \".*up_proj\")",
         ),
+        (
+            json!({"quant_method": "auto-round", "bits": 2, "group_size": 32, "packing_format": "auto_round:auto_gptq"}),
+            "GPTQ with 2 bits",
+        ),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "packing_format": "auto_round:marlin"}),
+            "packing_format \"auto_round:marlin\"",
+        ),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "data_type": "nv_fp", "packing_format": "auto_round:llm_compressor"}),
+            "AutoRound's data_type \"nv_fp\" with 4 bits",
+        ),
+        (json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "act_bits": 8}), "INT with act_bits 8"),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "rotation_config": {}}),
+            "rotation_config {}",
+        ),
+        (
+            json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "extra_config": {"lm_head": {"data_type": "mx_fp"}}}),
+            "(extra_config \"lm_head\")",
+        ),
+        (json!({"quant_method": "mxfp4"}), "method \"mxfp4\""),
         (json!({"quant_method": "fp8", "weight_scale_semantics": "inverse"}), "weight_scale_semantics \"inverse\""),
         (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size 0"),
         (json!({"quant_method": "compressed-tensors", "config_groups": {}}), "config_groups without a group"),
         (
-            json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
-                "a": {"weights": {"num_bits": 8, "strategy": "channel"}},
-                "b": {"weights": {"num_bits": 4, "strategy": "channel"}},
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 1, "dynamic":
+                (2..20).map(|size| (size.to_string(), json!({"group_size": size}))).collect::<Map<String, Value>>()}),
+            "a mixture of more than 16 schemes",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {
+                "a": {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}},
             }}),
-            "a mixture of 2 config_groups is not supported",
+            "mxfp4-pack-quantized of type float with 4 bits",
         ),
         (
             json!({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {

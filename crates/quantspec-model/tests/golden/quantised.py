@@ -144,6 +144,13 @@ def wide(bits):
 
 def variant(kind, rows, columns):
     """Tensors of a module, and its values in half precision."""
+    if kind.endswith(("e8m0", "mx")):
+        codes = rng.integers(0, 127, (rows, columns), dtype=np.uint8)
+        height, width = (24, 24) if kind.endswith("e8m0") else (1, 32)
+        power = rng.integers(127 - 12, 127 - 6, (-(-rows // height), -(-columns // width)), dtype=np.uint8)
+        scale = (2.0 ** (power.astype(int) - 127)).repeat(height, 0)[:rows].repeat(width, 1)[:, :columns]
+        name = "weight_scale_inv" if kind.endswith("e8m0") else "weight_scale"
+        return {"weight": codes, name: power}, (fp8(codes) * scale).astype(np.float16)
     if kind == "fp8-block-bf16":
         codes = rng.integers(0, 127, (rows, columns), dtype=np.uint8)
         scale = bf16(rng.uniform(0.5, 1.5, (-(-rows // 128), -(-columns // 128))) / 64)
@@ -195,6 +202,8 @@ VARIANTS = {
     "gptq4-whole": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": True},
     "gptq8-plain": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True},
     "awq-whole": {"quant_method": "awq", "bits": 4, "group_size": -1, "version": "gemm", "zero_point": True},
+    "fp8-e8m0": {"quant_method": "fp8", "weight_block_size": [24, 24], "scale_fmt": "ue8m0"},
+    "fp8-mx": compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32),
 }
 for kind in VARIANTS:
     # Three matrices of different shapes suffice.
@@ -203,7 +212,9 @@ for kind in VARIANTS:
         for part, data in (tensors | {"expected": values}).items():
             end = len(body) + data.nbytes
             key = f"{kind}/model.layers.0.{name}.{part}"
-            header[key] = {"dtype": KINDS[data.dtype.name], "shape": data.shape, "data_offsets": [len(body), end]}
+            dtype = {"weight_scale_inv": "F8_E8M0", "weight_scale": "U8"}.get(part) if data.dtype == np.uint8 else None
+            dtype = dtype or KINDS[data.dtype.name]
+            header[key] = {"dtype": dtype, "shape": data.shape, "data_offsets": [len(body), end]}
             body += data.tobytes()
 FORMATS |= VARIANTS
 text = json.dumps(header).encode()

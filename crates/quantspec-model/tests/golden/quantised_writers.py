@@ -1,8 +1,9 @@
 """Matrices as the libraries of the formats pack them, and their values.
 
-Made with GPTQModel 7.7.0, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, compressed-tensors 0.20.0 and torch 1.13:
+Made with GPTQModel 7.7.0, AutoGPTQ 0.7.1, AutoAWQ 0.2.9, compressed-tensors 0.20.0, AutoRound 0.16.1 and torch 1.13:
 
-    pip download --no-deps -d DIR gptqmodel==7.7.0 auto-gptq==0.7.1 autoawq==0.2.9 compressed-tensors==0.20.0
+    pip download --no-deps -d DIR gptqmodel==7.7.0 auto-gptq==0.7.1 autoawq==0.2.9
+    pip download --no-deps -d DIR compressed-tensors==0.20.0 auto-round==0.16.1
     python quantised_writers.py DIR      # needs torch and numpy; writes .json and .safetensors next to this file
 
 Of the libraries only the functions that pack are executed, as none can be imported without a GPU's packages. A packer gets a
@@ -67,6 +68,12 @@ to_v1 = function("gptqmodel", "gptqmodel/utils/model.py", "convert_gptq_v2_to_v1
 pack_autogptq = function("auto_gptq", "auto_gptq/nn_modules/qlinear/qlinear_cuda.py", "pack", transformers=HUGGING_FACE)
 pack_autoawq = function("autoawq", "awq/modules/linear/gemm.py", "from_linear", get_best_device=lambda: "cpu")
 pack_words = function("compressed_tensors", "compressed_tensors/compressors/pack_quantized/helpers.py", "pack_to_int32")
+pack_scales = function("compressed_tensors", "compressed_tensors/compressors/mx_utils.py", "compress_mx_scale")
+CPU = {"get_packing_device": lambda _: "cpu", "transformers": HUGGING_FACE}
+of_autoround = "auto_round_extension/torch/qlinear_torch"
+pack_autoround = function("auto_round", f"{of_autoround}.py", "pack_248_bits", **CPU)
+pack_autoround_v1 = function("auto_round", f"{of_autoround}_zp.py", "pack_248_bits", **CPU)
+pack_autoround_awq = function("auto_round", "auto_round/export/export_to_awq/utils.py", "from_linear", **CPU)
 
 
 def width(kind):
@@ -95,6 +102,26 @@ def awq(linear, scale, zero):
     return {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
 
 
+def autoround(kind, linear, scale, zero):
+    if kind.endswith("awq"):
+        layer = Layer(w_bit=4, in_features=COLUMNS, use_generic_bit_packing=False)
+        layer = pack_autoround_awq(lambda *_: layer, linear, 4, GROUP, False, scale.T, zero.T)
+    else:
+        layer = Layer(bits=width(kind), maxq=2 ** width(kind) - 1, group_size=GROUP, device="cpu")
+        (pack_autoround_v1 if kind.endswith("v1") else pack_autoround)(layer, linear, scale, zero)
+    return {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales}
+
+
+def mx():
+    """Random e4m3 codes with scales that are powers of two, and their values."""
+    codes = rng.integers(0, 127, (ROWS, COLUMNS), dtype=np.uint8)
+    exponent, mantissa = (codes >> 3).astype(float), (codes & 7).astype(float)
+    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    scale = torch.from_numpy(2.0 ** rng.integers(-12, -6, (ROWS, COLUMNS // 32)))
+    values = torch.from_numpy(values) * scale.repeat_interleave(32, 1)
+    return {"weight": torch.from_numpy(codes), "weight_scale": pack_scales(scale, torch.uint8)}, values.half()
+
+
 def words(bits, codes, scale, zero):
     middle = 2 ** (bits - 1)
     tensors = {"weight_packed": pack_words((codes - middle).to(torch.int8), bits), "weight_scale": scale.half()}
@@ -104,10 +131,12 @@ def words(bits, codes, scale, zero):
 
 def matrix(kind):
     """Tensors of a module, and its values in half precision."""
+    if kind.endswith("mx"):
+        return mx()
     bits = width(kind)
     codes = torch.from_numpy(rng.integers(0, 2**bits, (ROWS, COLUMNS)))
-    # AutoGPTQ's packer spoils the neighbours of a zero point of 0.
-    first = 1 if kind.startswith("autogptq") else 0
+    # AutoGPTQ's packer spoils the neighbours of a zero point of 0, AutoRound's writes 1 for it.
+    first = 1 if kind.startswith("autogptq") or kind == "autoround4-v1" else 0
     zero = torch.from_numpy(rng.integers(first, 2**bits, (ROWS, COLUMNS // GROUP)))
     zero[::5] = first
     scale = torch.from_numpy(rng.uniform(0.5, 1.5, zero.shape) / 64).half().float()
@@ -119,6 +148,8 @@ def matrix(kind):
     values = linear.weight.half()
     if kind.startswith("compressed-tensors"):
         return words(bits, codes, scale, zero), values
+    if kind.startswith("autoround"):
+        return autoround(kind, linear, scale, zero.float()), values
     if kind.startswith("autoawq"):
         return awq(linear, scale, zero.float()), values
     return gptq(kind, linear, scale, zero.float(), order), values
@@ -134,6 +165,11 @@ def by_gptqmodel(bits, form):
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": False, "format": form}
 
 
+def by_autoround(bits, packing):
+    return {"quant_method": "auto-round", "bits": bits, "group_size": GROUP, "sym": False, "packing_format": packing}
+
+
+MX = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 FORMATS = {
     "gptqmodel4": by_gptqmodel(4, "gptq") | {"checkpoint_format": "gptq"},
     "gptqmodel8-order": by_gptqmodel(8, "gptq"),
@@ -142,8 +178,14 @@ FORMATS = {
     "autoawq4": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": False, "version": "gemm"},
     "compressed-tensors4": packed(4),
     "compressed-tensors8": packed(8),
+    "autoround4-v1": by_autoround(4, "auto_round:auto_gptq"),
+    "autoround4": by_autoround(4, "auto_round"),
+    "autoround8": by_autoround(8, "auto_round:gptqmodel"),
+    "autoround4-awq": by_autoround(4, "auto_round:auto_awq"),
+    "compressed-tensors-mx": packed(8) | {"format": "mxfp8-quantized", "config_groups": {"group_0": {"weights": MX}}},
 }
 KINDS = {"int32": "I32", "int64": "I64", "float16": "F16"}
+BYTES = {"weight": "F8_E4M3", "weight_scale": "U8"}
 header, body = {}, b""
 for kind in FORMATS:
     tensors, values = matrix(kind)
@@ -151,7 +193,8 @@ for kind in FORMATS:
         array = data.contiguous().numpy()
         end = len(body) + array.nbytes
         name = f"{kind}/model.layers.0.self_attn.q_proj.{part}"
-        header[name] = {"dtype": KINDS[array.dtype.name], "shape": array.shape, "data_offsets": [len(body), end]}
+        dtype = BYTES[part] if array.dtype == np.uint8 else KINDS[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [len(body), end]}
         body += array.tobytes()
 text = json.dumps(header).encode()
 here = Path(__file__)
