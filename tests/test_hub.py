@@ -493,3 +493,17 @@ def test_a_description_names_the_downloaded_files_to_choose_from(server: Hub, re
 def test_safetensors_are_preferred(server: Hub, resolve: Callable[..., str]) -> None:
     server.files = {**repository(), "x.Q8_0.gguf": b"GGUF"}
     assert resolve("owner/model").endswith(SHA)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ["model.safetensors.index.json", "model.safetensors-00001-of-00001.safetensors"],
+        ["quantize_config.json", "gptq_model-4bit-128g.safetensors"],
+    ],
+)
+def test_weights_with_other_names_are_fetched(server: Hub, resolve: Callable[..., str], weights: list[str]) -> None:
+    others = ["consolidated.safetensors", "consolidated-00001-of-00001.safetensors"]
+    server.files = {name: name.encode() for name in ["config.json", *weights, *others]}
+    assert resolve("owner/model").endswith(SHA)
+    assert sorted(server.fetched) == sorted(["config.json", *weights])

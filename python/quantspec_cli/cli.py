@@ -375,9 +375,8 @@ def plan(
 ) -> Done:
     """Predict, before a download, whether a model fits on this machine, with which context and batch, and how fast.
 
-    Weights are not read: for a model on the hub only config.json and generation_config.json are fetched. Speeds
-    are predicted from passes with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds
-    to measure.
+    Weights are not read: for a model on the hub only its configuration is fetched. Speeds are predicted from passes
+    with made-up weights on a CPU, or a GPU's memory bandwidth, which take some seconds to measure.
     """
     from .plan import Arguments
     from .plan import plan as execute

@@ -25,10 +25,15 @@ DEMO = "demo"
 FILES = [
     "config.json",
     "generation_config.json",
+    # Quantised models whose config.json does not say so have one of these. Old GPTQ models call the weights so.
+    "quantize_config.json",
+    "hf_quant_config.json",
+    "gptq_model-*.safetensors",
     # Downloaded so that a model with an adapter is refused.
     "adapter_config.json",
     "model.safetensors",
-    "model-*-of-*.safetensors",
+    # Shards, called model-00001-of-00002.safetensors or model.safetensors-00001-of-00002.safetensors.
+    "model*-of-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
     # SentencePiece's, if there is no tokenizer.json.
@@ -41,7 +46,7 @@ FILES = [
 ]
 
 # Files that a plan needs.
-DESCRIPTION = ["config.json", "generation_config.json"]
+DESCRIPTION = ["config.json", "generation_config.json", "quantize_config.json", "hf_quant_config.json"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 

@@ -1,6 +1,6 @@
 """`quantspec plan`: whether a model fits on this machine, with which context and batch, and how fast.
 
-For a model on the hub only config.json and generation_config.json are downloaded.
+For a model on the hub only its configuration is downloaded.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ impl Checkpoint {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`], as for [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
-        let schemes = quantised::schemes(config)?;
+        let schemes = quantised::schemes(config, |_| Ok(None))?;
         let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
         let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
@@ -381,7 +381,7 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Vec<Scheme>, bool)> {
         ));
     };
     let generation = read_json(dir, "generation_config.json")?;
-    let schemes = quantised::schemes(&config)?;
+    let schemes = quantised::schemes(&config, |file| read_json(dir, file))?;
     let wrapped = config::is_wrapped(&config)?;
     Ok((config::parse(&config, generation.as_deref())?, schemes, wrapped))
 }
@@ -659,7 +659,8 @@ fn refuse_foreign(
     // Sorted, so that the first refusal is the same in every run. A quantised matrix explains the bias next to it.
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable_by_key(|name| (!is_quantised(name), *name));
-    for name in sorted.into_iter().filter(|name| !of_matrix(name)) {
+    let of_cache = |name: &str| !schemes.is_empty() && quantised::is_of_cache(name);
+    for name in sorted.into_iter().filter(|name| !of_matrix(name) && !of_cache(name)) {
         if let Some(refusal) = refusal(config, name)
             && !idle(name)?
         {

@@ -5,6 +5,7 @@
 //! bits or groups, the shapes of a matrix's tensors show its scheme. A value is (code − zero point) · scale in f32. It is
 //! rounded to the scales' type if the method's library computes in it, then to the model's type.
 
+use crate::config::object;
 use crate::elements::{FLOATS, round};
 use crate::names::Place;
 use crate::safetensors::{SafeTensors, Tensor, shown};
@@ -95,6 +96,11 @@ pub(crate) struct Scheme {
     through_scales: bool,
 }
 
+/// Returns true if a tensor holds a scale for a cache of the method's library, which quantspec's cache does not use.
+pub(crate) fn is_of_cache(name: &str) -> bool {
+    name.ends_with(".k_scale") || name.ends_with(".v_scale")
+}
+
 /// Position in a 32-bit AWQ word of the output with this index modulo 8.
 const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
@@ -108,11 +114,20 @@ fn unsupported(what: String) -> Error {
     Error::model(format!("quantization_config: {what} is not supported"), OTHERS)
 }
 
-/// Reads the schemes from the bytes of config.json, first that of most modules; none if the checkpoint is not quantised.
+/// Files that describe the quantisation if config.json does not, and their method if they name none: those of AutoGPTQ and its
+/// successors, and of NVIDIA's ModelOpt.
+pub(crate) const FILES: [(&str, &str); 2] = [("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")];
+
+/// Reads the schemes from the bytes of config.json, or else from those of the first of [`FILES`] that `read` finds; first that of
+/// most modules; none if the checkpoint is not quantised.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported.
-pub(crate) fn schemes(config: &[u8]) -> Result<Vec<Scheme>> {
+/// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported, or if a file is not
+/// valid JSON; those of `read`.
+pub(crate) fn schemes(
+    config: &[u8],
+    mut read: impl FnMut(&'static str) -> Result<Option<Vec<u8>>>,
+) -> Result<Vec<Scheme>> {
     let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(Vec::new()) };
     if let Some(mlx) = present(&config, "quantization") {
         return Err(Error::model(
@@ -121,17 +136,26 @@ pub(crate) fn schemes(config: &[u8]) -> Result<Vec<Scheme>> {
         ));
     }
     let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
+    let (mut found, mut usual) = (found.cloned(), None);
+    for (file, method) in FILES {
+        if found.is_none()
+            && let Some(bytes) = read(file)?
+        {
+            (found, usual) = (Some(Value::Object(object(&bytes, file)?)), Some(method));
+        }
+    }
     let Some(found) = found else { return Ok(Vec::new()) };
-    let Value::Object(fields) = found else { return Err(unsupported(json_text(found))) };
-    let Some(Value::String(method)) = fields.get("quant_method") else {
-        return Err(unsupported(format!("{} without a quant_method", json_text(found))));
+    let Value::Object(fields) = &found else { return Err(unsupported(json_text(&found))) };
+    let Some(method) = present(fields, "quant_method").and_then(Value::as_str).or(usual) else {
+        return Err(unsupported(format!("{} without a quant_method", json_text(&found))));
     };
-    match method.as_str() {
+    match method {
         "fp8" | "mxfp8" => fp8(fields, method).map(|scheme| vec![scheme]),
         "compressed-tensors" => compressed(fields),
         "gptq" => gptq(fields),
         "awq" => awq(fields),
         "auto-round" | "intel/auto-round" => auto_round(fields),
+        "modelopt" | "modelopt_fp4" | "modelopt_mixed" => modelopt(fields).map(|scheme| vec![scheme]),
         other => Err(unsupported(format!("method \"{}\"", shown(other)))),
     }
 }
@@ -228,8 +252,19 @@ fn fp8(fields: &Map<String, Value>, method: &str) -> Result<Scheme> {
     Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: false })
 }
 
+/// `quant_algo` is in an object of its own in files next to config.json.
+fn modelopt(fields: &Map<String, Value>) -> Result<Scheme> {
+    let fields = present(fields, "quantization").and_then(Value::as_object).unwrap_or(fields);
+    let block = match present(fields, "quant_algo").and_then(Value::as_str) {
+        Some("FP8" | "FP8_PER_CHANNEL_PER_TOKEN") => None,
+        Some("MXFP8") => Some(MX),
+        other => return Err(unsupported(format!("ModelOpt's \"{}\"", shown(other.unwrap_or("none"))))),
+    };
+    Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: false })
+}
+
 fn compressed(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
-    for name in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+    for name in ["sparsity_config", "transform_config"] {
         match present(fields, name) {
             Some(Value::Object(map))
                 if map.is_empty() || map.get("format").and_then(Value::as_str) == Some("dense") => {}

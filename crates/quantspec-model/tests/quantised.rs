@@ -145,6 +145,8 @@ fn libraries_name_the_layouts_of_others() {
             json!({"quant_method": "auto-round", "bits": 8, "group_size": 32, "data_type": "mx_fp", "packing_format": "auto_round:llm_compressor"}),
         ),
         ("fp8-mx", json!({"quant_method": "mxfp8"})),
+        ("fp8-mx", json!({"quant_method": "modelopt", "quant_algo": "MXFP8"})),
+        ("fp8-tensor", json!({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}})),
     ];
     for (format, bits, packing) in [
         ("gptq4", 4, "auto_round:auto_gptq"),
@@ -218,6 +220,46 @@ fn modules_may_have_schemes_of_their_own() {
     write(&folder, &quantisation, &tensors("gptq4").0);
     let error = Checkpoint::open(folder.path()).expect_err("ambiguous");
     assert!(error.message.contains("two of which fit \"model.layers.0.self_attn.q_proj\""), "{error:?}");
+}
+
+#[test]
+fn a_file_may_describe_the_quantisation() {
+    for (format, file, weights, quantisation) in [
+        (
+            "gptq4",
+            "quantize_config.json",
+            "gptq_model-4bit-16g.safetensors",
+            json!({"bits": 4, "group_size": 16, "desc_act": true, "sym": false, "model_name_or_path": null}),
+        ),
+        (
+            "fp8-tensor",
+            "hf_quant_config.json",
+            "model.safetensors",
+            json!({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}),
+        ),
+    ] {
+        let (mut stored, expected) = tensors(format);
+        if format == "fp8-tensor" {
+            stored.push(("model.layers.0.self_attn.k_proj.k_scale".to_string(), "F32", Vec::new(), vec![0; 4]));
+        }
+        let folder = Folder::empty();
+        write(&folder, &Value::Null, &stored);
+        std::fs::rename(folder.path().join("model.safetensors"), folder.path().join(weights)).expect("rename");
+        let error = Checkpoint::open(folder.path()).expect_err("no description");
+        assert!(error.message.contains("which quantization_config"), "{error:?}");
+        assert!(error.hint.contains(file), "{error:?}");
+        folder.write(file, quantisation.to_string().as_bytes());
+        compare(&folder, &expected, file);
+        folder.write(file, b"{");
+        let error = Checkpoint::describe(folder.path()).expect_err("damaged");
+        assert!(error.message.contains(&format!("{file} is not valid JSON")), "{error:?}");
+        // config.json decides.
+        let config = std::fs::read(folder.path().join("config.json")).expect("config");
+        let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+        config["quantization_config"] = formats()[format].clone();
+        folder.write("config.json", config.to_string().as_bytes());
+        compare(&folder, &expected, format);
+    }
 }
 
 /// Replaces the tensors of some modules by those of one that has their outputs, in order.
@@ -398,6 +440,7 @@ fn unsupported_options_are_refused() {
             json!({"quant_method": "auto-round", "bits": 4, "group_size": 16, "extra_config": {"lm_head": {"data_type": "mx_fp"}}}),
             "(extra_config \"lm_head\")",
         ),
+        (json!({"quant_method": "modelopt", "quant_algo": "NVFP4"}), "ModelOpt's \"NVFP4\" is not supported"),
         (json!({"quant_method": "mxfp4"}), "method \"mxfp4\""),
         (json!({"quant_method": "fp8", "weight_scale_semantics": "inverse"}), "weight_scale_semantics \"inverse\""),
         (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size 0"),
@@ -442,12 +485,15 @@ fn mutated_files_are_read_or_refused_in_one_line() {
     let (folder, mut accepted) = (Folder::empty(), 0);
     for round in 0..4_000 {
         let (format, quantisation) = &formats[random.below(formats.len())];
-        write(&folder, quantisation, &tensors(format).0);
-        let file = folder.path().join(["config.json", "model.safetensors"][random.below(2)]);
+        let name = ["config.json", "model.safetensors", "quantize_config.json"][random.below(3)];
+        let beside = name == "quantize_config.json";
+        write(&folder, if beside { &Value::Null } else { quantisation }, &tensors(format).0);
+        folder.write("quantize_config.json", quantisation.to_string().as_bytes());
+        let file = folder.path().join(name);
         let mut bytes = std::fs::read(&file).expect("file");
         // The header of safetensors, without its length and the values.
         let length = bytes.first_chunk().map_or(0, |length| u64::from_le_bytes(*length)) as usize;
-        if file.ends_with("config.json") {
+        if name.ends_with("config.json") {
             mutate(&mut bytes, &mut random);
         } else {
             let mut header = bytes[8..8 + length].to_vec();
