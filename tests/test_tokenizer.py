@@ -138,6 +138,20 @@ def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_pat
     assert 1 not in saved(sentencepiece(bos=False), tmp_path, add_bos_token=True).encode("hello")
 
 
+def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    tokens = {
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "additional_special_tokens": ["<a>"],
+    }
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert saved(sentencepiece(), tmp_path).special == {"bos_token": "<s>", "eos_token": "</s>"}
+    # tokenizer_config.json decides, and lists all tokens if it lists any.
+    assert saved(sentencepiece(), tmp_path, eos_token="<unk>").special == {"bos_token": "<s>", "eos_token": "<unk>"}
+    assert saved(sentencepiece(), tmp_path, bos_token=None).special == {"eos_token": "</s>"}
+    assert saved(sentencepiece(), tmp_path, added_tokens_decoder={}).special == {}
+
+
 def test_a_bos_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json has no token '<begin>', the BOS"):
         saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<begin>")

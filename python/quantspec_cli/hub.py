@@ -40,6 +40,8 @@ FILES = [
     "tokenizer.model",
     "added_tokens.json",
     "tokenizer_config.json",
+    # Special tokens of old checkpoints.
+    "special_tokens_map.json",
     "chat_template.jinja",
     # That of some models with a vision tower.
     "chat_template.json",

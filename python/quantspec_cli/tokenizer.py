@@ -28,7 +28,8 @@ class Tokenizer:
     """The tokenizer of a checkpoint directory, or of a GGUF file.
 
     Attributes:
-        config: tokenizer_config.json, or {} if there is none; the same fields of a GGUF file.
+        config: tokenizer_config.json, with special tokens of special_tokens_map.json that it lacks; {} if there is none;
+            the same fields of a GGUF file.
         special: text of the special tokens a chat template may name: bos_token, eos_token and the like.
     """
 
@@ -43,7 +44,7 @@ class Tokenizer:
             )
         else:
             self._name, self._hint = str(model / "tokenizer.json"), _HINT
-            self.config = read_json(model / "tokenizer_config.json")
+            self.config = _with_special_tokens(read_json(model / "tokenizer_config.json"), model)
             file = model / "tokenizer.model"
             if not files.is_file(model / "tokenizer.json") and files.is_file(file):
                 self._name, self._hint = str(file), sentencepiece.HINT
@@ -356,6 +357,16 @@ def _special(key: str, value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def _with_special_tokens(config: dict[str, Any], model: Path) -> dict[str, Any]:
+    """tokenizer_config.json with the special tokens of special_tokens_map.json that it lacks. Old checkpoints have them there
+    alone; newer ones list them in both, or all tokens in `added_tokens_decoder`.
+    """
+    if "added_tokens_decoder" in config:
+        return config
+    tokens = read_json(model / "special_tokens_map.json")
+    return {key: value for key, value in tokens.items() if _special(key, value) is not None} | config
 
 
 def read_json(path: Path) -> dict[str, Any]:
