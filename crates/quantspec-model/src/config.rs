@@ -96,9 +96,14 @@ const COMMON: Family = Family {
     window: Window::Stated,
 };
 
+const MISTRAL: Family =
+    Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON };
+
 const FAMILIES: &[Family] = &[
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
-    Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON },
+    MISTRAL,
+    // Ministral 8B, whose `layer_types` alternate.
+    Family { name: "ministral", ..MISTRAL },
     Family {
         name: "qwen2",
         kv_heads: Some(32),

@@ -529,6 +529,11 @@ fn sliding_windows_bound_the_context() {
         (json!({"model_type": "mistral", "sliding_window": null}), 64),
         // Without the field, a mistral configuration has the family's window of 4096 tokens.
         (json!({"model_type": "mistral", "max_position_embeddings": 8192}), 4096),
+        (
+            json!({"model_type": "ministral", "sliding_window": 32, "layer_types": ["full_attention", "sliding_attention"]}),
+            32,
+        ),
+        (json!({"model_type": "ministral", "sliding_window": 32, "layer_types": ["full_attention"]}), 64),
         (json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 0}), 64),
         (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}), 64),
         (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}), 32),
@@ -588,6 +593,7 @@ fn families_have_their_own_defaults() {
     for (family, kv_heads, positions) in [
         ("llama", 32, 2048),
         ("mistral", 8, 131_072),
+        ("ministral", 8, 131_072),
         ("qwen2", 32, 32_768),
         ("qwen3", 32, 32_768),
         ("granite", 32, 2048),
