@@ -355,146 +355,90 @@ DEV void arrived() {
   __syncthreads();
 }
 
-// A warp's rows. A thread has rows query + 16 m + 8 h, h in {0, 1}, of each block m of 16 rows.
-template <int D, bool LOCAL>
-struct Rows {
-  static constexpr int BLOCKS = D > 128 ? 1 : 2;
-  int lane, first_key, reach;
-  int query;
-  int unmasked, shown;  // as in `wgmma_attention`, for the warp's rows
-  float scale_log2;
-  float s[BLOCKS][8][4];      // scores of a tile
-  uint32_t p[BLOCKS][4][4];   // weights of a tile
-  float o[BLOCKS][D / 8][4];  // outputs
-  float top[BLOCKS][2], sum[BLOCKS][2];
-
-  DEV Rows(int first_row, int first_key, float scale_log2, int reach)
-      : first_key(first_key), reach(reach), scale_log2(scale_log2) {
-    lane = threadIdx.x & 31;
-    query = first_row + (lane >> 2);
-    unmasked = (first_row + 1 - first_key) / KEYS;
-    shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
+// s = Q K^T of a tile.
+template <int D, int BLOCKS>
+DEV void score(float (&s)[BLOCKS][8][4], uint32_t q_at, uint32_t k_at, int lane) {
 #pragma unroll
-    for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
+  for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; i++) {
-      top[i >> 1][i & 1] = LOG_ZERO;
-      sum[i >> 1][i & 1] = 0;
-    }
-  }
-
-  // s = Q K^T.
-  DEV void score(uint32_t q_at, uint32_t k_at) {
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t q[BLOCKS][4];
 #pragma unroll
-    for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
+    for (int m = 0; m < BLOCKS; m++) ldmatrix4(q[m], q_at + swizzled<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      uint32_t q[BLOCKS][4];
+    for (int i = 0; i < 4; i++) {
+      uint32_t b[4];
+      ldmatrix4(b, k_at + swizzled<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
-      for (int m = 0; m < BLOCKS; m++) ldmatrix4(q[m], q_at + swizzled<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        uint32_t b[4];
-        ldmatrix4(b, k_at + swizzled<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
-#pragma unroll
-        for (int m = 0; m < BLOCKS; m++) {
-          mma_f16(s[m][2 * i], q[m], b[0], b[1]);
-          mma_f16(s[m][2 * i + 1], q[m], b[2], b[3]);
-        }
+      for (int m = 0; m < BLOCKS; m++) {
+        mma_f16(s[m][2 * i], q[m], b[0], b[1]);
+        mma_f16(s[m][2 * i + 1], q[m], b[2], b[3]);
       }
     }
   }
+}
 
-  DEV void mask(int tile) {
-    if (tile >= unmasked || (LOCAL && tile < shown))
+// p = 2^(s - max + P_SHIFT) of a block. Its earlier sums and outputs are rescaled if a maximum moved.
+template <int D>
+DEV void softmax(const float (&s)[8][4], uint32_t (&p)[4][4], float (&o)[D / 8][4], float (&top)[2], float (&sum)[2],
+                 float scale_log2) {
+  float m0 = top[0], m1 = top[1];
 #pragma unroll
-      for (int i = 0; i < 32 * BLOCKS; i++) {
-        const int key = first_key + tile * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
-        const int row = query + (i >> 5) * 16 + (i & 2) * 4;
-        if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
-      }
+  for (int i = 0; i < 8; i++) {
+    m0 = fmaxf(m0, fmaxf(s[i][0], s[i][1]));
+    m1 = fmaxf(m1, fmaxf(s[i][2], s[i][3]));
   }
+  quad_max(m0, m1);
+  const float keep0 = exp2_fast((top[0] - m0) * scale_log2), keep1 = exp2_fast((top[1] - m1) * scale_log2);
+  const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
+  top[0] = m0;
+  top[1] = m1;
+  sum[0] *= keep0;
+  sum[1] *= keep1;
+  if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      o[i][0] *= keep0;
+      o[i][1] *= keep0;
+      o[i][2] *= keep1;
+      o[i][3] *= keep1;
+    }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float e0 = exp2_fast(__fmaf_rn(s[i][0], scale_log2, -shift0));
+    const float e1 = exp2_fast(__fmaf_rn(s[i][1], scale_log2, -shift0));
+    const float e2 = exp2_fast(__fmaf_rn(s[i][2], scale_log2, -shift1));
+    const float e3 = exp2_fast(__fmaf_rn(s[i][3], scale_log2, -shift1));
+    sum[0] += e0 + e1;
+    sum[1] += e2 + e3;
+    p[i >> 1][(i & 1) * 2] = Half::pack(e0, e1);
+    p[i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
+  }
+}
 
-  // p = 2^(s - max + P_SHIFT). Earlier sums and outputs are rescaled if a maximum moved.
-  DEV void softmax() {
+// o += P V of a tile.
+template <int D, int BLOCKS>
+DEV void accumulate(float (&o)[BLOCKS][D / 8][4], const uint32_t (&p)[BLOCKS][4][4], uint32_t v_at, int lane) {
 #pragma unroll
-    for (int m = 0; m < BLOCKS; m++) {
-      float m0 = top[m][0], m1 = top[m][1];
+  for (int k = 0; k < 4; k++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1]));
-        m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
-      }
-      quad_max(m0, m1);
-      const float keep0 = exp2_fast((top[m][0] - m0) * scale_log2), keep1 = exp2_fast((top[m][1] - m1) * scale_log2);
-      const float shift0 = m0 * scale_log2 - P_SHIFT, shift1 = m1 * scale_log2 - P_SHIFT;
-      top[m][0] = m0;
-      top[m][1] = m1;
-      sum[m][0] *= keep0;
-      sum[m][1] *= keep1;
-      if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
+    for (int i = 0; i < D / 16; i++) {
+      uint32_t b[4];
+      ldmatrix4_trans(b, v_at + swizzled<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
-        for (int i = 0; i < D / 8; i++) {
-          o[m][i][0] *= keep0;
-          o[m][i][1] *= keep0;
-          o[m][i][2] *= keep1;
-          o[m][i][3] *= keep1;
-        }
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -shift0));
-        const float e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -shift0));
-        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -shift1));
-        const float e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -shift1));
-        sum[m][0] += e0 + e1;
-        sum[m][1] += e2 + e3;
-        p[m][i >> 1][(i & 1) * 2] = Half::pack(e0, e1);
-        p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
+      for (int m = 0; m < BLOCKS; m++) {
+        mma_f16(o[m][2 * i], p[m][k], b[0], b[1]);
+        mma_f16(o[m][2 * i + 1], p[m][k], b[2], b[3]);
       }
     }
-  }
+}
 
-  // o += P V.
-  DEV void accumulate(uint32_t v_at) {
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-#pragma unroll
-      for (int i = 0; i < D / 16; i++) {
-        uint32_t b[4];
-        ldmatrix4_trans(b, v_at + swizzled<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
-#pragma unroll
-        for (int m = 0; m < BLOCKS; m++) {
-          mma_f16(o[m][2 * i], p[m][k], b[0], b[1]);
-          mma_f16(o[m][2 * i + 1], p[m][k], b[2], b[3]);
-        }
-      }
-  }
-
-  // Stores O / sum of rows before n. row0: index of the warp's first row; column: of the head's first channel.
-  template <class Store>
-  DEV void store_output(int row0, int column, int n, Store store) {
-#pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float total = sum[m][h];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        const float f = 1.f / total;
-        const int row = row0 + 16 * m + 8 * h + (lane >> 2);
-        if (row < n)
-#pragma unroll
-          for (int i = 0; i < D / 8; i++)
-            store(row, column + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
-      }
-  }
-};
-
-// store(row, column, x, y) stores two neighbouring outputs. Other arguments as below.
+// store(row, column, x, y) stores two neighbouring outputs. Other arguments as below. The phases are functions, and not
+// members of a struct, with which ptxas runs out of registers on 7.5, 10.0 and 12.0.
 template <int D, bool LOCAL, class Store>
 DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row,
                 int64_t kv_row, float scale_log2, int reach, Store store) {
-  constexpr int WARP_ROWS = 16 * Rows<D, LOCAL>::BLOCKS, ROWS = 4 * WARP_ROWS;
+  constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;  // blocks of 16 rows of a warp
   constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
   static_assert(V_AT + KEYS * 2 * D == (D > 128 ? PROMPT_MMA_CHANNEL_256 : PROMPT_MMA_CHANNEL) * D);
   extern __shared__ __align__(128) char raw[];
@@ -503,7 +447,7 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
   const int row0 = place.row0, head = place.head;
   const int first_key = LOCAL ? first_visible(q0 + row0, reach) / KEYS * KEYS : 0;
   const int tiles = (q0 + min(row0 + ROWS, n) - 1 - first_key) / KEYS + 1;
-  const int keys = q0 + n, t = threadIdx.x, warp = t >> 5, piece = t % PIECES;
+  const int keys = q0 + n, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
   auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
     for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
       copy16_or_zero(dst + swizzled<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8,
@@ -511,21 +455,58 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
     copy_commit();
   };
   const uint16_t *k_head = K + place.kv_head * D, *v_head = V + place.kv_head * D;
-  const uint32_t q_at = base + warp * WARP_ROWS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
+  const uint32_t q_at = base + warp * 16 * BLOCKS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
   load(base, Q + head * D, q_row, row0, n, ROWS);
   load(k_at, k_head, kv_row, first_key, keys, KEYS);
-  Rows<D, LOCAL> rows(q0 + row0 + warp * WARP_ROWS, first_key, scale_log2, reach);
+  // A thread has rows query + 16 m + 8 h, h in {0, 1}, of each block m of 16 rows. `unmasked` and `shown` as in
+  // `wgmma_attention`, for the warp's rows.
+  const int first_row = q0 + row0 + warp * 16 * BLOCKS;
+  const int query = first_row + (lane >> 2);
+  const int unmasked = (first_row + 1 - first_key) / KEYS;
+  const int shown = LOCAL ? (first_visible(first_row + 16 * BLOCKS - 1, reach) - first_key + KEYS - 1) / KEYS : 0;
+  float o[BLOCKS][D / 8][4], top[BLOCKS][2], sum[BLOCKS][2];
+#pragma unroll
+  for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * BLOCKS; i++) {
+    top[i >> 1][i & 1] = LOG_ZERO;
+    sum[i >> 1][i & 1] = 0;
+  }
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
     load(v_at, v_head, kv_row, first_key + j * KEYS, keys, KEYS);
-    rows.score(q_at, k_at);
+    float s[BLOCKS][8][4];
+    score<D, BLOCKS>(s, q_at, k_at, lane);
     arrived();  // V of tile j; K of tile j has been used
     if (j + 1 < tiles) load(k_at, k_head, kv_row, first_key + (j + 1) * KEYS, keys, KEYS);
-    rows.mask(j);
-    rows.softmax();
-    rows.accumulate(v_at);
+    if (j >= unmasked || (LOCAL && j < shown)) {
+#pragma unroll
+      for (int i = 0; i < 32 * BLOCKS; i++) {
+        const int key = first_key + j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
+        const int row = query + (i >> 5) * 16 + (i & 2) * 4;
+        if (key > row || (LOCAL && key <= row - reach)) s[i >> 5][i >> 2 & 7][i & 3] = hidden_score<LOCAL>();
+      }
+    }
+    uint32_t p[BLOCKS][4][4];
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++) softmax<D>(s[m], p[m], o[m], top[m], sum[m], scale_log2);
+    accumulate<D, BLOCKS>(o, p, v_at, lane);
   }
-  rows.store_output(row0 + warp * WARP_ROWS, head * D, n, store);
+  // ---- O / sum ----
+#pragma unroll
+  for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float total = sum[m][h];
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      const float f = 1.f / total;
+      const int row = row0 + warp * 16 * BLOCKS + 16 * m + 8 * h + (lane >> 2);
+      if (row < n)
+#pragma unroll
+        for (int i = 0; i < D / 8; i++)
+          store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
+    }
 }
 
 }  // namespace mma_attention
