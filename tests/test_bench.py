@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -759,9 +760,44 @@ def test_a_batch_reads_weights_once_and_the_cache_once_per_sequence(quantspec: C
             # All sequences take part in every round.
             emitted = row["mean_acceptance_length"] * batch
             assert row["round_ms"] == pytest.approx(row["ms_per_token"] * emitted, rel=0.05)
+    quantspec("bench", "--ragged", *flags).assert_error(2, "--ragged without several sequences")
     quantspec("bench", "--batch", "0", *flags).assert_error(2, "--batch is 0")
     for too_many in (BATCH_MAX + 1, 10**8):
         quantspec("bench", "--batch", str(too_many), *flags).assert_error(2, f"1 to {BATCH_MAX}")
+
+
+@pytest.mark.slow
+def test_the_sequences_of_a_ragged_batch_have_different_lengths(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    flags = [
+        "-p",
+        "0",
+        "-n",
+        "16",
+        "-r",
+        "1",
+        "--methods",
+        "ar-int8",
+        "--device",
+        "cpu",
+        "--batch",
+        "1,4",
+        "-o",
+        "json",
+    ]
+    ragged, even = tmp_path / "ragged.json", tmp_path / "even.json"
+    for file, more in ((ragged, ["-d", "800", "--ragged"]), (even, ["-d", "200,400,600,800"])):
+        outcome = quantspec("bench", *flags, *more, "--output", str(file))
+        assert outcome.code == 0, outcome
+    rows, evens = (json.loads(file.read_text()) for file in (ragged, even))
+    assert [(row["batch"], row.get("ragged")) for row in rows] == [(1, None), (4, True)]
+    # Weights are read once, the caches of 200, 400, 600 and 800 tokens instead of four times that of 800.
+    alone = [row["bytes_per_token"] for row in evens if row["batch"] == 1]
+    saved = evens[-1]["bytes_per_token"] - rows[1]["bytes_per_token"]
+    assert saved == pytest.approx(alone[-1] - statistics.fmean(alone))
+    # They are other measurements than those of an even batch.
+    outcome = quantspec("bench", "--compare", str(ragged), str(even), "--json")
+    assert [row["batch"] for row in outcome.json] == [1]
+    assert "x4 ragged" in quantspec("bench", "--compare", str(ragged), str(ragged)).stdout
 
 
 def test_the_largest_batch_is_one_that_every_method_can_have() -> None:

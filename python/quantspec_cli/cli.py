@@ -461,6 +461,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     help="Tokens that each run first decodes untimed, with which --gamma auto and --method auto measure.",
 )
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after -d tokens.")
+@click.option("--ragged", is_flag=True, help="The sequences of a batch of N have 1/N, 2/N, ... of the -d tokens.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag(
     "--draft-pages",

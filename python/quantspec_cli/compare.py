@@ -34,6 +34,7 @@ KEY = (
     "n_prompt",
     "n_gen",
     "n_depth",
+    "ragged",
 )
 # Fields that may differ between the files, and explain a difference of speed.
 CONDITIONS = (
@@ -111,7 +112,7 @@ def _checked(name: str, number: int, row: Any) -> dict[str, Any]:
             option="compare",
         )
 
-    if not isinstance(row, dict) or not {*KEY} - {"accept"} <= row.keys():
+    if not isinstance(row, dict) or not {*KEY} - {"accept", "ragged"} <= row.keys():
         raise wrong("is no measurement of bench")
     for field, least in (("ms_per_token", 1 / NUMBER_MAX), ("ms_per_token_sd", 0), ("repetitions", 1)):
         value = row.get(field)
@@ -188,8 +189,6 @@ class Compared(tables.Markdown):
 
     def cells(self, row: Mapping[str, Any]) -> list[str]:
         """The columns of a comparison."""
-        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
-        depth = f" @ d{row['n_depth']}" if row["n_depth"] else ""
         spread = row["ratio_sd"]
         return [
             str(row["model"]),
@@ -197,7 +196,7 @@ class Compared(tables.Markdown):
             str(row["kv_target"]),
             str(row["gamma"]),
             str(row["draft_pages"]),
-            tokens + depth + (f" x{row['batch']}" if row["batch"] != 1 else ""),
+            tables.test_cell(row),
             render.with_spread(row["a_ms_per_token"], row["a_ms_per_token_sd"]),
             render.with_spread(row["b_ms_per_token"], row["b_ms_per_token_sd"]),
             f"{row['ratio']:.3f}" + ("" if spread is None else f" ± {spread:.3f}"),

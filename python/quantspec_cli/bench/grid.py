@@ -82,6 +82,7 @@ class Arguments:
     n_gen: str
     n_depth: str
     batch: str
+    ragged: bool
     gamma: str
     draft_pages: str
     page_choice: str | None
@@ -150,6 +151,8 @@ def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
         raise IgnoredError(unused, hint, option="draft_model")
     if arguments.draft_model is None and arguments.draft_model_kv is not None:
         raise no_draft_model(arguments.draft_model_kv)
+    if arguments.ragged and not (grid.n_gen and max(grid.batches) > 1):
+        raise IgnoredError("--ragged without several sequences", "add --batch N, or leave it out", option="ragged")
     whole("draft_refresh", arguments.draft_refresh, 0, PAGES_MAX, " (0 is never)")
     _refuse_unread(arguments, options, grid)
     _check_pages(arguments, grid)

@@ -110,10 +110,13 @@ class Bench:
         """Decodes sequences together until the first has emitted `tokens`; each follows its own part of the text."""
         repetitions, grid = self._arguments.repetitions, self._grid
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
-            answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
-        seen = self._traffic(answers.depth, answers.tokens)
-        if self._draft_model is not None:
-            seen["draft_model"] = self._traffic(answers.depth, answers.tokens, self._draft_model)
+            answers = Answers(
+                *(self._engine, self._model, self._ids, depth, tokens),
+                batch=batch,
+                ragged=self._arguments.ragged,
+                on_prefill=on_prefill,
+            )
+        seen = self._seen(answers)
         samples: dict[Method, list[Sample]] = {method: [] for method in grid.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in grid.methods:
@@ -134,8 +137,10 @@ class Bench:
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages, "warm_up": self._arguments.warm_up}
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
-            row["flops_per_token"] = self._decode_flops(method, seen, runs)
+            row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in seen)
             drafts = METHODS[method.name]
+            if self._arguments.ragged and batch > 1:
+                row["ragged"] = True
             if drafts.page_choice == "snap":
                 row["draft_refresh"] = self._arguments.draft_refresh
             if drafts.draft_model:
@@ -150,7 +155,7 @@ class Bench:
             **method.native(),
         )
 
-    def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
+    def _sample(self, method: Method, answers: Answers, seen: Sequence[Mapping[str, Any]], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
         if self._arguments.warm_up:
@@ -168,7 +173,7 @@ class Bench:
         after = self._bandwidth_now = self._bandwidth()
         return Sample(
             seconds,
-            self._decode_bytes(method, seen, stats),
+            statistics.fmean(self._decode_bytes(method, of_one, stats) for of_one in seen),
             (before, after),
             processed=sum(map(len, tokens)),
             stats=stats,
@@ -179,6 +184,16 @@ class Bench:
         return self._engine.add(
             self._ids[:prompt_tokens], seed=self._arguments.seed, max_new_tokens=new_tokens, **SAMPLING
         )
+
+    def _seen(self, answers: Answers) -> list[dict[str, Any]]:
+        """`_traffic` of each sequence. All take part in every round, so a run reads the mean of what it would read if all
+        sequences were as long as one of them.
+        """
+        by_depth = {depth: self._traffic(depth, answers.tokens) for depth in set(answers.depths)}
+        if self._draft_model is not None:
+            for depth, seen in by_depth.items():
+                seen["draft_model"] = self._traffic(depth, answers.tokens, self._draft_model)
+        return [by_depth[depth] for depth in answers.depths]
 
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
         """Bytes that steps at these positions read. Opens the checkpoint, so it must not be called between measurements."""
@@ -202,8 +217,8 @@ class Bench:
         return read
 
     def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
-        """Bytes a run's verifications and drafts had to read: weights once for all sequences of a pass; per sequence the
-        visible pages of the view and the recent tokens.
+        """Bytes a run's verifications and drafts had to read, if all sequences are as long as that of `seen`: weights once
+        for all sequences of a pass; per sequence the visible pages of the view and the recent tokens.
         """
         page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         cache = seen["pages"] * page[method.kv_target] + recent
@@ -300,7 +315,7 @@ class Answers:
     """Decodes repeatedly after the same texts, whose prefill is kept as long as the buffer allows.
 
     Attributes:
-        depth: tokens of text before each answer.
+        depths: tokens of text before the answer of each sequence.
         tokens: of each answer.
         passes: verifications of the last run, over all its sequences together.
         draft_steps: draft steps of the last run, likewise.
@@ -315,19 +330,23 @@ class Answers:
         tokens: int,
         *,
         batch: int,
+        ragged: bool = False,
         on_prefill: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Prefills. At depth 0 there is one token of text, as the first decoded token needs a predecessor."""
-        self.depth, self.tokens = max(depth, 1), tokens
+        """Prefills. At depth 0 there is one token of text, as the first decoded token needs a predecessor. If `ragged`, the
+        i-th of N sequences has i/N of the depth.
+        """
+        shares = range(1, batch + 1) if ragged else [batch] * batch
+        self.depths, self.tokens = [max(depth * share // batch, 1) for share in shares], tokens
         self.passes = self.draft_steps = 0
         self._engine, self._model = engine, model
         self._on_prefill = on_prefill
         self._seed = 0
         # Each sequence begins elsewhere in the text, after the same first token, often a BOS.
         self._texts: dict[int, Sequence[int]] = {}
-        for sequence in range(batch):
+        for sequence, own in enumerate(self.depths):
             start = 1 + sequence * (len(ids) - 1) // batch
-            text = [*ids[:1], *ids[start:], *ids[1:start]][: self.depth + 1]
+            text = [*ids[:1], *ids[start:], *ids[1:start]][: own + 1]
             self._texts[self._prefilled(text)] = text
 
     def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:

@@ -124,6 +124,13 @@ def model_cell(name: str, *, widened: bool) -> str:
     return f"{name} (widened)" if widened else name
 
 
+def test_cell(row: Mapping[str, Any]) -> str:
+    """The test of a row, as llama-bench writes it, and its sequences."""
+    depth = f" @ d{row['n_depth']}" if row["n_depth"] else ""
+    sequences = f" x{row['batch']}" if row["batch"] != 1 else ""
+    return f"{row['test']}{row['n_prompt'] or row['n_gen']}{depth}{sequences}" + " ragged" * bool(row.get("ragged"))
+
+
 class Decoding(Markdown):
     """llama-bench's table, with each row's bandwidth."""
 
@@ -136,7 +143,6 @@ class Decoding(Markdown):
 
     def cells(self, row: Mapping[str, Any]) -> list[str]:
         """The columns of a measurement."""
-        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
         method = METHODS.get(row["method"], METHODS["ar"])
         loop_us, draft_ms = row.get("loop_us"), row.get("draft_step_ms")
         return [
@@ -146,7 +152,7 @@ class Decoding(Markdown):
             row["kv_target"],
             str(row["gamma"]) if method.drafts else "-",
             str(row["draft_pages"]) if method.draft_view else "-",
-            tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else "") + (f" x{row['batch']}" * (row["batch"] > 1)),
+            test_cell(row),
             render.with_spread(row["ms_per_token"], row["ms_per_token_sd"], digits=2),
             render.number(row["tokens_per_s"]),
             "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",

@@ -241,12 +241,16 @@ def _method(row: Row) -> str:
 
 def _category(row: Row, *, models: bool) -> str:
     """A row's context, with batch and model if there are several."""
-    batch = f" × {row['batch']}" if row["batch"] > 1 else ""
-    return (f"{row['model']}, " if models else "") + f"{row['n_depth']:,}{batch}"
+    return (f"{row['model']}, " if models else "") + f"{row['n_depth']:,}{_sequences(row)}"
 
 
 def _test(row: Row) -> str:
-    return f"{_method(row)}, after {row['n_depth']:,}" + (f" × {row['batch']}" if row["batch"] > 1 else "")
+    return f"{_method(row)}, after {row['n_depth']:,}{_sequences(row)}"
+
+
+def _sequences(row: Row) -> str:
+    ragged = ", ragged" if row.get("ragged") else ""
+    return f" × {row['batch']}{ragged}" if row["batch"] > 1 else ""
 
 
 def _grid(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[str], list[Series]]:
