@@ -17,9 +17,9 @@ from ..errors import DoesNotFitError, QuantspecError, UsageError, interrupted, n
 from ..lists import numbers
 from ..model import Model
 from ..signals import SIGNALS
-from .grid import Arguments, check_fits, models_of, read_grid, read_text, tokens_of
+from .grid import Arguments, check_fits, models_of, read_grid, read_text, tests, tokens_of
 from .measure import Bench, is_widened
-from .tables import Csv, Decoding, Json, JsonLines, Kernels, Markdown, model_cell, sink_of, writer
+from .tables import Csv, Decoding, Json, JsonLines, Kernels, Markdown, model_cell, sink_of, test_cell, writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,6 +67,7 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
         texts = {
             "model": [model_cell(model.name, widened=wide) for model, wide in zip(opened, widened, strict=True)],
             "method": ["any", *(method.name for method in grid.methods)],
+            "test": map(test_cell, tests(grid, ragged=arguments.ragged)),
         }
         rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts))
         if page is not None:

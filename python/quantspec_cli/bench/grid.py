@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +27,7 @@ from ..options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..model import Model
     from ..options import EngineOptions
@@ -159,6 +160,22 @@ def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
     if not grid.n_prompt and not grid.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return grid
+
+
+def tests(grid: Grid, *, ragged: bool) -> Iterator[dict[str, Any]]:
+    """The fields of rows that name their tests."""
+    for depth in grid.n_depth:
+        for n in grid.n_prompt:
+            yield {"test": "pp", "n_prompt": n, "n_gen": 0, "n_depth": depth, "batch": 1}
+        for n, batch in itertools.product(grid.n_gen, grid.batches):
+            yield {
+                "test": "tg",
+                "n_prompt": 0,
+                "n_gen": n,
+                "n_depth": depth,
+                "batch": batch,
+                "ragged": ragged and batch > 1,
+            }
 
 
 def page_choice(arguments: Arguments, method: str) -> str:
