@@ -163,19 +163,13 @@ def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
 
 
 def tests(grid: Grid, *, ragged: bool) -> Iterator[dict[str, Any]]:
-    """The fields of rows that name their tests."""
+    """The tests of a grid, in the order of measuring, as the fields of a row that name one."""
     for depth in grid.n_depth:
         for n in grid.n_prompt:
-            yield {"test": "pp", "n_prompt": n, "n_gen": 0, "n_depth": depth, "batch": 1}
+            yield {"batch": 1, "test": "pp", "n_prompt": n, "n_gen": 0, "n_depth": depth}
         for n, batch in itertools.product(grid.n_gen, grid.batches):
-            yield {
-                "test": "tg",
-                "n_prompt": 0,
-                "n_gen": n,
-                "n_depth": depth,
-                "batch": batch,
-                "ragged": ragged and batch > 1,
-            }
+            test = {"batch": batch, "test": "tg", "n_prompt": 0, "n_gen": n, "n_depth": depth}
+            yield test | ({"ragged": True} if ragged and batch > 1 else {})
 
 
 def page_choice(arguments: Arguments, method: str) -> str:

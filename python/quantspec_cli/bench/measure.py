@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 import time
@@ -13,7 +12,7 @@ from ..errors import InternalError, native_errors
 from ..options import METHODS
 from ..options import Method as Drafting
 from ..text import Text
-from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice
+from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, tests
 from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
 
 if TYPE_CHECKING:
@@ -76,19 +75,19 @@ class Bench:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields all measurements, as each depth completes."""
-        for depth in self._grid.n_depth:
-            for tokens in self._grid.n_prompt:
-                yield self._prefill(depth, tokens)
-            for tokens, batch in itertools.product(self._grid.n_gen, self._grid.batches):
-                yield from self._decode(depth, tokens, batch)
+        for test in tests(self._grid, ragged=self._arguments.ragged):
+            if test["test"] == "pp":
+                yield self._prefill(test)
+            else:
+                yield from self._decode(test)
 
     def _bandwidth(self) -> float:
         """GB/s now, of the engine's device."""
         return self._engine.read_gb_per_s()
 
-    def _prefill(self, depth: int, tokens: int) -> dict[str, Any]:
-        """Cost of `tokens` more of a prompt after `depth`: their share of the prefill of both."""
-        samples = []
+    def _prefill(self, test: Mapping[str, Any]) -> dict[str, Any]:
+        """Cost of `n_prompt` more tokens of a prompt after `n_depth`: their share of the prefill of both."""
+        depth, tokens, samples = test["n_depth"], test["n_prompt"], []
         read = self._prefill_bytes(depth, tokens)
         with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
             slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
@@ -101,19 +100,20 @@ class Bench:
                 self._engine.finish(slot)
                 samples.append(Sample(seconds, read, (before, self._bandwidth()), processed=tokens))
         matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
-        row = self._row(samples, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        row = self._row(samples, test)
         row["flops_per_token"] = matrix + attention
         # Prefill is in full precision, so it does not depend on the decoding method.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
-    def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
-        """Decodes sequences together until the first has emitted `tokens`; each follows its own part of the text."""
+    def _decode(self, test: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Decodes sequences together until the first has emitted `n_gen` tokens; each follows its own part of the text."""
         repetitions, grid = self._arguments.repetitions, self._grid
+        depth, tokens = test["n_depth"], test["n_gen"]
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(
                 *(self._engine, self._model, self._ids, depth, tokens),
-                batch=batch,
-                ragged=self._arguments.ragged,
+                batch=test["batch"],
+                ragged="ragged" in test,
                 on_prefill=on_prefill,
             )
         seen = self._seen(answers)
@@ -133,14 +133,12 @@ class Bench:
                     check_equal({method: runs[-1] for method, runs in samples.items()})
         answers.close()
         for method, runs in samples.items():
-            row = self._row(runs, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
+            row = self._row(runs, test)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages, "warm_up": self._arguments.warm_up}
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in seen)
             drafts = METHODS[method.name]
-            if self._arguments.ragged and batch > 1:
-                row["ragged"] = True
             if drafts.page_choice == "snap":
                 row["draft_refresh"] = self._arguments.draft_refresh
             if drafts.draft_model:
@@ -272,7 +270,7 @@ class Bench:
         share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
         return share
 
-    def _row(self, samples: Sequence[Sample], **test: Any) -> dict[str, Any]:
+    def _row(self, samples: Sequence[Sample], test: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of every test."""
         times = [sample.ms_per_token for sample in samples]
         bytes_per_token = statistics.fmean(sample.read_bytes / sample.processed for sample in samples)
@@ -293,7 +291,6 @@ class Bench:
             "gamma": None,
             "draft_pages": None,
             "accept": self._accept,
-            "batch": 1,
             **test,
             "ms_per_token": milliseconds,
             "ms_per_token_sd": statistics.stdev(times) if len(times) > 1 else 0.0,
