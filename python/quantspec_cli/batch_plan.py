@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 # Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most
-# that are measured, decode 1.2 to 1.4 times the tokens/s of 8 with quantspec (docs/benchmarks.md). On a CPU 8 take 9 % less
+# that are measured, decode 1.3 to 1.5 times the tokens/s of 8 with quantspec (docs/benchmarks.md). On a CPU 8 take 9 % less
 # time than 4 for 16 short documents with their prompts, and 16 no less than 8. Memory may allow fewer.
 PARALLEL = {"cpu": 8, "cuda": 32}
 
