@@ -85,10 +85,11 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 // ---- merging the items of a row ----
 //
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads.
-// Writes the input of the output projection: x [row][pitch], or for drafts int8 codes in x and their scales and sums in
-// xs (panel.cuh). Warp w adds items w, w + 4, ..., then the four warps are added in order. A row's number of items
-// depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few blocks fit next
-// to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than SMs, has more items in flight.
+// Writes the input of the output projection in the order of panel.cuh: x, or for drafts int8 codes in x and their
+// scales and sums in xs; f32 as x [row][pitch]. Warp w adds items w, w + 4, ..., then the four warps are added in
+// order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
+// nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than
+// SMs, has more items in flight.
 constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;  // MERGE_SHARED: bytes of static shared memory
 // The items of a row. first: its first partial row; items: per KV head; total: query rows of its span.
 struct Merged {
@@ -118,9 +119,11 @@ DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool
   } else if constexpr (Out::BYTES == 4) {
     if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (inside) {
+    const uint32_t low = Out::Element::pack(out.x, out.y), high = Out::Element::pack(out.z, out.w);
+    if (p.panels) return store16_in_panel(p.x, row, channel / 4, p.pitch / 64, p.panels, low, high);
     uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
-    x[0] = Out::Element::pack(out.x, out.y);
-    x[1] = Out::Element::pack(out.z, out.w);
+    x[0] = low;
+    x[1] = high;
   }
 }
 

@@ -4,10 +4,9 @@
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of
 // rows. Kernels that write a GEMM's input exist once per input type:
 //
-//     _bf16, _f16, _f32   x row-major, pitch in elements
+//     _bf16, _f16, _f32   x in the order of panel.cuh (`panels`), f32 always row-major; pitch in elements
 //     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, equal to
-//                         quantspec_core::quantize_activations, in the order of panel.cuh (`panels`). Codes past K are
-//                         zero.
+//                         quantspec_core::quantize_activations, in the same order. Codes past K are zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
@@ -19,14 +18,19 @@
 template <class T>
 struct Into {
   typename T::Bits* x;
-  int pitch;
+  int pitch, panels;
   DEV void store(int row, int group, int lane, bool inside, float4 v) const {
     if (!inside) return;
     typename T::Bits* values = x + (size_t)row * pitch + group * 128 + lane * 4;
-    if constexpr (sizeof(typename T::Bits) == 4)
+    if constexpr (sizeof(typename T::Bits) == 4) {
       *(float4*)values = v;
-    else
-      *(uint2*)values = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
+    } else {
+      const uint32_t low = T::pack(v.x, v.y), high = T::pack(v.z, v.w);
+      if (panels)
+        store16_in_panel(x, row, group * 32 + lane, pitch / 64, panels, low, high);
+      else
+        *(uint2*)values = make_uint2(low, high);
+    }
   }
 };
 struct IntoInt8 {
@@ -288,19 +292,21 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
 }
 // 48 registers: four warps per scheduler, which fit next to the three of a pipelined GEMM (linear.cu) with 104 each.
 // norm_i8 uses 50, allocated as 56, and fits next to the 96 of linear_w4_pipeline_1.
-#define PRODUCERS(NAME, T)                                                                                             \
-  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight,            \
-                                     T::Bits* x, float eps, int width, int pitch) {                                    \
-    norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                      \
-  }                                                                                                                    \
-  KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) { \
-    activate_mul<Silu>(y, bias, width, Into<T>{x, pitch});                                                             \
-  }                                                                                                                    \
-  KERNEL __launch_bounds__(256) gelu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) { \
-    activate_mul<Gelu>(y, bias, width, Into<T>{x, pitch});                                                             \
-  }                                                                                                                    \
-  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch) {                \
-    convert(hidden, width, Into<T>{x, pitch});                                                                         \
+#define PRODUCERS(NAME, T)                                                                                          \
+  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight,         \
+                                     T::Bits* x, float eps, int width, int pitch, int panels) {                     \
+    norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch, panels});                                           \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256)                                                                                     \
+      silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch, int panels) {            \
+    activate_mul<Silu>(y, bias, width, Into<T>{x, pitch, panels});                                                  \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256)                                                                                     \
+      gelu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch, int panels) {            \
+    activate_mul<Gelu>(y, bias, width, Into<T>{x, pitch, panels});                                                  \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, T::Bits* x, int width, int pitch, int panels) { \
+    convert(hidden, width, Into<T>{x, pitch, panels});                                                              \
   }
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)

@@ -1,4 +1,4 @@
-// GEMMs of a step's few rows with the weights. All kernels exist on every architecture.
+// GEMMs of a step's few rows with the weights. On Hopper there are linear_{bf16,f16}_{1,2}, elsewhere also _{4,8}.
 #include "linear.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #include "linear_wide.cuh"
@@ -13,25 +13,21 @@
 //
 // Grid (blocks that share the tiles, ceil(rows / (8 NT))), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper: grid (min(tiles, SMs) in whole clusters, as above), 320 threads (384 if registers are handed over),
-// Pipeline::BYTES of shared memory. Up to 104 registers per thread leave room for a norm's block: three warps per
-// scheduler use 312 of its 512 registers per lane, the norm's four warps 192 in all (docs/design/gemm.md).
-#define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)             \
-  static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED); \
-  PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS,                                        \
-              FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                     \
-  PIPELINE_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS,                                         \
-              FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+// On Hopper: grid (min(tiles, SMs) in whole clusters, as above), 320 threads, Pipeline::BYTES of shared memory. 104
+// registers per thread leave room for a norm's block: three warps per scheduler use 312 of its 512 registers per lane,
+// the norm's four warps 192 in all (docs/design/gemm.md).
+#define PIPELINE(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, REGISTERS, SHARED)                                        \
+  static_assert(FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER>::BYTES == SHARED);                            \
+  PIPELINE_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER>) \
+  PIPELINE_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullPipeline<NT, TOGETHER, STAGES, X_STAGES, CLUSTER>)
 #define PIPELINE_OF(name, E, CLUSTER, REGISTERS, ...)                                                                 \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                      \
       name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {          \
     pipelined_gemm<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, \
                                                               rows, (size_t)pitch * 2);                               \
   }
-PIPELINE(1, 4, 12, 2, 1, false, 96, 222448)
-PIPELINE(2, 3, 10, 3, 2, false, 104, 224488)
-PIPELINE(4, 3, 9, 2, 2, false, 128, 225472)
-PIPELINE(8, 3, 5, 2, 2, true, PIPELINE_ENTRY, 229504)
+PIPELINE(1, 4, 12, 2, 1, 96, 222448)
+PIPELINE(2, 3, 10, 3, 2, 104, 224488)
 #else
 #define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                  \
   KERNEL __launch_bounds__(256, PER_SM)                                                                     \
@@ -76,7 +72,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for an even number of groups, so that scales are copied 16 bytes at
-// a time; grid, threads and shared memory as for linear_{bf16,f16}_{NT} there.
+// a time; grid and shared memory as for linear_{bf16,f16}_{NT} there, 320 threads, or 384 if registers are handed over.
 #define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8) \
   static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES ==             \
                 (BITS == 4 ? SHARED4 : SHARED8));                                                             \
@@ -94,18 +90,31 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 DRAFT_PIPELINES(4)
 DRAFT_PIPELINES(8)
 
-// linear_{w4,w8}_wide_{N}: the same for 17 and more rows on Hopper, up to N per panel, x and xs in panels (panel.cuh).
-// Grid (2 min(tiles, SMs / 2), panels), WIDE_THREADS threads, Wide::BYTES of shared memory.
-#define WIDE(BITS, N, STAGES, SHARED)                                                                            \
-  static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED);                                                         \
+// linear_{w4,w8,bf16,f16}_wide_{N}: the same for 17 and more rows on Hopper, up to N per block, x and xs in panels
+// (panel.cuh). Grid (2 min(tiles, SMs / 2), ceil(rows / max(N, 64))), WIDE_THREADS threads, Wide::BYTES of shared
+// memory.
+#define WIDE(BITS, N, UNITS, STAGES, SHARED)                                                                     \
+  static_assert(Wide<DraftGroup<BITS>, N, UNITS, STAGES>::BYTES == SHARED);                                      \
   KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY) linear_w##BITS##_wide_##N(                                             \
       const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) { \
-    wide_gemm<Wide<BITS, N, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                                       \
+    wide_gemm<Wide<DraftGroup<BITS>, N, UNITS, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                    \
   }
-WIDE(4, 32, 4, 229672)
-WIDE(4, 64, 4, 229672)
-WIDE(8, 32, 2, 188584)
-WIDE(8, 64, 3, 225512)
+WIDE(4, 32, 2, 4, 229672)
+WIDE(4, 64, 1, 4, 229672)
+WIDE(8, 32, 2, 2, 188584)
+WIDE(8, 64, 1, 3, 225512)
+#define WIDE_FULL(N, STAGES, SHARED)                                 \
+  static_assert(Wide<Atom<Bf16>, N, 1, STAGES>::BYTES == SHARED);    \
+  WIDE_FULL_OF(linear_bf16_wide_##N, Wide<Atom<Bf16>, N, 1, STAGES>) \
+  WIDE_FULL_OF(linear_f16_wide_##N, Wide<Atom<Half>, N, 1, STAGES>)
+#define WIDE_FULL_OF(name, ...)                                                                   \
+  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                         \
+      name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows) { \
+    wide_gemm<__VA_ARGS__>(w, x, nullptr, y, atoms, tiles, n, rows);                              \
+  }
+WIDE_FULL(32, 4, 205096)
+WIDE_FULL(64, 3, 213224)
+WIDE_FULL(128, 2, 229544)
 #endif
 
 // linear_f32(w f32 [n][k], x f32 [rows][pitch], y f32 [rows][n], ...): grid (ceil(n / 8), ceil(rows / 8)), 256 threads,

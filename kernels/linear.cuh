@@ -748,8 +748,8 @@ struct MultiplyDraft {
   }
 };
 
-template <int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using FullPipeline = Pipeline<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
+template <int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER>
+using FullPipeline = Pipeline<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, false>;
 template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
 using DraftPipeline = Pipeline<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif

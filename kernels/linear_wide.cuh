@@ -1,21 +1,22 @@
-// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the
-// weights in registers (operand A).
+// GEMM of 17 and more rows on Hopper: y = x W^T by wgmma, 64 outputs x N rows, with the weights in registers
+// (operand A).
 //
-// The bits are those of `linear_quant`. Its eight warps are classes here: class w sums groups w, w + 8, ... in
-// order, and then the classes are added in order. A cluster of two blocks has one warpgroup per class, so that a
-// block reads half of the inputs:
+// The bits are those of `linear_quant` and `linear_16`: a wgmma with f32 sums has the bits of the mma.m16n8k16 with the
+// same operands. Their eight warps are classes here: class w sums groups w, w + 8, ... in order, and then the classes
+// are added in order. A cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
-//     warps 16-19   load: each fills the stages of one warpgroup, which hold one group of 128 inputs each:
-//                   x, its scales, and the weights of the tiles
+//     warps 16-19   load: each fills the stages of one warpgroup, which hold one group of inputs each: x, its
+//                   scales, and the weights of the tiles
 //
 // The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token (a
 // barrier), adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last
 // warpgroup of block 1 stores y.
 //
-// x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
+// A group is 128 bytes of each row of x: 128 int8 inputs of draft weights, 64 inputs of 16-bit weights. x is in panels
+// (panel.cuh), so that a group of 64 rows is one TMA copy.
 //
-// In this file lane = 4 g + c (ptx.cuh), j is a warpgroup and N the rows of a panel.
+// In this file lane = 4 g + c (ptx.cuh), j is a warpgroup and N the rows of a block.
 #pragma once
 #include "linear.cuh"
 #include "panel.cuh"
@@ -29,17 +30,19 @@ static_assert(WIDE_THREADS == (WIDE_GROUPS + 1) * 128, "one warpgroup loads");
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
-// BITS: of a code. N: rows, which are the columns of the wgmma. STAGES: pipeline stages of a warpgroup.
-template <int BITS_, int N_, int STAGES_>
+// Weights: those of a group (`DraftGroup`, `Atom`). N: rows, which are the columns of the wgmma. UNITS: of 64 outputs
+// (four tiles) that share a stage of x; one with f32 sums, because a branch would make each wgmma wait for the last.
+// STAGES: pipeline stages of a warpgroup.
+template <class Weights_, int N_, int UNITS_, int STAGES_>
 struct Wide {
-  static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
-  // Units of 64 outputs (four tiles) that share a stage of x: as many as registers allow.
-  static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
+  typedef Weights_ Weights;
+  static constexpr int N = N_, UNITS = UNITS_, TILES = 4 * UNITS, STAGES = STAGES_;
+  static constexpr int ROWS = N < PANEL_ROWS ? PANEL_ROWS : N;  // from one row of blocks to the next
   // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms
   // start at multiples of 1024.
-  static constexpr int PIECE = QUANT_BLOCK<BITS>;
+  static constexpr int PIECE = Weights::PIECE;
   static constexpr int SCALES = N * 128;
-  static constexpr int WEIGHTS = SCALES + N * 8;
+  static constexpr int WEIGHTS = SCALES + N * Weights::SCALES;
   static constexpr int STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
   static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE;
@@ -88,11 +91,11 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lanes 0 and
-// 1 also x and its scales. `base`: shared memory; `height`: rows of the panel, with padding.
+// One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lane 0 also
+// x, and lane 1 its scales or x of the second panel. `base`: shared memory; `rows`: of the block.
 template <class S>
 DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles,
-                   int height) {
+                   int rows) {
   const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3;
   const int this_class = cluster_rank() * WIDE_GROUPS + j;
   const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
@@ -101,21 +104,24 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   const int tile_pitch = gridDim.x / 2 * groups * S::PIECE;  // bytes from one tile of the cluster to the next
   int tiles_left = this_class < groups ? S::tiles_of_cluster(tiles) : 0;
   const uint8_t* tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * tile_pitch;
-  // What this lane copies of x: codes (lane 0) or scales (lane 1).
-  const uint8_t* const input = lane ? xs : x;
-  const int bytes = height * (lane ? 8 : 128), place = lane ? S::SCALES : 0;
+  // Bytes per group of lane 0 and lane 1, and what this lane copies.
+  const int first_bytes = panel_height(rows) * 128;
+  const int second_bytes =
+      S::Weights::SCALES ? panel_height(rows) * S::Weights::SCALES : panel_height(max(0, rows - PANEL_ROWS)) * 128;
+  const uint8_t* const input = !lane ? x : S::Weights::SCALES ? xs : x + (size_t)PANEL_ROWS * groups * 128;
+  const int bytes = !lane ? first_bytes : lane == 1 ? second_bytes : 0;
+  const int place = !lane ? 0 : S::Weights::SCALES ? S::SCALES : PANEL_ROWS * 128;
   const uint64_t once = evict_first();
   const auto load_weights = [&](int stage, int group) {
     const int count = min(S::TILES, tiles_left);
-    if (lane == 0) mbar_expect(full + stage * 8, count * S::PIECE + height * (128 + 8));
+    if (lane == 0) mbar_expect(full + stage * 8, count * S::PIECE + first_bytes + second_bytes);
     __syncwarp();
     if (lane < count)
       bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, tile + group * S::PIECE, S::PIECE,
                 full + stage * 8, once);
   };
   const auto load_inputs = [&](int stage, int group) {
-    if (lane < 2)
-      bulk_copy(stages_at + stage * S::STAGE + place, input + (size_t)group * bytes, bytes, full + stage * 8);
+    if (bytes) bulk_copy(stages_at + stage * S::STAGE + place, input + (size_t)group * bytes, bytes, full + stage * 8);
   };
   int group = this_class;
   const auto advance = [&]() {
@@ -153,10 +159,12 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   }
 }
 
-// A lane's codes of 16 outputs and one group, and their scales and zeros.
+// Draft weights: a lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
-struct WideCodes {
-  uint32_t a[4][4];  // operand A of each wgmma (32 inputs)
+struct DraftGroup {
+  static constexpr int PIECE = QUANT_BLOCK<BITS>;
+  static constexpr int SCALES = 8;  // bytes per row of x and group
+  uint32_t a[4][4];                 // operand A of each wgmma (32 inputs)
   uint2 params;
   // With 4 bits, outputs g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
@@ -204,6 +212,60 @@ struct WideCodes {
         y = add_group(y, exact(lower), low.x, scale, low.y, sum);
         y8 = add_group(y8, exact(upper), upper_scale, scale, high.y, sum);
       }
+    }
+    return seen;
+  }
+  // acc += `block` x the inputs of a stage, both in shared memory. Returns bits of what was loaded.
+  template <int D>
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t scales, int lane) {
+    DraftGroup codes;
+    int d[D];
+    codes.load(block, lane);
+    wgmma_fence();
+    codes.multiply(d, desc_kmajor(inputs));
+    wgmma_wait<0>();
+    return codes.add(acc, d, scales, lane & 3);
+  }
+};
+
+// 16-bit weights: an atom (linear.cuh).
+template <class T>
+struct Atom {
+  static constexpr int PIECE = 2048;
+  static constexpr int SCALES = 0;
+  // As `DraftGroup::multiply_add`. The four wgmmas have the operands of the mmas of `linear_16`, in its order.
+  template <int D>
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, uint32_t inputs, uint32_t, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    const uint32_t low = atom + (g * 8 + (c ^ g)) * 16;
+    const uint32_t high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
+    // Registers suffice for a whole group only with few rows.
+    constexpr int PARTS = D > 32 ? 2 : 1, STEPS = 4 / PARTS;
+    uint32_t seen = 0;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      uint32_t a[STEPS][4];
+#pragma unroll
+      for (int s = 0; s < STEPS; s += 2) {
+        const uint32_t piece = part * STEPS + s ? high : low;
+        const uint4 v = lds128(piece), v8 = lds128(piece + 1024);  // outputs g and g + 8
+        seen |= v.w | v8.w;
+        const uint32_t first[4] = {v.x, v8.x, v.y, v8.y}, second[4] = {v.z, v8.z, v.w, v8.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          a[s][i] = first[i];
+          a[s + 1][i] = second[i];
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < STEPS; s++)  // as in `DraftGroup::load`
+        asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
+      const uint64_t b = desc_kmajor(inputs) + 2 * part * STEPS;
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) Wgmma<T>::registers(acc, a[s], b + 2 * s);
+      wgmma_commit();
+      wgmma_wait<0>();
     }
     return seen;
   }
@@ -273,7 +335,8 @@ DEV void send_running_sum(const float (&acc)[S::UNITS][S::N / 2], uint32_t sums,
 // last class stores y [rows][n].
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
-  const int warp = threadIdx.x >> 5;
+  // Shuffled, so that the compiler treats it as uniform in the warp: otherwise it makes each wgmma wait for the last.
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const int lane = threadIdx.x & 31;
   const int g = lane >> 2;
   const int c = lane & 3;
@@ -303,15 +366,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
-        if (4 * i < tiles_left) {
-          WideCodes<S::BITS> codes;
-          int d[S::N / 2];
-          codes.load(block + i * 4 * S::PIECE, lane);
-          wgmma_fence();
-          codes.multiply(d, desc_kmajor(stage_at));
-          wgmma_wait<0>();
-          seen |= codes.add(acc[i], d, stage_at + S::SCALES, c);
-        }
+        if (!i || 4 * i < tiles_left)
+          seen |= S::Weights::multiply_add(acc[i], block + i * 4 * S::PIECE, stage_at, stage_at + S::SCALES, lane);
       release_stage(empty + stage * 8, seen);
       if (++stage == S::STAGES) {
         stage = 0;
@@ -346,8 +402,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
   }
 }
 
-// w: blocks of QUANT_BLOCK bytes [tiles][groups]; x and xs in panels; y f32 [rows][n]. groups: of 128
-// inputs; tiles: of 16 outputs.
+// w: blocks of PIECE bytes [tiles][groups]; x and xs in panels, xs null without scales; y f32 [rows][n]. groups: of 128
+// bytes of a row of x; tiles: of 16 outputs.
 template <class S>
 DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
                    int rows) {
@@ -362,11 +418,12 @@ DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float*
   }
   __syncthreads();
   cluster_arrive_relaxed();
-  const size_t first_row = blockIdx.y * PANEL_ROWS;  // of this panel
-  rows = min(rows - (int)first_row, PANEL_ROWS);
+  const size_t first_row = blockIdx.y * S::ROWS;  // of this block
+  rows = min(rows - (int)first_row, S::ROWS);
   if (threadIdx.x >= WIDE_GROUPS * 128) {
     registers_give<WIDE_KEPT>();
-    wide_fill<S>(w, x + first_row * groups * 128, xs + first_row * groups * 8, base, groups, tiles, panel_height(rows));
+    wide_fill<S>(w, x + first_row * groups * 128, xs + first_row * groups * S::Weights::SCALES, base, groups, tiles,
+                 rows);
     __syncwarp();
     cluster_wait();
   } else {

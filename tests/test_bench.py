@@ -532,7 +532,7 @@ def _tests(markdown: str) -> list[str]:
         ("--draft-pages 2-999999", 2, ("--draft-pages 2-999999 is more than 256 values",)),
         ("--draft-pages 1", 2, ("--draft-pages has '1'", "all or auto")),
         ("kernels --device cpu", 2, ("bench kernels", "--device cuda")),
-        ("kernels --rows 0", 2, ("--rows", "1 to 64")),
+        ("kernels --rows 0", 2, ("--rows", "1 to 256")),
         ("kernel", 2, ("kernels",)),
         ("--methods ar-fp32", 2, ("ar-fp32",)),
         ("--methods ar-", 2, ("ar-",)),

@@ -207,11 +207,12 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// Tables shared by kernels and launchers: the file, the macro that expands each row, the type of a row in src/shapes.rs, and
 /// the macro's parameters that are its fields.
-const TABLES: [(&str, &str, &str, &[&str]); 8] = [
-    ("linear.cu", "PIPELINE", "Pipeline", &["NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+const TABLES: [(&str, &str, &str, &[&str]); 9] = [
+    ("linear.cu", "PIPELINE", "Pipeline", &["NT", "CLUSTER", "SHARED"]),
     ("linear.cu", "DRAFT_PIPELINE", "DraftPipeline", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
     ("linear.cu", "QUANT", "Quant", &["BITS", "NT", "STAGES"]),
     ("linear.cu", "WIDE", "Wide", &["BITS", "N", "SHARED"]),
+    ("linear.cu", "WIDE_FULL", "WideFull", &["N", "SHARED"]),
     ("hierarchy.cu", "PLANE_PIPELINE", "PlanePipeline", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
     ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "HALF_SM", "BLOCK", "STAGE_BYTES", "SHARED"]),
     (

@@ -498,14 +498,14 @@ impl Bench {
         for &rows in rows {
             let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
-            let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
+            let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden), 0usize];
             let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, 0usize];
             for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
                 report(timed("norm", form, took, hidden * (4 + rows * (12 + out))))?;
             }
-            let full = args![&y, 0u64, &x, width, padded(width)];
+            let full = args![&y, 0u64, &x, width, padded(width), 0usize];
             let codes = args![&y, 0u64, &x, &xs, width, 0usize];
             let grid = [width.div_ceil(1024), rows, 1];
             for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]

@@ -38,7 +38,7 @@ impl GemmPipeline {
     fn of(bits: usize, tiles: usize) -> Option<GemmPipeline> {
         if bits == 16 {
             let of = shapes::PIPELINE.iter().find(|of| of.nt == tiles)?;
-            return Some(GemmPipeline::new(of.shared, of.hand_over, of.cluster));
+            return Some(GemmPipeline::new(of.shared, false, of.cluster));
         }
         let of = shapes::DRAFT_PIPELINE.iter().find(|of| of.nt == tiles)?;
         Some(GemmPipeline::new(if bits == 4 { of.shared4 } else { of.shared8 }, of.hand_over, of.cluster))
@@ -164,13 +164,13 @@ impl Family {
     }
 }
 
-/// Rows of a step from which draft GEMMs on Hopper are `linear_{w4,w8}_wide_{N}` and read panels.
+/// Rows of a step from which GEMMs on Hopper are `linear_*_wide_{N}` and read panels.
 const WIDE_FROM: usize = 17;
 
-/// A kernel for draft weights of 17 and more rows on Hopper.
+/// A kernel for 17 and more rows on Hopper.
 #[derive(Clone, Copy, Debug)]
 struct Wide {
-    /// Most rows of a panel.
+    /// Most rows of a block.
     rows: usize,
     /// Bytes of shared memory.
     shared: usize,
@@ -178,14 +178,23 @@ struct Wide {
 }
 
 impl Wide {
-    fn new(device: &Device, bits: usize) -> Result<Vec<Wide>> {
-        let kernels =
-            shapes::WIDE.iter().filter(|of| of.bits == bits).map(|&shapes::Wide { n: rows, shared, .. }| {
-                let kernel = device.kernel(&format!("linear_w{bits}_wide_{rows}"), shared)?;
-                device.prefer_shared(kernel, 100)?;
-                Ok(Wide { rows, shared, kernel })
-            });
-        kernels.into_iter().collect()
+    /// `stem_{rows}` of each of `shapes`, by rows: rows and bytes of shared memory.
+    fn new(device: &Device, stem: &str, shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Wide>> {
+        let kernels = shapes.map(|(rows, shared)| {
+            let kernel = device.kernel(&format!("{stem}_{rows}"), shared)?;
+            device.prefer_shared(kernel, 100)?;
+            Ok(Wide { rows, shared, kernel })
+        });
+        kernels.collect()
+    }
+
+    /// The smallest of `kernels` that takes all rows at once, or else the largest, and its launch.
+    fn launch(kernels: &[Wide], device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
+        let wide = kernels.iter().find(|wide| wide.rows >= rows).or(kernels.last());
+        let wide = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
+        let clusters = (device.info.sms / 2).max(1).min(tiles);
+        let grid = [2 * clusters as u32, rows.div_ceil(wide.rows.max(PANEL_ROWS)) as u32, 1];
+        Ok((wide.kernel, Launch { grid, block: WIDE_THREADS as u32, shared: wide.shared as u32, overlap: true }))
     }
 }
 
@@ -252,8 +261,9 @@ impl WarpPipelines {
 #[derive(Debug)]
 pub struct Linear {
     device: Arc<Device>,
-    bf16: Family,
-    f16: Family,
+    /// 16-bit weights, and those of 17 and more rows on Hopper.
+    bf16: (Family, Vec<Wide>),
+    f16: (Family, Vec<Wide>),
     w4: WarpPipelines,
     w8: WarpPipelines,
     /// Draft weights of 4 and of 8 bits on Hopper: of up to 16 rows, and of more.
@@ -274,10 +284,22 @@ impl Linear {
         };
         let family =
             |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| GemmPipeline::of(bits, tiles));
-        let draft = |bits| Ok((family(&format!("linear_w{bits}_pipeline"), bits, &[1, 2])?, Wide::new(device, bits)?));
+        let draft = |bits| {
+            let shapes = shapes::WIDE.iter().filter(|of| of.bits == bits).map(|of| (of.n, of.shared));
+            let wide = Wide::new(device, &format!("linear_w{bits}_wide"), shapes)?;
+            Ok((family(&format!("linear_w{bits}_pipeline"), bits, &[1, 2])?, wide))
+        };
+        let full = |dtype| -> Result<(Family, Vec<Wide>)> {
+            let stem = format!("linear_{}", name(dtype));
+            if !device.has_tma() {
+                return Ok((family(&stem, 16, &[1, 2, 4, 8])?, Vec::new()));
+            }
+            let shapes = shapes::WIDE_FULL.iter().map(|of| (of.n, of.shared));
+            Ok((family(&stem, 16, &[1, 2])?, Wide::new(device, &format!("{stem}_wide"), shapes)?))
+        };
         Ok(Linear {
-            bf16: family("linear_bf16", 16, &[1, 2, 4, 8])?,
-            f16: family("linear_f16", 16, &[1, 2, 4, 8])?,
+            bf16: full(Dtype::Bf16)?,
+            f16: full(Dtype::F16)?,
             pipeline: if device.has_tma() { Some([draft(4)?, draft(8)?]) } else { None },
             w4: WarpPipelines::new(device, 4)?,
             w8: WarpPipelines::new(device, 8)?,
@@ -287,7 +309,8 @@ impl Linear {
         })
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in the weights' type, padding zero.
+    /// y f32 `[rows][n]` = x · weightsᵀ; x in the weights' type, in `panels` of [`Linear::panels_of`]. Row-major it is
+    /// `[rows][k padded to 64]`, padding zero; in panels rows are padded to a multiple of eight.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
@@ -296,7 +319,7 @@ impl Linear {
     /// Both addresses must stay valid for their shapes until the stream has completed this call.
     pub unsafe fn run(&self, weights: &Matrix, x: u64, y: u64, rows: usize) -> Result<()> {
         let pitch = weights.k.next_multiple_of(ATOM);
-        let family = match weights.dtype {
+        let (family, wide) = match weights.dtype {
             Dtype::Bf16 => &self.bf16,
             Dtype::F16 => &self.f16,
             Dtype::F32 => {
@@ -313,6 +336,12 @@ impl Linear {
             }
         };
         let tiles = weights.n.div_ceil(TILE);
+        if self.panels_of(weights, rows) > 0 {
+            let (kernel, launch) = Wide::launch(wide, &self.device, rows, tiles)?;
+            let arguments = args![&weights.buffer, x, y, pitch / ATOM, tiles, weights.n, rows];
+            // SAFETY: as above.
+            return unsafe { self.device.launch(kernel, launch, &arguments) };
+        }
         let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
         let arguments = args![&weights.buffer, x, y, pitch / ATOM, tiles, weights.n, rows, pitch];
         // SAFETY: as above.
@@ -322,6 +351,13 @@ impl Linear {
     /// `panels` of a step's int8 inputs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if row-major.
     pub fn panels(&self, rows: usize) -> usize {
         if self.pipeline.is_some() && rows >= WIDE_FROM { rows } else { 0 }
+    }
+
+    /// The same for inputs of these weights in their type.
+    pub fn panels_of(&self, weights: &Matrix, rows: usize) -> usize {
+        // Part of a group would leave stale inputs where the padding of row-major ones must stay zero.
+        let fits = weights.dtype != Dtype::F32 && weights.k.is_multiple_of(ATOM);
+        if fits { self.panels(rows) } else { 0 }
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 and xs float2 {scale, sum}. Row-major they are
@@ -338,13 +374,7 @@ impl Linear {
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
         let pipeline = self.pipeline.as_ref().map(|[w4, w8]| if weights.bits == 4 { w4 } else { w8 });
         let (kernel, launch) = match pipeline {
-            Some((_, wide)) if self.panels(rows) > 0 => {
-                let wide = wide.iter().find(|wide| wide.rows >= rows).or(wide.last());
-                let Wide { kernel, shared, .. } = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
-                let clusters = (self.device.info.sms / 2).max(1).min(tiles);
-                let grid = [2 * clusters as u32, rows.div_ceil(PANEL_ROWS) as u32, 1];
-                (*kernel, Launch { grid, block: WIDE_THREADS as u32, shared: *shared as u32, overlap: true })
-            }
+            Some((_, wide)) if self.panels(rows) > 0 => Wide::launch(wide, &self.device, rows, tiles)?,
             // Bulk copies are multiples of 16 bytes: {scale, sum} of two groups of a row.
             Some((family, _)) if groups.is_multiple_of(2) => family.launch(&self.device, rows, tiles)?,
             _ => {

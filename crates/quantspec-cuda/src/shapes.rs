@@ -11,8 +11,6 @@ pub(crate) struct Pipeline {
     pub(crate) nt: usize,
     /// Blocks of a cluster, which share copies of the inputs.
     pub(crate) cluster: usize,
-    /// Loading warps release registers to computing warps.
-    pub(crate) hand_over: bool,
     /// Bytes of shared memory.
     pub(crate) shared: usize,
 }
@@ -40,12 +38,21 @@ pub(crate) struct Quant {
     pub(crate) stages: usize,
 }
 
-/// A GEMM of many rows with draft weights on Hopper: `WIDE` in kernels/linear.cu.
+/// A GEMM of many rows with 16-bit weights on Hopper: `WIDE_FULL` in kernels/linear.cu.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WideFull {
+    /// Most rows of a block.
+    pub(crate) n: usize,
+    /// Bytes of shared memory.
+    pub(crate) shared: usize,
+}
+
+/// The same with draft weights: `WIDE` in kernels/linear.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wide {
     /// Bits of a weight.
     pub(crate) bits: usize,
-    /// Most rows of a panel.
+    /// Most rows of a block.
     pub(crate) n: usize,
     /// Bytes of shared memory.
     pub(crate) shared: usize,

@@ -228,6 +228,23 @@ impl World {
             assert!(got[place * 128..][..128] == codes[place * 128..][..128], "codes at place {place} of a panel");
             assert_eq!(got_scales[place * 2..][..2], scales[place * 2..][..2], "scales at place {place} of a panel");
         }
+        for dtype in [Dtype::Bf16, Dtype::F16] {
+            let groups = width / 64;
+            let [row_major, panel] = [0, rows.len()].map(|panels| {
+                let x = poisoned(&self.device, 8 * width * 2);
+                // SAFETY: as above.
+                unsafe { self.attend.merge(&slice, Some(dtype), x.at(0), 0, width, panels, &addresses) }.unwrap();
+                x.read::<i8>(0, 8 * width * 2).unwrap()
+            });
+            let (want, exist) =
+                arranged(&row_major, &vec![0.0; rows.len() * groups * 2], rows.len(), groups, rows.len());
+            for place in (0..8 * groups).filter(|&place| exist[place * 2].is_finite()) {
+                assert!(
+                    panel[place * 128..][..128] == want[place * 128..][..128],
+                    "{dtype:?}: place {place} of a panel"
+                );
+            }
+        }
         let last = rows.len() - 1;
         Merged {
             codes: x.read::<u8>(last * groups * 128, groups * 128).unwrap(),

@@ -60,8 +60,11 @@ fn norms_add_the_branch_and_normalise() {
                 let (y_at, bias_at) = if with { (branch.at(0), bias_on.at(0)) } else { (0, 0) };
                 let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
                 arguments.extend_from_slice(outputs);
-                // Int8 inputs are row-major: no panels.
-                arguments.extend_from_slice(&args![eps, width, if kernel == "norm_i8" { 0 } else { pitch }]);
+                arguments.extend_from_slice(&args![eps, width]);
+                if kernel != "norm_i8" {
+                    arguments.extend_from_slice(&args![pitch]);
+                }
+                arguments.extend_from_slice(&args![0usize]); // row-major: no panels
                 run(&device, kernel, [count, 1, 1], 512, 0, &arguments);
                 h.read::<f32>(0, count * width).unwrap()
             };
@@ -214,7 +217,7 @@ fn the_hidden_stream_is_converted() {
         let grid = [width.div_ceil(1024), rows, 1];
         for dtype in DTYPES {
             let x = poisoned(&device, rows * pitch * dtype.bytes());
-            run(&device, &format!("convert_{}", name(dtype)), grid, 256, 0, &args![&h, &x, width, pitch]);
+            run(&device, &format!("convert_{}", name(dtype)), grid, 256, 0, &args![&h, &x, width, pitch, 0usize]);
             let got = download(&x, rows * pitch, dtype);
             for (got, hidden) in got.chunks(pitch).zip(hidden.chunks(width)) {
                 assert!(got.iter().zip(hidden).all(|(&got, &x)| got == round(x, dtype)), "{dtype:?} of {width}");
@@ -307,7 +310,8 @@ fn activation_times_up(stem: &str, activation: impl Fn(f64) -> f64) {
             let bias_at = if with { bias_on.at(0) } else { 0 };
             for dtype in DTYPES {
                 let x = poisoned(&device, rows * pitch * dtype.bytes());
-                run(&device, &format!("{stem}_{}", name(dtype)), grid, 256, 0, &args![&on, bias_at, &x, width, pitch]);
+                let arguments = args![&on, bias_at, &x, width, pitch, 0usize];
+                run(&device, &format!("{stem}_{}", name(dtype)), grid, 256, 0, &arguments);
                 let got = download(&x, rows * pitch, dtype);
                 let inside: Vec<f32> = (0..rows).flat_map(|row| got[row * pitch..][..width].to_vec()).collect();
                 let error = distance(&inside, &want);
@@ -315,7 +319,7 @@ fn activation_times_up(stem: &str, activation: impl Fn(f64) -> f64) {
                 assert!((0..rows).all(|row| got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan())));
             }
             let exact = poisoned(&device, rows * pitch * 4);
-            run(&device, &format!("{stem}_f32"), grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
+            run(&device, &format!("{stem}_f32"), grid, 256, 0, &args![&on, bias_at, &exact, width, pitch, 0usize]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
             let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
@@ -355,6 +359,41 @@ fn int8_inputs_are_stored_in_panels() {
         for place in (0..72 * groups).filter(|&place| want_scales[place * 2].is_finite()) {
             assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: codes at place {place}");
             assert_eq!(got_scales[place * 2..][..2], want_scales[place * 2..][..2], "{kernel}: place {place}");
+        }
+    }
+}
+
+/// The same for inputs of 16 bits, whose rows are whole groups of 64.
+#[test]
+fn inputs_of_16_bits_are_stored_in_panels() {
+    let Some(device) = device() else { return };
+    let mut random = Random(10);
+    let (rows, width) = (71usize, 320usize);
+    let (groups, bytes) = (width / 64, 72 * width * 2);
+    let hidden = device.copied(&random.normals(rows * width)).unwrap();
+    let weight = device.copied(&random.normals(width)).unwrap();
+    let gates = device.copied(&random.normals(rows * 2 * width)).unwrap();
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        for stem in ["norm", "silu_mul", "gelu_mul", "convert"] {
+            let kernel = format!("{stem}_{}", name(dtype));
+            let launch = |panels: usize| {
+                let x = poisoned(&device, bytes);
+                let grid = [width.div_ceil(1024), rows, 1];
+                match stem {
+                    "norm" => {
+                        let arguments = args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, width, width, panels];
+                        run(&device, &kernel, [rows, 1, 1], 512, 0, &arguments);
+                    }
+                    "convert" => run(&device, &kernel, grid, 256, 0, &args![&hidden, &x, width, width, panels]),
+                    _ => run(&device, &kernel, grid, 256, 0, &args![&gates, 0u64, &x, width, width, panels]),
+                }
+                x.read::<i8>(0, bytes).unwrap()
+            };
+            let (want, exist) = arranged(&launch(0), &vec![0.0; rows * groups * 2], rows, groups, rows);
+            let got = launch(rows);
+            for place in (0..72 * groups).filter(|&place| exist[place * 2].is_finite()) {
+                assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: place {place}");
+            }
         }
     }
 }

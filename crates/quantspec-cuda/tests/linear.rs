@@ -20,6 +20,18 @@ fn pitched(x: &[f32], rows: usize, k: usize, pitch: usize) -> Vec<f32> {
     out
 }
 
+/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for their product with `weights`.
+fn inputs_of(device: &Arc<Device>, linear: &Linear, weights: &Matrix, x: &[f32], rows: usize) -> Buffer {
+    let (pitch, panels) = (weights.k.next_multiple_of(64), linear.panels_of(weights, rows));
+    let on_device = upload(device, &x[..rows * pitch], weights.dtype);
+    if panels == 0 {
+        return on_device;
+    }
+    let bytes = on_device.read::<i8>(0, rows * pitch * 2).unwrap();
+    let groups = pitch / 64;
+    device.copied(&arranged(&bytes, &vec![0.0; rows * groups * 2], rows, groups, panels).0).unwrap()
+}
+
 fn read(y: &Buffer, count: usize) -> Vec<f32> {
     y.read::<f32>(0, count).unwrap()
 }
@@ -73,11 +85,13 @@ fn check_full(shapes: &[(usize, usize)]) {
             let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, dtype)).collect();
             let x: Vec<f32> = random.normals(most * k).iter().map(|&v| round(v, dtype)).collect();
             let pitch = k.next_multiple_of(64);
-            let on_device = upload(&device, &pitched(&x, most, k, pitch), dtype);
+            let x_pitched = pitched(&x, most, k, pitch);
             let weights = Matrix { buffer: matrix(&device, &w, n, k, dtype), dtype, n, k };
+            let inputs = COUNTS.map(|rows| (rows, inputs_of(&device, &linear, &weights, &x_pitched, rows)));
             let y = invariant(&device, n, &COUNTS, |y, rows| {
-                // SAFETY: x has `most` rows and y room for as many.
-                unsafe { linear.run(&weights, on_device.at(0), y, rows) }.unwrap();
+                let (_, x) = inputs.iter().find(|(count, _)| *count == rows).unwrap();
+                // SAFETY: x has that many rows, arranged as the product takes them, and y room for as many.
+                unsafe { linear.run(&weights, x.at(0), y, rows) }.unwrap();
             });
             let rows = [0, 6, 30, most - 1];
             let (mut got, mut want) = (Vec::new(), Vec::new());

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Default depths of `bench kernels`, and the most rows of a step it accepts.
 KERNEL_DEPTHS = [4096, 32_768, 131_072]
-ROWS_MAX = 64
+ROWS_MAX = 256
 
 
 def bench(arguments: Arguments, options: EngineOptions) -> output.Done:

@@ -63,31 +63,33 @@ impl CudaBackend {
     }
 
     /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM. Without a norm
-    /// the hidden states as they are.
+    /// the hidden states as they are. `(full, quantised)`: the GEMM's weights, and whether it has draft weights.
     pub(super) fn norm(
         &self,
         rows: usize,
         weight: Option<&Buffer>,
         input: &Input,
         kernel: Kernel,
-        quantised: bool,
+        (full, quantised): (&Full, bool),
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let panels = self.panels(full, quantised, rows);
         let Some(weight) = weight else {
             let grid = [width.div_ceil(1024), rows, 1];
             if quantised {
-                let arguments = args![hidden, &input.x8, &input.xs, width, self.linear.panels(rows)];
+                let arguments = args![hidden, &input.x8, &input.xs, width, panels];
                 return self.launch(self.kernels.convert_i8, grid, 256, 0, &arguments);
             }
-            return self.launch(self.kernels.convert, grid, 256, 0, &args![hidden, &input.x, width, input.pitch()]);
+            let arguments = args![hidden, &input.x, width, input.pitch(), panels];
+            return self.launch(self.kernels.convert, grid, 256, 0, &arguments);
         };
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, self.linear.panels(rows)];
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, panels];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         } else {
-            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
+            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch(), panels];
             self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         }
     }
@@ -114,6 +116,15 @@ impl CudaBackend {
         let elements = rows * self.config.hidden;
         let arguments = args![&self.step.hidden, &self.step.y, bias, elements as u64, self.config.hidden];
         self.launch(self.kernels.add_rows, [elements.div_ceil(1024), 1, 1], 256, 0, &arguments)
+    }
+
+    /// `panels` of a GEMM's input (kernels/panel.cuh). `draft`: it has draft weights.
+    fn panels(&self, full: &Full, draft: bool, rows: usize) -> usize {
+        match full {
+            _ if draft => self.linear.panels(rows),
+            Full::Whole(matrix) => self.linear.panels_of(matrix, rows),
+            Full::Nibbles(_) => 0,
+        }
     }
 
     /// y = input · weightsᵀ.
@@ -238,7 +249,7 @@ impl CudaBackend {
             weights.attention_norm.as_ref(),
             &space.normed,
             self.kernels.norm[0],
-            draft.is_some(),
+            (&weights.qkv, draft.is_some()),
             space.hidden.at(0),
         )?;
         self.coarsen(step, QKV, &space.normed, draft.is_some())?;
@@ -357,7 +368,7 @@ impl CudaBackend {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
             let none = draft || index + 1 < slices.len();
             let prefetch = if none { (0, 0) } else { weights.output.ahead() };
-            let (input, panels) = (&space.attended, self.linear.panels(step.rows.len()));
+            let (input, panels) = (&space.attended, self.panels(&weights.output, draft, step.rows.len()));
             let direct = draft && self.attend.writes_codes(step.view, slice);
             let codes = direct.then(|| Codes { x: input.x8.at(0), xs: input.xs.at(0), panels });
             let neighbours = Neighbours { half_sm, prefetch, codes };
@@ -378,7 +389,8 @@ impl CudaBackend {
                         addresses,
                     )?;
                 } else {
-                    self.attend.merge(slice, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, addresses)?;
+                    let (dtype, x) = (self.config.dtype, input.x.at(0));
+                    self.attend.merge(slice, Some(dtype), x, 0, input.pitch(), panels, addresses)?;
                 }
             }
         }
@@ -402,20 +414,23 @@ impl CudaBackend {
             };
         }
         let norm = weights.mlp_norm.as_ref();
-        self.norm(rows, norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
+        let into = (&weights.gate_up, draft.is_some());
+        self.norm(rows, norm, &space.normed, self.kernels.norm[0], into, space.hidden.at(0))?;
         self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
         let next = self.ahead(&weights.down, AHEAD_BYTES);
         let gate_up = Operand { full: &weights.gate_up, draft, reads: self.reads(step, GATE_UP), next };
         self.gemm(&gate_up, &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
-        if drafting && weights.draft.down.is_some() {
+        let quantised = drafting && weights.draft.down.is_some();
+        let panels = self.panels(&weights.down, quantised, rows);
+        if quantised {
             let y = crate::device::Arg::from(&space.y);
-            let panels = self.linear.panels(rows);
             let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
             self.launch(self.kernels.activate_i8, grid, 256, 0, &arguments)
         } else {
-            let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
+            let arguments =
+                [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into(), panels.into()];
             self.launch(self.kernels.activate, grid, 256, 0, &arguments)
         }
     }
@@ -659,7 +674,8 @@ impl Network for CudaBackend {
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
-        self.norm(rows, Some(&self.weights.final_norm), last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        let norm = Some(&self.weights.final_norm);
+        self.norm(rows, norm, last, self.kernels.norm[1], (&self.weights.head, draft.is_some()), hidden)?;
         let head = Operand { full: &self.weights.head, draft, reads: Reads::All, next: (0, 0) };
         self.gemm(&head, last, self.step.logits.at(0), rows)?;
         self.residual = None;

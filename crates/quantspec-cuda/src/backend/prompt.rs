@@ -107,7 +107,7 @@ impl CudaBackend {
     pub(super) fn prompt_norm(&self, block: &Block, weight: Option<&Buffer>) -> Result<()> {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
         let Some(weight) = weight else {
-            let arguments = args![self.prompt.hidden.at(block.start)?, &self.prompt.normed, width, pitch];
+            let arguments = args![self.prompt.hidden.at(block.start)?, &self.prompt.normed, width, pitch, 0usize];
             return self.launch(self.kernels.convert, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
         };
         let arguments = args![
@@ -118,7 +118,8 @@ impl CudaBackend {
             &self.prompt.normed,
             self.config.rms_eps,
             width,
-            pitch
+            pitch,
+            0usize
         ];
         self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
     }

@@ -27,7 +27,7 @@ impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
         // Rows of panels are padded to a multiple of eight.
         let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(DRAFT_GROUP));
-        [rows * padded(width) * dtype.bytes(), eights * groups * DRAFT_GROUP, eights * groups * 8]
+        [eights * padded(width) * dtype.bytes(), eights * groups * DRAFT_GROUP, eights * groups * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
