@@ -59,12 +59,12 @@ struct Family {
     window: Window,
 }
 
-/// How a family limits attention to a sliding window.
+/// How a family limits attention to a sliding window; a null `sliding_window` means none.
 enum Window {
     /// `sliding_window`, unless `use_sliding_window` is false. The family's attention is full, but its cache in transformers
     /// is limited to the window.
     Stated,
-    /// `sliding_window`, or this many tokens if the field is absent; null means none.
+    /// `sliding_window`, or this many tokens if the field is absent.
     Always(usize),
     /// `sliding_window` if `use_sliding_window` is set, from layer `max_window_layers` on.
     Optional,
@@ -190,7 +190,8 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let hidden = fields.size("hidden_size", HIDDEN, None)?;
     let layers = fields.size("num_hidden_layers", LAYERS, None)?;
     let heads = fields.size("num_attention_heads", HEADS, family.heads)?;
-    let kv_heads = fields.size("num_key_value_heads", HEADS, Some(family.kv_heads.unwrap_or(heads)))?;
+    let kv_heads = family.kv_heads.filter(|_| !fields.is_null("num_key_value_heads")).unwrap_or(heads);
+    let kv_heads = fields.size("num_key_value_heads", HEADS, Some(kv_heads))?;
     if heads % kv_heads != 0 {
         return Err(absurd(format!("config.json: {kv_heads} key/value heads do not divide {heads} attention heads")));
     }
@@ -250,7 +251,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
 
 /// Channels of a head: stated, the family's default, or the hidden channels divided by the heads.
 fn head_dim(fields: &Fields, family: &Family, hidden: usize, heads: usize) -> Result<usize> {
-    let head_dim = match (fields.get("head_dim"), family.head_dim) {
+    let head_dim = match (fields.get("head_dim"), family.head_dim.filter(|_| !fields.is_null("head_dim"))) {
         (Some(_), _) => fields.size("head_dim", HEAD_DIM, None)?,
         (None, Some(default)) => default,
         (None, None) if hidden.is_multiple_of(heads) => hidden / heads,
@@ -315,7 +316,7 @@ fn unsupported(what: String) -> Error {
     Error::model(format!("{what} is not supported"), SUPPORTED)
 }
 
-/// Typed access to a JSON object; null counts as absent, as in Hugging Face's classes.
+/// Typed access to a JSON object; null counts as absent, except where `is_null` distinguishes them.
 #[derive(Clone, Copy)]
 struct Fields<'a> {
     map: &'a Map<String, Value>,
@@ -329,6 +330,12 @@ impl<'a> Fields<'a> {
 
     fn stated(&self, name: &str) -> bool {
         self.get(name).is_some()
+    }
+
+    /// Returns true if the field is null. Some fields of Hugging Face's classes have a default for this case, and the family's
+    /// default only if they are absent.
+    fn is_null(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(Value::is_null)
     }
 
     fn missing(&self, name: &str) -> Error {
@@ -538,14 +545,12 @@ fn plain_positions(fields: &Fields) -> Result<usize> {
 /// The sliding window of layers that see only recent tokens, if there are any.
 fn window(fields: &Fields, family: &Family, layers: usize) -> Result<Option<usize>> {
     let window = match family.window {
-        Window::Stated if fields.get("sliding_window").is_some() && fields.flag("use_sliding_window", true)? => {
+        _ if fields.is_null("sliding_window") => None,
+        Window::Stated if fields.stated("sliding_window") && fields.flag("use_sliding_window", true)? => {
             Some(fields.size("sliding_window", POSITIONS, None)?)
         }
         Window::Stated => None,
-        Window::Always(default) if fields.map.contains_key("sliding_window") => {
-            fields.get("sliding_window").map(|_| fields.size("sliding_window", POSITIONS, Some(default))).transpose()?
-        }
-        Window::Always(default) => Some(default),
+        Window::Always(default) => Some(fields.size("sliding_window", POSITIONS, Some(default))?),
         Window::Optional if fields.flag("use_sliding_window", false)? => {
             let first = fields.size("max_window_layers", 0..=usize::MAX, Some(28))?;
             let window = fields.size("sliding_window", POSITIONS, Some(4096))?;

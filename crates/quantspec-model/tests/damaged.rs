@@ -538,6 +538,11 @@ fn sliding_windows_bound_the_context() {
         (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}), 64),
         (json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}), 32),
         (json!({"model_type": "qwen3", "sliding_window": null, "layer_types": ["full_attention"]}), 64),
+        (
+            json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": null, "max_window_layers": 0,
+                "max_position_embeddings": 8192}),
+            8192,
+        ),
         (json!({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"]}), 32),
         (json!({"model_type": "llama", "sliding_window": 32}), 32),
         (json!({"model_type": "llama", "sliding_window": 32, "use_sliding_window": false}), 64),
@@ -608,6 +613,15 @@ fn families_have_their_own_defaults() {
         let config = parsed(fields);
         assert_eq!((config.kv_heads, config.max_positions), (kv_heads, positions), "{family}");
         assert_eq!((config.rms_eps, config.rope.theta, config.tied_embeddings), (1e-6, 10_000.0, false), "{family}");
+    }
+}
+
+/// Hugging Face's classes compute these two from other fields, where an absent one has the default of its family.
+#[test]
+fn null_heads_are_computed() {
+    for family in ["llama", "mistral", "qwen2", "qwen3", "smollm3"] {
+        let config = parsed(json!({"model_type": family, "num_key_value_heads": null, "head_dim": null}));
+        assert_eq!((config.heads, config.kv_heads, config.head_dim), (2, 2, 4), "{family}");
     }
 }
 
