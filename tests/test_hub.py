@@ -500,6 +500,7 @@ def test_safetensors_are_preferred(server: Hub, resolve: Callable[..., str]) -> 
     [
         ["model.safetensors.index.json", "model.safetensors-00001-of-00001.safetensors"],
         ["quantize_config.json", "gptq_model-4bit-128g.safetensors"],
+        ["quant_config.json", "model.safetensors"],
     ],
 )
 def test_weights_with_other_names_are_fetched(server: Hub, resolve: Callable[..., str], weights: list[str]) -> None:

@@ -27,6 +27,7 @@ FILES = [
     "generation_config.json",
     # Quantised models whose config.json does not say so have one of these. Old GPTQ models call the weights so.
     "quantize_config.json",
+    "quant_config.json",
     "hf_quant_config.json",
     "gptq_model-*.safetensors",
     # Downloaded so that a model with an adapter is refused.
@@ -48,7 +49,13 @@ FILES = [
 ]
 
 # Files that a plan needs.
-DESCRIPTION = ["config.json", "generation_config.json", "quantize_config.json", "hf_quant_config.json"]
+DESCRIPTION = [
+    "config.json",
+    "generation_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "hf_quant_config.json",
+]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 

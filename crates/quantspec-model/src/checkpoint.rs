@@ -687,7 +687,7 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
             format!(
                 "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
             ),
-            "download config.json again, and quantize_config.json or hf_quant_config.json if the model has it",
+            "download config.json again, and quantize_config.json, quant_config.json or hf_quant_config.json if the model has it",
         ));
     }
     let inside = |(layer, _): (&str, &str)| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);

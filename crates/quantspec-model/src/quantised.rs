@@ -115,8 +115,9 @@ fn unsupported(what: String) -> Error {
 }
 
 /// Files that describe the quantisation if config.json does not, and their method if they name none: those of AutoGPTQ and its
-/// successors, and of NVIDIA's ModelOpt.
-pub(crate) const FILES: [(&str, &str); 2] = [("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")];
+/// successors, of AutoAWQ, and of NVIDIA's ModelOpt.
+const FILES: [(&str, &str); 3] =
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")];
 
 /// Reads the schemes from the bytes of config.json, or else from those of the first of [`FILES`] that `read` finds; first that of
 /// most modules; none if the checkpoint is not quantised.
@@ -339,7 +340,14 @@ fn awq(fields: &Map<String, Value>) -> Result<Vec<Scheme>> {
     for name in ["version"].iter().chain(&FORMATS) {
         one_of(fields, name, &["gemm".into(), "GEMM".into()])?;
     }
-    with_rules(fields, "dynamic", awq_layout)
+    let mut fields = fields.clone();
+    // Their names in quant_config.json.
+    for (name, own) in [("bits", "w_bit"), ("group_size", "q_group_size")] {
+        if let Some(value) = fields.remove(own) {
+            fields.entry(name).or_insert(value);
+        }
+    }
+    with_rules(&fields, "dynamic", awq_layout)
 }
 
 fn awq_layout(fields: &Map<String, Value>) -> Result<Scheme> {

@@ -232,6 +232,12 @@ fn a_file_may_describe_the_quantisation() {
             json!({"bits": 4, "group_size": 16, "desc_act": true, "sym": false, "model_name_or_path": null}),
         ),
         (
+            "awq",
+            "quant_config.json",
+            "model.safetensors",
+            json!({"zero_point": true, "q_group_size": 16, "w_bit": 4, "version": "GEMM", "modules_to_not_convert": null}),
+        ),
+        (
             "fp8-tensor",
             "hf_quant_config.json",
             "model.safetensors",
