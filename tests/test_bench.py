@@ -269,6 +269,15 @@ def test_copies_are_verified_and_not_drafted() -> None:
     assert flops(5) == pytest.approx(13 / 10 * flops(8))
 
 
+def test_pages_are_a_mean_over_draft_steps() -> None:
+    def run(drafted: int, copied: int, pages: float | None) -> Sample:
+        stats = {"drafted_tokens": drafted, "copied_tokens": copied, "draft_pages_mean": pages}
+        return Sample(1.0, 1.0, (1.0, 1.0), processed=10, stats=stats)
+
+    assert samples.pages_mean([run(8, 2, 4.0), run(2, 0, 8.0), run(3, 3, None)]) == pytest.approx(5.0)
+    assert samples.pages_mean([run(0, 0, None)]) is None
+
+
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
     # The first run was slow: together 2 GB in 11 seconds, where 40 GB/s were possible.
     steady = [Sample(seconds, 1e9, (40.0, 40.0), processed=100) for seconds in (10.0, 1.0)]
@@ -508,6 +517,8 @@ def test_automatic_pages_are_all_pages_if_there_is_no_choice(quantspec: Callable
     )
     assert [row["draft_pages"] for row in outcome.json] == ["auto", "all"]
     # Only one page is visible, so there is no choice.
+    assert [row["draft_pages_mean"] for row in outcome.json] == [1, 1]
+    assert [row.get("page_choice") for row in outcome.json] == ["best", None]
     assert outcome.json[0]["bytes_per_token"] == pytest.approx(outcome.json[1]["bytes_per_token"], rel=0.02)
 
 

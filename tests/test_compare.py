@@ -80,7 +80,12 @@ def test_models_of_one_file_each_need_no_common_name(compare: Callable[..., Outc
 
 @pytest.mark.parametrize(
     ("field", "one", "other"),
-    [("weights", "checkpoint", "int8"), ("draft_refresh", 0, 4), ("draft_model_kv", "int8", "fp16")],
+    [
+        ("weights", "checkpoint", "int8"),
+        ("page_choice", "best", "window"),
+        ("draft_refresh", 0, 4),
+        ("draft_model_kv", "int8", "fp16"),
+    ],
 )
 def test_other_settings_are_noted(compare: Callable[..., Outcome], field: str, one: Any, other: Any) -> None:
     a, b = ROW | {field: one, "threads": 2}, ROW | {field: other, "threads": 2}

@@ -280,6 +280,7 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     rows = {row["method"]: row for row in quantspec(*bench, *measured, *kept).json}
     assert rows["draft-model"]["draft_model_kv"] == "fp16"
     assert rows["snapkv"]["draft_refresh"] == 1
+    assert (rows["draft-model"]["page_choice"], rows["snapkv"]["page_choice"]) == ("window", "snap")
     assert "draft_refresh" not in rows["draft-model"]
     quantspec(*bench, *measured, *kept[:2]).assert_error(2, "--draft-pages is 2", "--page-choice window")
     quantspec(*bench, *kept[:2]).assert_error(2, "--draft-model-kv is fp16, but there is no draft model")

@@ -44,6 +44,7 @@ CONDITIONS = (
     "threads",
     "weights",
     "warm_up",
+    "page_choice",
     "draft_refresh",
     "draft_model_kv",
 )

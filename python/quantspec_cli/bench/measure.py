@@ -139,6 +139,8 @@ class Bench:
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
             row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in seen)
             drafts = METHODS[method.name]
+            if method.draft_pages != "all":
+                row["page_choice"] = page_choice(self._arguments, method.name)
             if drafts.page_choice == "snap":
                 row["draft_refresh"] = self._arguments.draft_refresh
             if drafts.draft_model:

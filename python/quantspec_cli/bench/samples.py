@@ -95,6 +95,7 @@ def speculation(runs: Sequence[Sample]) -> dict[str, Any]:
         "acceptance_rate_per_position": per_position(runs),
         **by_method(runs),
         "gamma_mean": drafted / rounds,
+        "draft_pages_mean": pages_mean(runs),
         "draft_ms": spent["draft_s"] / passes * 1e3,
         "draft_step_ms": spent["draft_s"] / steps * 1e3 if steps else None,
         "verify_ms": spent["verify_s"] / passes * 1e3,
@@ -109,6 +110,13 @@ def by_method(runs: Sequence[Sample]) -> dict[str, Any]:
     for run in runs:
         rounds.update({name: share["rounds"] for name, share in run.stats.get("by_method", {}).items()})
     return {"rounds_by_method": dict(rounds)} if rounds else {}
+
+
+def pages_mean(runs: Sequence[Sample]) -> float | None:
+    """Pages that a draft step read per KV head, over all repetitions; None if no network drafted."""
+    steps = [run.stats["drafted_tokens"] - run.stats["copied_tokens"] for run in runs]
+    read: float = sum(count * run.stats["draft_pages_mean"] for count, run in zip(steps, runs, strict=True) if count)
+    return read / sum(steps) if any(steps) else None
 
 
 def per_position(runs: Sequence[Sample]) -> list[float] | None:
