@@ -161,6 +161,30 @@ def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, 
     assert names == ["text 1", "text 2"]
 
 
+def test_a_prompt_that_fails_ends_no_other(fake: Any, quantspec: Run, document: Path, tmp_path: Path) -> None:
+    missing, long = tmp_path / "missing.txt", tmp_path / "long.txt"
+    long.write_text("one two three " * 100)
+    command = ["run", str(missing), str(document), str(long), "--text", " ", "-n", "9", "-c", "100"]
+    alone = quantspec("run", str(document), "-n", "9").stdout
+    outcome = quantspec(*command, "-q")
+    assert (outcome.code, outcome.stdout) == (4, f"==> {document} <==\n{alone}")
+    errors = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    assert [words in line for words, line in zip(("does not exist", "white space", "need"), errors, strict=True)]
+    assert fake.engines[-1]["slots"] == 1
+    outcome = quantspec(*command, "--json")
+    first, answered, beyond, blank = outcome.json["results"]
+    assert (outcome.code, answered["stop_reason"], "error" in answered) == (4, "length", False)
+    assert [result["error"]["kind"] for result in (first, beyond, blank)] == ["input", "does_not_fit", "input"]
+    assert first.keys() == {*answered, "error"}
+    assert (first["prompt"], first["text"], first["stop_reason"]) == (str(missing), "", None)
+    # By default an answer has the tokens that the longest remaining prompt leaves.
+    assert len(quantspec(*command[:-4], "-c", "100", "--json").json["results"][1]["tokens"]) > 9
+    # Without any prompt left the first error ends the command. A usage error does so in any case.
+    quantspec("run", str(missing), str(long), "-n", "9", "-c", "100").assert_error(1, "does not exist")
+    quantspec("run", str(long), "--text", " ", "-n", "9", "-c", "100").assert_error(3, f"{long} and its answer need")
+    quantspec("run", str(document), "").assert_error(2, "the name of a prompt is empty")
+
+
 def test_prompts_wait_for_memory_and_for_one_of_32_slots(fake: Any, quantspec: Run) -> None:
     command = ["run", "-n", "16", "--json", *(flag for n in range(40) for flag in ("--text", f"{n} " + "word " * 250))]
     answers = quantspec(*command).json["results"]
@@ -517,7 +541,7 @@ def test_doctor_reports_machine_folders_and_kernels(fake: Any, quantspec: Run) -
 
 def test_version_and_help(quantspec: Run) -> None:
     assert quantspec("--version").stdout == f"quantspec, version {__version__}\n"
-    assert "4 batch finished with failed documents" in quantspec("--help").stdout
+    assert "4 finished with failed documents" in quantspec("--help").stdout
     for command in cli.commands:
         assert quantspec(command, "--help").code == 0
     nothing = quantspec()

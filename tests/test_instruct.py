@@ -455,7 +455,8 @@ def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tm
     left = 64 - max(answer["prompt_tokens"] for answer in answers)
     assert [answer["new_tokens"] for answer in answers] == [left, left]
     # An explicit length is never reduced.
-    quantspec(*command, "-n", str(left + 1)).assert_error(3, "context is 64")
+    quantspec(*command[:5], "-n", str(left + 1)).assert_error(3, "context is 64")
+    assert quantspec(*command, "-n", str(left + 1)).code == 4
     quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "+ 1); the context is")
 
 

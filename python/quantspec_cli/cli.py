@@ -60,7 +60,7 @@ _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, **_HELP}
 
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
-(nothing was cut), 4 batch finished with failed documents, 130 interrupted
+(nothing was cut), 4 finished with failed documents, 130 interrupted
 (129 SIGHUP, 143 SIGTERM), 141 standard output was closed."""
 
 

@@ -212,12 +212,14 @@ def opened(path: str | None, prompts: Iterable[str]) -> Iterator[AtomicFile | No
 class Answers:
     """Writes the answers of several prompts in their order: the first unfinished one as it grows, later ones whole.
 
-    Several answers have headings, as `head` prints for several files. Every answer ends with a line break.
+    Several answers have headings, as `head` prints for several files; `headings` gives one to a single answer, too. Every
+    answer ends with a line break.
     """
 
-    def __init__(self, sink: Sink, names: Sequence[str]) -> None:
+    def __init__(self, sink: Sink, names: Sequence[str], *, headings: bool = False) -> None:
         self._sink = sink
         self._names = names
+        self._headings = headings or len(names) > 1
         self._waiting = [""] * len(names)
         self._given = [0] * len(names)
         self._ended = [False] * len(names)
@@ -254,7 +256,7 @@ class Answers:
     def _next(self) -> None:
         self._open += 1
         if self._open < len(self._names):
-            if len(self._names) > 1:
+            if self._headings:
                 self._write(("" if self._open == 0 else "\n") + f"==> {self._names[self._open]} <==\n")
             self._write(self._waiting[self._open])
 

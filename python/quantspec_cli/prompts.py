@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import select
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import documents
-from .errors import DoesNotFitError, InputError, UsageError, reason
+from .errors import DoesNotFitError, InputError, QuantspecError, UsageError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -38,24 +39,51 @@ class Document:
         name: the user's name for it: a path, "stdin" or "text".
         text: its content; plain text and Markdown are unchanged except for a byte order mark.
         warnings: missing or doubtful parts of its text, one line each.
+        error: why it cannot be answered, if others can.
     """
 
     name: str
     text: str
     warnings: tuple[str, ...] = ()
+    error: QuantspecError | None = None
 
 
 def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
-    """The documents of a command line: files first, then literal texts."""
+    """The documents of a command line: files first, then literal texts. Raises the first error if none can be read."""
     if not paths and not texts:
         raise UsageError("no prompt", "name a document, - for standard input, or give --text")
     if list(paths).count(STDIN) > 1:
         raise UsageError("standard input is given twice", "give '--prompt -' once")
-    found = [read(path, "check the path; literal text is given with --text") for path in paths]
+
+    def literal(name: str, text: str) -> Document:
+        check_utf8(name, text)
+        return _checked(name, text, "give some text after --text")
+
+    hint = "check the path; literal text is given with --text"
+    tasks: list[tuple[Document, Callable[[], Document]]] = [
+        (Document("stdin" if path == STDIN else path, ""), partial(read, path, hint)) for path in paths
+    ]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
-        check_utf8(name, text)
-        found.append(_checked(name, text, "give some text after --text"))
+        tasks.append((Document(name, ""), partial(literal, name, text)))
+    return attempted(tasks)
+
+
+def attempted(tasks: Iterable[tuple[Document, Callable[[], Document]]]) -> list[Document]:
+    """The result of each task, or its document with the error. If all have one, the first is raised, as is a usage error,
+    which is not of one document.
+    """
+    found = []
+    for document, task in tasks:
+        try:
+            found.append(document if document.error is not None else task())
+        except UsageError:
+            raise
+        except QuantspecError as error:
+            found.append(replace(document, error=error))
+    errors = [document.error for document in found if document.error is not None]
+    if len(errors) == len(found):
+        raise errors[0]
     return found
 
 

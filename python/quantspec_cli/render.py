@@ -91,6 +91,14 @@ def warn_of_documents(documents: Iterable[Document]) -> None:
             note(f"warning: {one_line(document.name)}: {warning}")
 
 
+def errors_of_documents(documents: Iterable[Document]) -> bool:
+    """Prints the errors of documents that are not answered; False if there are none."""
+    errors = [document.error for document in documents if document.error is not None]
+    for error in errors:
+        console().print(error.render())
+    return bool(errors)
+
+
 def note_of_template(model: Model, instruction: str | None, system_prompt: str | None) -> None:
     """Notes that a model without a chat template is given an instruction."""
     if model.chat_template is None and (instruction is not None or system_prompt is not None):

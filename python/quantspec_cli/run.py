@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render, schema
 from .engine import Engine, check_folder
-from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, QuantspecError, one_line
 from .model import Model, planned
 from .options import METHODS
 from .slots import Opening, together
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 # Most prompts that decode together; the others wait. More gain little (docs/benchmarks.md, batches).
 MOST_TOGETHER = 32
+
+# A result without an answer.
+_UNANSWERED = {
+    "prompt_tokens": 0,
+    "new_tokens": 0,
+    "tokens": [],
+    "text": "",
+    "stop_reason": None,
+    "thinking": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +88,16 @@ def _run(
         if not arguments.quiet:
             render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
-        encoded, options, context = _encoded(arguments, model, documents, options)
+        documents, encoded, options, context = _encoded(arguments, model, documents, options)
+        failed = render.errors_of_documents(documents)
         engine = engines.enter_context(_opened(arguments, model, engine_options, encoded, options, context=context))
         if not arguments.quiet:
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, engine.info)
 
         sink: output.Sink = file or (stdout if stdout is not None and not arguments.as_json else output.NullSink())
-        shown = [one_line(document.name) for document in documents]
-        answers = output.Answers(sink, shown)
+        shown = [one_line(document.name) for document in documents if document.error is None]
+        answers = output.Answers(sink, shown, headings=len(documents) > 1)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=arguments.quiet)
     if failure is None and not arguments.quiet:
         render.note_of_prompts(engine)
@@ -95,7 +106,7 @@ def _run(
     if failure is not None:
         failure.kept = {"results": results(model, documents, generations)}
         raise failure
-    code = EXIT_INTERRUPTED if interrupted else EXIT_DONE
+    code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
     if arguments.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not arguments.quiet:
@@ -137,13 +148,17 @@ def _opened(
 
 def _encoded(
     arguments: Arguments, model: Model, documents: Sequence[Document], options: GenerateOptions
-) -> tuple[list[Prompt], GenerateOptions, int]:
-    """The prompts, the options with the model's recommendations, and the tokens of the longest sequence. Notes report what
-    was chosen.
+) -> tuple[list[Document], list[Prompt], GenerateOptions, int]:
+    """The documents, with an error if they do not fit; the prompts of the others, the options with the model's
+    recommendations, and the tokens of the longest sequence. Notes report what was chosen.
     """
     limit = model.resolve_context(arguments.ctx_size)
-    encoded = [
-        model.prompt(
+    # The default shrinks to what the longest prompt leaves.
+    least = 1 if "max_tokens" in arguments.unset else options.max_new_tokens
+    encoded: list[Prompt] = []
+
+    def encode(document: Document) -> Document:
+        prompt = model.prompt(
             document.text,
             instruction=arguments.instruction,
             system_prompt=arguments.system_prompt,
@@ -151,8 +166,11 @@ def _encoded(
             name=document.name,
             context=limit,
         )
-        for document in documents
-    ]
+        model.check_fits(prompt, least, limit)
+        encoded.append(prompt)
+        return document
+
+    documents = prompts.attempted((document, partial(encode, document)) for document in documents)
     options, notes = instruct.resolve_defaults(
         model, encoded, options, unset=arguments.unset, arguments=arguments.template_args, context=limit
     )
@@ -161,7 +179,12 @@ def _encoded(
         for line in notes:
             render.note(line)
     schema.check(model, encoded, options.json_schema)
-    return encoded, options, max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
+    return (
+        documents,
+        encoded,
+        options,
+        max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded),
+    )
 
 
 def report(
@@ -205,7 +228,8 @@ def report(
 
 
 def results(model: Model, documents: Sequence[Document], generations: Sequence[Generation]) -> list[dict[str, Any]]:
-    """The answers as `--json` prints them."""
+    """The answers as `--json` prints them; a document with an error has no generation."""
+    answers = iter(generations)
 
     def named(id: int, logprob: float) -> dict[str, Any]:
         return {"id": id, "token": model.tokenizer.token_bytes(id).decode(errors="replace"), "logprob": logprob}
@@ -223,19 +247,24 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
         ]
         return {"logprobs": {"content": content}}
 
-    return [
-        {
-            "prompt": document.name,
+    def answer(generation: Generation) -> dict[str, Any]:
+        return {
             "prompt_tokens": generation.prompt_tokens,
             "new_tokens": len(generation.tokens),
             "tokens": generation.tokens,
             "text": generation.text,
             "stop_reason": generation.stop_reason,
             "thinking": generation.thinking,
-            **({"warnings": list(document.warnings)} if document.warnings else {}),
             **as_logprobs(generation),
         }
-        for document, generation in zip(documents, generations, strict=True)
+
+    return [
+        {
+            "prompt": document.name,
+            **(answer(next(answers)) if document.error is None else _UNANSWERED | document.error.to_json()),
+            **({"warnings": list(document.warnings)} if document.warnings else {}),
+        }
+        for document in documents
     ]
 
 
