@@ -68,6 +68,12 @@ def test_methods_cross_gammas_and_pages() -> None:
     assert grid.methods("window+ngram-fp16", [3], ["all", 8]) == [Method("window+ngram", "fp16", 3, 8)]
 
 
+def test_a_model_counts_once(tmp_path: Path) -> None:
+    assert grid.models_of("a, b,a") == ["a", "b"]
+    (both := tmp_path / "a,a").mkdir()
+    assert grid.models_of(str(both)) == [str(both)]
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     from quantspec_cli import entry

@@ -263,10 +263,10 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
 
 
 def models_of(given: str | None) -> list[str | None]:
-    """The models of a comma list; a directory may have a comma in its name."""
+    """The models of a comma list, each once; a directory may have a comma in its name."""
     if given is None or files.status(given) is not None:
         return [given]
-    return [*items("--model", given)]
+    return [*dict.fromkeys(items("--model", given))]
 
 
 def read_text(arguments: Arguments) -> tuple[str, str]:
