@@ -345,6 +345,14 @@ def test_a_part_without_text_is_not_asked_about() -> None:
     assert not any(text.isspace() for text in asked)
 
 
+@pytest.mark.parametrize(
+    ("reason", "shown"), [("a.txt: two", "a.txt: two"), ("a.txt is", "a.txt is"), ("no", "a.txt: no")]
+)
+def test_a_failed_document_is_named_once(capsys: pytest.CaptureFixture[str], reason: str, shown: str) -> None:
+    batch_view.failures([{"document": "a.txt", "error": {"message": reason, "hint": "mend it"}}])
+    assert capsys.readouterr().err == f"failed  {shown}\n        mend it\n"
+
+
 def test_partial_answers_are_reduced_as_often_as_needed() -> None:
     calls: list[str] = []
 

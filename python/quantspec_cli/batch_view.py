@@ -157,7 +157,7 @@ def _line(result: Mapping[str, Any]) -> str:
 def _failure(result: Mapping[str, Any]) -> str:
     """A document's name and why it fails. Most reasons begin with the name."""
     name, reason = one_line(result["document"]), result["error"]["message"]
-    return reason if reason.startswith(f"{name} ") else f"{name}: {reason}"
+    return reason if reason.startswith((f"{name} ", f"{name}:")) else f"{name}: {reason}"
 
 
 def failures(failed: Sequence[Mapping[str, Any]]) -> None:
