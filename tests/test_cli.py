@@ -416,7 +416,9 @@ def test_a_document_beyond_any_context_is_refused_before_it_is_encoded(
     book = tmp_path / "book.txt"
     book.write_text("a few words " * 100_000)
     monkeypatch.setattr(tokenizer.Tokenizer, "encode", None)
-    quantspec("run", "-p", str(book), "-c", "2000").assert_error(3, "1200000 characters", "2000 tokens")
+    quantspec("run", "-p", str(book), "-c", "2000").assert_error(3, f"{book} has 1200000 characters", "2000 tokens")
+    long = ("run", "--text", "short", "-c", "2000", "--instruction", "a few words " * 100_000)
+    quantspec(*long).assert_error(3, "text and its instructions have 12000", "2000 tokens", "shorten them")
 
 
 def test_ctx_size_limits_and_is_limited(fake: Any, quantspec: Run) -> None:

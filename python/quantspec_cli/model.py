@@ -257,13 +257,14 @@ class Model:
             if text is not None:
                 check_text(what, text)
         check_instruction(instruction)
-        # A chat template may strip white space around the document.
-        self._check_length(name, document, document.strip(), limit)
         converses = turns is not None or instruction is not None or system_prompt is not None
+        # A chat template may strip white space around the document.
+        least = document.strip() if converses else document
+        self._check_length(f"{name} has {len(document)}", least, limit, "split the document")
         if converses and self.chat_template is not None:
             turns = turns or template.messages(document, instruction, system_prompt)
             parts, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
-            self._check_length(name, document, "".join(parts), limit)
+            self._check_whole(name, "".join(parts), limit)
             return Written(parts, continues=False, name=name, thinking=thinking)
         if turns is not None or arguments:
             what = "template arguments" if turns is None else "messages"
@@ -272,13 +273,19 @@ class Model:
                 why, hint = "the model has none", "use an instruct model, or leave them out"
             option = "thinking" if template.THINKING in arguments else "template_arg"
             raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
-        text = template.plain(document, instruction, system_prompt) if converses else document
-        self._check_length(name, document, text, limit)
+        if not converses:
+            return Written([document], name=name)
+        text = template.plain(document, instruction, system_prompt)
+        self._check_whole(name, text, limit)
         return Written([text], name=name)
 
-    def _check_length(self, name: str, document: str, text: str, limit: int) -> None:
-        """Refuses a document if its prompt's text, or a part of that, cannot fit. Encoding would take over 100 bytes of
-        memory per character.
+    def _check_whole(self, name: str, text: str, limit: int) -> None:
+        """Refuses a prompt whose document alone may fit."""
+        self._check_length(f"{name} and its instructions have {len(text)}", text, limit, "shorten them")
+
+    def _check_length(self, size: str, text: str, limit: int, remedy: str) -> None:
+        """Refuses a prompt if its text, or a part of that, cannot fit. Encoding would take over 100 bytes of memory per
+        character.
         """
         # Few texts have 8 characters per token.
         cheap = max(8 * limit, CHEAP_CHARACTERS)
@@ -286,8 +293,8 @@ class Model:
             return
         larger = f"raise the context, up to the model's {self.context}, or " if limit < self.context else ""
         raise DoesNotFitError(
-            f"{name} has {len(document)} characters and more than {limit} tokens; the context is {limit}",
-            f"{larger}split the document or choose a model with a longer context",
+            f"{size} characters and more than {limit} tokens; the context is {limit}",
+            f"{larger}{remedy} or choose a model with a longer context",
         )
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, context: int) -> int:
