@@ -299,6 +299,7 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
         ("a/b/c", "does not exist"),
         ("~nobody/x", "does not exist"),
         ("owner/..", "does not exist"),
+        ("https://huggingface.co/owner/model", "give a hub id such as owner/name"),
         ("owner/a--b", "does not exist"),
         ("owner/name with space", "does not exist"),
         ("x" * 5000, "no valid hub id"),
@@ -449,8 +450,8 @@ def resolve(server: Hub, tmp_path: Path) -> Callable[..., str]:
         "except QuantspecError as error: print(error.message, error.hint)"
     )
 
-    def run(model: str, *arguments: str, function: str = "resolve") -> str:
-        environment = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    def run(model: str, *arguments: str, function: str = "resolve", endpoint: str = server.endpoint) -> str:
+        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-c", program, function, model, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
         return done.stdout.strip()
@@ -478,6 +479,15 @@ def test_the_only_gguf_file_needs_no_name(server: Hub, resolve: Callable[..., st
     server.files = {"README.md": b"# model", "x.Q8_0.gguf": b"GGUF"}
     assert resolve(f"owner/model@{SHA}").endswith(f"{SHA}/x.Q8_0.gguf")
     assert server.fetched == ["x.Q8_0.gguf"]
+
+
+def test_a_downloaded_gguf_file_needs_no_network(server: Hub, resolve: Callable[..., str]) -> None:
+    server.files = {"x.Q8_0.gguf": b"GGUF", "x.Q4_0.gguf": b"GGUF"}
+    nowhere = "http://127.0.0.1:9"
+    assert "cannot be reached" in resolve("owner/model:Q8_0", endpoint=nowhere)
+    resolve("owner/model:Q8_0")
+    for model in ("owner/model:Q8_0", "owner/model"):
+        assert resolve(model, endpoint=nowhere).endswith(f"{SHA}/x.Q8_0.gguf")
 
 
 @pytest.mark.slow

@@ -140,7 +140,12 @@ def _resolve(
         return demo()
     name, _, pinned = model.partition("@")
     repository, colon, wanted = name.partition(":")
-    if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository or bool(colon) > bool(wanted):
+    if (
+        not _HUB_ID.fullmatch(repository)
+        or "--" in repository
+        or ".." in repository
+        or (colon and wanted[:1] in {"", "/"})
+    ):
         what = "file" if model.lower().endswith(gguf.SUFFIX) else "directory"
         raise ModelError(
             f"model {what} {model} does not exist",
@@ -292,16 +297,22 @@ def _fetch(
 
 
 def _names(model: str, repository: str, revision: str | None, *, offline: bool) -> list[str]:
-    """Names of the files of a repository; offline, of those in the cache."""
+    """Names of the files of a repository; of those in the cache if it is offline or cannot be reached."""
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
     from huggingface_hub import HfApi, constants
 
-    if offline or constants.HF_HUB_OFFLINE:
-        folder = _fetch(model, repository, revision, [], offline=True, progress=False)
-        return [str(path.relative_to(folder)) for path in folder.rglob("*")]
-    with _download_errors(model, repository, revision, offline=False):
-        found = background.run(lambda: HfApi(library_name="quantspec").model_info(repository, revision=revision))
-    return [file.rfilename for file in found.siblings or []]
+    if not (offline or constants.HF_HUB_OFFLINE):
+        with _download_errors(model, repository, revision, offline=False):
+            try:
+                found = background.run(
+                    lambda: HfApi(library_name="quantspec").model_info(repository, revision=revision)
+                )
+                return [file.rfilename for file in found.siblings or []]
+            except Exception as error:
+                if not _is_broken(error):
+                    raise
+    folder = _fetch(model, repository, revision, [], offline=offline, progress=False)
+    return [str(path.relative_to(folder)) for path in folder.rglob("*")]
 
 
 @contextmanager
