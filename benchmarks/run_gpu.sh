@@ -50,7 +50,8 @@ shape_8b() {
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
 batches() {
     local batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --warm-up 256 --device cuda -o jsonl)
-    for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384"; do
+    for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384" "--batch 64,128 -d 1024,4096" \
+        "--batch 256 -d 2048"; do
         # shellcheck disable=SC2086
         "${batch[@]}" $sizes --methods ar-int8,quantspec --draft-pages auto,16,64
         # shellcheck disable=SC2086

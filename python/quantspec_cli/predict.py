@@ -37,8 +37,8 @@ LOOP = (6e-6, 0.01, 60e-6)
 # docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step.
 GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
     "checkpoint": {
-        "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
-        "draft_weights": ((1, 0.79),),
+        "weights": ((1, 1.0), (8, 0.96), (32, 0.86), (64, 0.79), (128, 0.64)),
+        "draft_weights": ((1, 0.79), (16, 0.60), (32, 0.49), (64, 0.35), (128, 0.18)),
         "coarse_weights": ((1, 0.74),),
     },
     "int8": {
