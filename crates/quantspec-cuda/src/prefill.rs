@@ -489,7 +489,7 @@ impl Prefill {
                 Kernels::Plain { gated, .. } => {
                     let y = self.plain(x, s.hidden, weights, n, rows)?;
                     let grid = [s.intermediate.div_ceil(1024) as u32, rows as u32, 1];
-                    let arguments = args![y, bias, out, s.intermediate, pitch];
+                    let arguments = args![y, bias, out, s.intermediate, pitch, 0usize];
                     self.device.launch(*gated, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
             }
