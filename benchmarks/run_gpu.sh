@@ -86,4 +86,4 @@ test -z "$models" || record wide8
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
 cp "$work/folder.json" benchmarks/results/h200-folder.json
 cp "$work/quoting.json" benchmarks/results/h200-quoting.json
-cp "$work/second-question.json" benchmarks/results/h200-second-question.json
+sed "s#$work/tmp[^:]*#FOLDER#" "$work/second-question.json" >benchmarks/results/h200-second-question.json

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from .model import Model
     from .options import EngineOptions
 
-# Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences, the most
-# that are measured, decode 1.3 to 1.5 times the tokens/s of 8 with quantspec (docs/benchmarks.md). On a CPU 8 take 9 % less
-# time than 4 for 16 short documents with their prompts, and 16 no less than 8. Memory may allow fewer.
+# Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences decode 1.4
+# to 1.6 times the tokens/s of 8 with quantspec, and 64 or 128 after 4,096 tokens 8 or 13 % more than 32
+# (docs/benchmarks.md). On a CPU 8 take 9 % less time than 4 for 16 short documents with their prompts, and 16 no less than
+# 8. Memory may allow fewer.
 PARALLEL = {"cpu": 8, "cuda": 32}
 
 
