@@ -142,15 +142,16 @@ pub(crate) fn schemes(
         if found.is_none()
             && let Some(bytes) = read(file)?
         {
-            (found, usual) = (Some(Value::Object(object(&bytes, file)?)), Some(method));
+            (found, usual) = (Some(Value::Object(object(&bytes, file)?)), Some((file, method)));
         }
     }
     let Some(found) = found else { return Ok(Vec::new()) };
     let Value::Object(fields) = &found else { return Err(unsupported(json_text(&found))) };
-    let Some(method) = present(fields, "quant_method").and_then(Value::as_str).or(usual) else {
+    let Some(method) = present(fields, "quant_method").and_then(Value::as_str).or(usual.map(|(_, method)| method))
+    else {
         return Err(unsupported(format!("{} without a quant_method", json_text(&found))));
     };
-    match method {
+    let schemes = match method {
         "fp8" | "mxfp8" => fp8(fields, method).map(|scheme| vec![scheme]),
         "compressed-tensors" => compressed(fields),
         "gptq" => gptq(fields),
@@ -158,7 +159,11 @@ pub(crate) fn schemes(
         "auto-round" | "intel/auto-round" => auto_round(fields),
         "modelopt" | "modelopt_fp4" | "modelopt_mixed" => modelopt(fields).map(|scheme| vec![scheme]),
         other => Err(unsupported(format!("method \"{}\"", shown(other)))),
-    }
+    };
+    schemes.map_err(|error| match usual {
+        Some((file, _)) => Error::model(error.message.replacen("quantization_config", file, 1), OTHERS),
+        None => error,
+    })
 }
 
 /// Different schemes, in order.

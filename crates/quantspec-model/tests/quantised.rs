@@ -259,6 +259,9 @@ fn a_file_may_describe_the_quantisation() {
         folder.write(file, b"{");
         let error = Checkpoint::describe(folder.path()).expect_err("damaged");
         assert!(error.message.contains(&format!("{file} is not valid JSON")), "{error:?}");
+        folder.write(file, b"{}");
+        let error = Checkpoint::describe(folder.path()).expect_err("empty");
+        assert!(error.message.starts_with(&format!("{file}: ")), "{error:?}");
         // config.json decides.
         let config = std::fs::read(folder.path().join("config.json")).expect("config");
         let mut config: Value = serde_json::from_slice(&config).expect("JSON");
