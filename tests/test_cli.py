@@ -176,7 +176,7 @@ def test_a_prompt_that_fails_ends_no_other(fake: Any, quantspec: Run, document: 
     assert (outcome.code, answered["stop_reason"], "error" in answered) == (4, "length", False)
     assert [result["error"]["kind"] for result in (first, beyond, blank)] == ["input", "does_not_fit", "input"]
     assert first.keys() == {*answered, "error"}
-    assert (first["prompt"], first["text"], first["stop_reason"]) == (str(missing), "", None)
+    assert (first["prompt"], first["prompt_tokens"], first["text"]) == (str(missing), None, "")
     # By default an answer has the tokens that the longest remaining prompt leaves.
     assert len(quantspec(*command[:-4], "-c", "100", "--json").json["results"][1]["tokens"]) > 9
     # Without any prompt left the first error ends the command. A usage error does so in any case.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MOST_TOGETHER = 32
 
 # A result without an answer.
-_UNANSWERED = {
-    "prompt_tokens": 0,
+_UNANSWERED: dict[str, object] = {
+    "prompt_tokens": None,
     "new_tokens": 0,
     "tokens": [],
     "text": "",
