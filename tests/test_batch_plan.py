@@ -72,6 +72,7 @@ def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_pat
     stats = quantspec(*command[:-1], "--json").json["stats"]
     later = quantspec(*command, "--json").json
     assert (later["to_do"], later["skipped"], later["predicted_s"]) == (0, 3, None)
+    assert "no estimate" not in quantspec(*command).stdout
     (docs / "more.txt").write_text("One more.")
     later = quantspec(*command, "--json").json
     assert later["predicted_from"] == "run"

@@ -217,6 +217,8 @@ def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]
+    if not document["to_do"]:
+        return
     if predicted is None:
         yield "no estimate before a first run"
     else:
