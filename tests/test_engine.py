@@ -607,6 +607,26 @@ def test_a_signal_handler_may_read_the_stream_that_its_thread_reads(engine: Engi
     assert "".join(pieces + rest) == whole
 
 
+def test_a_piece_is_kept_if_a_signal_handler_reads_the_rest_as_it_comes(engine: Engine) -> None:
+    whole = engine.generate("one", max_new_tokens=60).text
+    stream = engine.stream("one", max_new_tokens=60)
+    items, rest = stream._batch._items, []
+
+    class Interrupted:
+        """A queue: a signal comes when it has given its first item."""
+
+        put = items.put
+
+        def get(self, timeout: float) -> Any:
+            item = items.get(timeout=timeout)
+            stream._batch._items = items
+            rest.extend(stream)
+            return item
+
+    stream._batch._items = Interrupted()  # type: ignore[assignment]
+    assert "".join([*stream, *rest]) == whole
+
+
 def test_a_generator_is_consumed_once(engine: Engine, fake: Any) -> None:
     prompts = ["one", "two three"]
     expected = engine.generate_batch(prompts, max_new_tokens=9)

@@ -110,7 +110,8 @@ class Batch:
             )
             for prompt in prompts
         ]
-        self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
+        # None ends a wait that a signal handler interrupted.
+        self._items: SimpleQueue[tuple[int, str | BaseException, bool] | None] = SimpleQueue()
         self._open = len(prompts)
         # True after an exception: an interrupt may have lost a piece, so no others follow.
         self._failed = False
@@ -145,7 +146,7 @@ class Batch:
                 index, item, last = self._next()
                 self._open -= last
                 if not self._open:
-                    self._items.put((index, "", False))  # ends a wait that a signal handler interrupted
+                    self._items.put(None)
                 if self._keeps_failures and isinstance(item, QuantspecError):
                     self.failures[index], item = item, ""
                 if isinstance(item, str):
@@ -160,11 +161,13 @@ class Batch:
             raise
 
     def _next(self) -> tuple[int, str | BaseException, bool]:
-        """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile."""
+        """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile, also after an item
+        has come.
+        """
         while self._open and not self._failed:
             with contextlib.suppress(Empty):
                 item = self._items.get(timeout=WAIT_S)
-                if self._open:
+                if item is not None:
                     return item
         raise StopIteration
 
