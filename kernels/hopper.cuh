@@ -254,6 +254,7 @@ DEV void wgmma_wait() {
                ",1,1,1," TRANSPOSED ";"                                                                \
                : OUT                                                                                   \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// `shared`: both operands from shared memory; `registers`: A in registers. B is K-major.
 template <class T>
 struct Wgmma;
 #define WGMMA_TYPE(T, TYPE)                                                             \

@@ -161,8 +161,8 @@ class Batch:
             raise
 
     def _next(self) -> tuple[int, str | BaseException, bool]:
-        """Waits for the next item, ready for Ctrl-C. A signal handler may take the last one meanwhile, also after an item
-        has come.
+        """Waits for the next item, ready for Ctrl-C. A signal handler may read the others meanwhile, also between the
+        arrival of an item and its return.
         """
         while self._open and not self._failed:
             with contextlib.suppress(Empty):
