@@ -207,10 +207,9 @@ struct DraftGroup {
       for (int e = 0; e < 2; e++) {
         const float scale = __uint_as_float(e ? s.z : s.x), sum = __uint_as_float(e ? s.w : s.y);
         const int lower = d[4 * j + e], upper = BITS == 4 ? d[4 * j + 2 + e] - lower : d[4 * j + 2 + e];
-        const auto exact = [](int n) { return __fadd_rn(__int_as_float(n + INTEGER_BIAS_BITS), -integer_bias()); };
         float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
-        y = add_group(y, exact(lower), low.x, scale, low.y, sum);
-        y8 = add_group(y8, exact(upper), upper_scale, scale, high.y, sum);
+        y = add_group(y, __int2float_rn(lower), low.x, scale, low.y, sum);
+        y8 = add_group(y8, __int2float_rn(upper), upper_scale, scale, high.y, sum);
       }
     }
     return seen;

@@ -363,7 +363,7 @@ def test_predictions_of_a_gpu_are_near_what_was_measured(
         drafts = row["method"] != "ar"
         draft = Draft(row["method"], None if row["draft_pages"] == "all" else row["draft_pages"]) if drafts else None
         if draft is not None and draft not in predict.drafts(load.pages):
-            continue  # a choice of more than half of the pages
+            continue  # a choice of more than two thirds of the pages
         rounds = Rounds.of(machine, load, draft, row["kv_target"], batch=1)
         assert 1e3 * at(rounds.seconds, row["gamma_mean"]) == pytest.approx(row["round_ms"], rel=0.08), row
         speed = rounds.speed(draft.acceptance).tokens_per_s if draft else rounds.plain
@@ -479,9 +479,9 @@ def test_a_pass_of_a_gpu_reads_the_methods_weights_and_view() -> None:
     assert predict.prompt(machine, LOAD) == []
 
 
-def test_pages_are_selected_among_twice_as_many() -> None:
-    assert {draft.pages for draft in predict.drafts(127)} == {None, 16}
-    assert {draft.pages for draft in predict.drafts(128)} == {None, 16, 64}
+def test_a_selection_has_at_most_two_thirds_of_the_pages() -> None:
+    assert {draft.pages for draft in predict.drafts(95)} == {None, 16}
+    assert {draft.pages for draft in predict.drafts(96)} == {None, 16, 64}
     assert [draft.method for draft in predict.drafts(0)] == [*predict.ACCEPTANCE]
 
 

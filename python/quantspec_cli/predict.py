@@ -98,8 +98,9 @@ class Draft(NamedTuple):
 
 
 def drafts(visible: float) -> list[Draft]:
-    """Every draft that is predicted if this many pages are visible. As for `auto`, a choice has at most half of them."""
-    pages = [Draft(method, pages) for method in OF_PAGES for pages in PAGES if 2 * pages <= visible]
+    """Every draft that is predicted if this many pages are visible. As for `auto`, a choice has at most two thirds of
+    them."""
+    pages = [Draft(method, pages) for method in OF_PAGES for pages in PAGES if 3 * pages <= 2 * visible]
     return [*map(Draft, ACCEPTANCE), *pages]
 
 

@@ -78,11 +78,11 @@ pub struct DraftConfig {
 }
 
 impl DraftConfig {
-    /// Returns true if this draft is worth measuring as a candidate. A choice of more than half of the `visible` pages saves
-    /// too little. The first candidate always is usable.
+    /// Returns true if this draft is worth measuring as a candidate. A choice of more than two thirds of the `visible` pages
+    /// saves too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
-            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || n <= visible / 2,
+            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || n <= visible * 2 / 3,
             Pages::All | Pages::Tokens(_) => true,
         }
     }

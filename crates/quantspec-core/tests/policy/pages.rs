@@ -29,7 +29,7 @@ impl Library {
         let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
         for round in 0.. {
             let visible = self.pages + emitted / self.growth;
-            let usable = |index: usize| index == 0 || READ[offered[index]] <= visible / 2;
+            let usable = |index: usize| index == 0 || READ[offered[index]] <= visible * 2 / 3;
             let forecast = |index| if usable(index) { f64::INFINITY } else { 0.0 };
             let prior = |&candidate: &usize| {
                 let left_out = visible as f64 / READ[candidate].min(visible).max(1) as f64;
@@ -38,7 +38,7 @@ impl Library {
             let priors: Vec<_> = offered.iter().filter(|_| self.world.told).map(prior).collect();
             policy.observe_forecasts(&(0..offered.len()).map(forecast).collect::<Vec<_>>(), &priors);
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
-            assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
+            assert!(policy.candidate() == 0 || READ[candidate] <= visible * 2 / 3, "{candidate} of {visible} pages");
             let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
             let accepts = |i: &usize| self.world.uniform(round, *i as u64) < self.alphas[candidate];
             let accepted = (0..gamma).take_while(accepts).count();

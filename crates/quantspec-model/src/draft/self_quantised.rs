@@ -71,16 +71,16 @@ mod tests {
     use quantspec_core::sample::Sampler;
 
     #[test]
-    fn candidates_are_configurations_that_leave_out_at_least_half_of_the_pages() {
+    fn candidates_are_configurations_that_leave_out_at_least_a_third_of_the_pages() {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
         let mut drafter = SelfQuantised(configs.clone());
         let expected = |visible, measured: [_; 3]| forecasts(&drafter, &[3, visible], &measured);
         let usable = |visible| expected(visible, [None; 3]).iter().map(|&forecast| forecast > 0.0).collect::<Vec<_>>();
-        assert_eq!(usable(31), [true, false, false]);
-        assert_eq!(usable(32), [true, true, false]);
-        assert_eq!(usable(128), [true; 3]);
-        assert!(!config(Pages::Best(usize::MAX)).is_usable(1, 128));
+        assert_eq!(usable(23), [true, false, false]);
+        assert_eq!(usable(24), [true, true, false]);
+        assert_eq!(usable(96), [true; 3]);
+        assert!(!config(Pages::Best(usize::MAX)).is_usable(1, 96));
         // The fewer bytes, the earlier a configuration is tried. One that is accepted often leaves little to gain by more pages.
         let before = expected(600, [None; 3]);
         assert!(before[1] > before[2] && before[2] > before[0], "{before:?}");
