@@ -120,7 +120,8 @@ DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool
     if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (inside) {
     const uint32_t low = Out::Element::pack(out.x, out.y), high = Out::Element::pack(out.z, out.w);
-    if (p.panels) return store16_in_panel(p.x, row, channel / 4, p.pitch / 64, p.panels, low, high);
+    if (p.panels)
+      return store16_in_panel<typename Out::Element>(p.x, row, channel / 4, p.pitch / 64, p.panels, low, high);
     uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
     x[0] = low;
     x[1] = high;

@@ -27,7 +27,7 @@ struct Into {
     } else {
       const uint32_t low = T::pack(v.x, v.y), high = T::pack(v.z, v.w);
       if (panels)
-        store16_in_panel(x, row, group * 32 + lane, pitch / 64, panels, low, high);
+        store16_in_panel<T>(x, row, group * 32 + lane, pitch / 64, panels, low, high);
       else
         *(uint2*)values = make_uint2(low, high);
     }
@@ -354,21 +354,22 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   }
 }
 
-// coarse_{bf16,f16}: the same for 16-bit inputs [row][pitch], in groups of 64: each becomes the nearest of 15 values,
-// in 16 bits. Grid (groups, rows), 32 threads.
+// coarse_{bf16,f16}: the same for 16-bit inputs in groups of 64: each becomes the nearest of 15 values, in 16 bits.
+// Grid (groups, rows), 32 threads.
 template <class T>
-DEV void coarse(uint16_t* x, int pitch) {
+DEV void coarse(uint16_t* x, int panels) {
   grid_trigger();
   grid_wait();
-  uint32_t* pair = (uint32_t*)(x + (size_t)blockIdx.y * pitch + blockIdx.x * 64) + threadIdx.x;
+  uint32_t* pair =
+      (uint32_t*)(x + input_index(blockIdx.y, blockIdx.x, gridDim.x, panels & ~PLANES_ORDER) * 64) + threadIdx.x;
   const uint32_t bits = *pair;
   const float a = T::to_float((uint16_t)bits), b = T::to_float((uint16_t)(bits >> 16));
   const float scale = __fdiv_rn(warp_max_nonnegative(fmaxf(fabsf(a), fabsf(b))), 7.f);
   auto nearest = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
   *pair = T::pack(nearest(a), nearest(b));
 }
-KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int pitch) { coarse<Bf16>(x, pitch); }
-KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int pitch) { coarse<Half>(x, pitch); }
+KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int panels) { coarse<Bf16>(x, panels); }
+KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int panels) { coarse<Half>(x, panels); }
 
 // widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid
 // ceil(n / 256), 256 threads.

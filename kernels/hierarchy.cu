@@ -1,5 +1,8 @@
-// GEMMs of a step's few rows with weights in planes. All kernels exist on every architecture.
+// GEMMs of a step's few rows with weights in planes. On Hopper NT is 1 or 2, elsewhere also 4 and 8.
 #include "hierarchy.cuh"
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#include "linear_wide.cuh"
+#endif
 
 // linear_{both,upper}_{bf16,f16}_{NT}(PLANES_ARGUMENTS): y = x W^T with weights in planes (layout.cuh).
 //
@@ -22,22 +25,36 @@
                     PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)      \
   PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, f16, CodesHalf, NT, CLUSTER, REGISTERS,                                  \
                     PlanePipeline<PLANES, NT, TILES, DEEP, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                \
-  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                 \
-    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(                                           \
-        PlanePieces<PLANES, DEEP>{upper, lower, stride}, x, nullptr, y, groups, tiles, n, rows, (size_t)pitch * 2, \
-        NextWeights{next, next_bytes});                                                                            \
+#define PLANE_PIPELINE_OF(VIEW, PLANES, DEEP, TYPE, E, NT, CLUSTER, REGISTERS, ...)                            \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {             \
+    pipelined_gemm<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(                                       \
+        PlanePieces<PLANES, DEEP * LINEAR_WARPS>{upper, lower, stride}, x, nullptr, y, groups, tiles, n, rows, \
+        (size_t)pitch * 2, NextWeights{next, next_bytes});                                                     \
   }
 // Blocks of half an SM make whole steps of one row slower. 16 computing warps, one arrival per warp, and SiLU or RoPE
 // in the epilogue do not make them faster.
 PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 4, 1, false, 104, 213728)
 PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 112, 196816)
-PLANE_PIPELINE(both, 2, 4, 2, 1, 4, 6, 3, 2, true, PIPELINE_ENTRY, 212648)
-PLANE_PIPELINE(both, 2, 8, 1, 1, 2, 8, 2, 2, true, PIPELINE_ENTRY, 211120)
 PLANE_PIPELINE(upper, 1, 1, 1, 4, 4, 8, 2, 1, false, 104, 221616)
 PLANE_PIPELINE(upper, 1, 2, 2, 2, 4, 8, 2, 2, true, PIPELINE_ENTRY, 221872)
-PLANE_PIPELINE(upper, 1, 4, 4, 1, 4, 5, 3, 2, true, PIPELINE_ENTRY, 200344)
-PLANE_PIPELINE(upper, 1, 8, 1, 1, 2, 12, 2, 2, true, PIPELINE_ENTRY, 196848)
+
+// linear_{both,upper}_{bf16,f16}_wide_{N}: the same for 17 and more rows, up to N per block, with x in panels in the
+// order of planes. Grid and threads as for linear_w4_wide_{N} of linear.cu.
+#define WIDE_PLANES(VIEW, PLANES, N, STAGES, SHARED)                                 \
+  static_assert(Wide<PlaneGroup<CodesBf16, PLANES>, N, 1, STAGES>::BYTES == SHARED); \
+  WIDE_PLANES_OF(VIEW, PLANES, bf16, CodesBf16, N, STAGES)                           \
+  WIDE_PLANES_OF(VIEW, PLANES, f16, CodesHalf, N, STAGES)
+#define WIDE_PLANES_OF(VIEW, PLANES, TYPE, E, N, STAGES)                                                              \
+  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                                             \
+      linear_##VIEW##_##TYPE##_wide_##N(const uint8_t* upper, const uint8_t* lower, const uint8_t* x, float* y,       \
+                                        int groups, int stride, int tiles, int n, int rows) {                         \
+    wide_gemm<Wide<PlaneGroup<E, PLANES>, N, 1, STAGES>>(PlanePieces<PLANES, 1>{upper, lower, stride}, x, nullptr, y, \
+                                                         groups, tiles, n, rows);                                     \
+  }
+WIDE_PLANES(both, 2, 32, 6, 230824)
+WIDE_PLANES(both, 2, 64, 4, 230696)
+WIDE_PLANES(upper, 1, 32, 7, 210408)
+WIDE_PLANES(upper, 1, 64, 4, 197928)
 #else
 #define PLANES_OF(VIEW, PLANES, TYPE, E, NT, DEPTH, PER_SM)                                                           \
   KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                             \

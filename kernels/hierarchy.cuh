@@ -16,20 +16,15 @@
 
 // How a 16-bit type multiplies codes. A sum of codes times inputs, as the tensor core returns it, lacks a power of two:
 // TIMES is that factor divided by 16. OF_X is the factor that a sum of inputs lacks. ONES: a pair of 1.0.
-// `input`: a pair of inputs as the mma reads it.
 struct CodesBf16 : MmaBf16 {
+  typedef Bf16 Type;
   static constexpr uint32_t ONES = 0x3f803f80;
   static constexpr float TIMES = 0x1p65f, OF_X = 0x1p-64f;  // 133 - 64 - 4 = 65
-  static DEV uint32_t input(uint32_t pair) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-    const __nv_bfloat162 y = __hmul2(x, __floats2bfloat162_rn(0x1p64f, 0x1p64f));
-    return *reinterpret_cast<const uint32_t*>(&y);
-  }
 };
 struct CodesHalf : MmaHalf {
+  typedef Half Type;
   static constexpr uint32_t ONES = 0x3c003c00;
   static constexpr float TIMES = 0x1p20f, OF_X = 1.f;  // 24 - 4 = 20
-  static DEV uint32_t input(uint32_t pair) { return pair; }
 };
 
 // A lane's 16 inputs of a group and row tile, and the sums of all 64 inputs of rows 2c and 2c + 1.
@@ -42,7 +37,7 @@ struct GroupInput {
     const uint32_t ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
     float sums[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = 0; i < 8; i++) pairs[i] = E::input(raw[i]);
+    for (int i = 0; i < 8; i++) pairs[i] = E::Type::for_codes(raw[i]);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) E::mma(sums, ones, pairs[i], pairs[i + 1]);
     sum[0] = sums[0] * E::OF_X;
@@ -131,8 +126,8 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Weights for `fill_weights`. One tile of a chunk: 8 DEEP blocks of the upper plane, then as many of the lower one.
-template <int PLANES, int DEEP>
+// Weights for `fill_weights`. One tile of a chunk: BLOCKS blocks of the upper plane, then as many of the lower one.
+template <int PLANES, int BLOCKS>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
   const uint8_t *upper, *lower;
@@ -142,8 +137,7 @@ struct PlanePieces {
     const size_t block = tile * stride + k;
     bulk_copy(stage, upper + block * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
     if (PLANES == 2)
-      bulk_copy(stage + DEEP * LINEAR_WARPS * UPPER_BLOCK, lower + block * LOWER_BLOCK, count * LOWER_BLOCK, bar,
-                policy);
+      bulk_copy(stage + BLOCKS * UPPER_BLOCK, lower + block * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
   }
 };
 
@@ -207,6 +201,6 @@ struct MultiplyPlanes {
 
 // Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
 template <int PLANES, int NT, int TILES, int DEEP, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
-using PlanePipeline =
-    Pipeline<NT, PlanePieces<PLANES, DEEP>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16, DEEP>;
+using PlanePipeline = Pipeline<NT, PlanePieces<PLANES, DEEP * LINEAR_WARPS>::PIECE, TILES, 0, TOGETHER, STAGES,
+                               X_STAGES, CLUSTER, HAND_OVER, 16, DEEP>;
 #endif

@@ -93,11 +93,12 @@ DRAFT_PIPELINES(8)
 // linear_{w4,w8,bf16,f16}_wide_{N}: the same for 17 and more rows on Hopper, up to N per block, x and xs in panels
 // (panel.cuh). Grid (2 min(tiles, SMs / 2), ceil(rows / max(N, 64))), WIDE_THREADS threads, Wide::BYTES of shared
 // memory.
-#define WIDE(BITS, N, UNITS, STAGES, SHARED)                                                                     \
-  static_assert(Wide<DraftGroup<BITS>, N, UNITS, STAGES>::BYTES == SHARED);                                      \
-  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY) linear_w##BITS##_wide_##N(                                             \
-      const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) { \
-    wide_gemm<Wide<DraftGroup<BITS>, N, UNITS, STAGES>>(w, x, xs, y, groups, tiles, n, rows);                    \
+#define WIDE(BITS, N, UNITS, STAGES, SHARED)                                                                           \
+  static_assert(Wide<DraftGroup<BITS>, N, UNITS, STAGES>::BYTES == SHARED);                                            \
+  KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY) linear_w##BITS##_wide_##N(                                                   \
+      const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {       \
+    wide_gemm<Wide<DraftGroup<BITS>, N, UNITS, STAGES>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, \
+                                                        n, rows);                                                      \
   }
 WIDE(4, 32, 2, 4, 229672)
 WIDE(4, 64, 1, 4, 229672)
@@ -110,7 +111,7 @@ WIDE(8, 64, 1, 3, 225512)
 #define WIDE_FULL_OF(name, ...)                                                                   \
   KERNEL BLOCKS_2 __maxnreg__(WIDE_ENTRY)                                                         \
       name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows) { \
-    wide_gemm<__VA_ARGS__>(w, x, nullptr, y, atoms, tiles, n, rows);                              \
+    wide_gemm<__VA_ARGS__>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, rows);         \
   }
 WIDE_FULL(32, 4, 205096)
 WIDE_FULL(64, 3, 213224)

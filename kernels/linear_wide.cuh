@@ -1,9 +1,10 @@
 // GEMM of 17 and more rows on Hopper: y = x W^T by wgmma, 64 outputs x N rows, with the weights in registers
 // (operand A).
 //
-// The bits are those of `linear_quant` and `linear_16`: a wgmma with f32 sums has the bits of the mma.m16n8k16 with the
-// same operands. Their eight warps are classes here: class w sums groups w, w + 8, ... in order, and then the classes
-// are added in order. A cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
+// The bits are those of `linear_quant`, `linear_16` and `linear_planes`: a wgmma with f32 sums has the bits of the
+// mma.m16n8k16 with the same operands. Their eight warps are classes here: class w sums groups w, w + 8, ... in order,
+// and then the classes are added in order. A cluster of two blocks has one warpgroup per class, so that a block reads
+// half of the inputs:
 //
 //     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
 //     warps 16-19   load: each fills the stages of one warpgroup, which hold one group of inputs each: x, its
@@ -13,12 +14,12 @@
 // barrier), adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last
 // warpgroup of block 1 stores y.
 //
-// A group is 128 bytes of each row of x: 128 int8 inputs of draft weights, 64 inputs of 16-bit weights. x is in panels
-// (panel.cuh), so that a group of 64 rows is one TMA copy.
+// A group is 128 bytes of each row of x: 128 int8 inputs of draft weights, 64 inputs of 16-bit weights or planes. x is
+// in panels (panel.cuh), so that a group of 64 rows is one TMA copy.
 //
 // In this file lane = 4 g + c (ptx.cuh), j is a warpgroup and N the rows of a block.
 #pragma once
-#include "linear.cuh"
+#include "hierarchy.cuh"
 #include "panel.cuh"
 
 constexpr int WIDE_GROUPS = 4;  // warpgroups of a block that multiply
@@ -30,22 +31,23 @@ static_assert(WIDE_THREADS == (WIDE_GROUPS + 1) * 128, "one warpgroup loads");
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
-// Weights: those of a group (`DraftGroup`, `Atom`). N: rows, which are the columns of the wgmma. UNITS: of 64 outputs
-// (four tiles) that share a stage of x; one with f32 sums, because a branch would make each wgmma wait for the last.
-// STAGES: pipeline stages of a warpgroup.
+// Weights: those of a group (`DraftGroup`, `Atom`, `PlaneGroup`). N: rows, which are the columns of the wgmma. UNITS:
+// of 64 outputs (four tiles) that share a stage of x; one with f32 sums, because a branch would make each wgmma wait
+// for the last. STAGES: pipeline stages of a warpgroup.
 template <class Weights_, int N_, int UNITS_, int STAGES_>
 struct Wide {
   typedef Weights_ Weights;
   static constexpr int N = N_, UNITS = UNITS_, TILES = 4 * UNITS, STAGES = STAGES_;
   static constexpr int ROWS = N < PANEL_ROWS ? PANEL_ROWS : N;  // from one row of blocks to the next
-  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms
-  // start at multiples of 1024.
+  // A stage: x [N][128 bytes], scales [N] {scale, sum} or sums [N], weights [TILES][PIECE]; swizzled atoms start at
+  // multiples of 1024.
   static constexpr int PIECE = Weights::PIECE;
   static constexpr int SCALES = N * 128;
-  static constexpr int WEIGHTS = SCALES + N * Weights::SCALES;
+  static constexpr int WEIGHTS = SCALES + N * (Weights::SCALES + Weights::INPUT_SUMS);
   static constexpr int STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
+  static constexpr int ONES = WIDE_GROUPS * STAGES * STAGE;  // operand B of sums of inputs: [8][128 bytes]
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
-  static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE;
+  static constexpr int SUMS = ONES + (Weights::INPUT_SUMS ? 1024 : 0);
   static constexpr int SUM = N / 8 * 128 * 16;  // bytes of a unit's sums
   // Barriers: full and empty of each stage, the token of each warpgroup, and "block 1 has read its sums".
   static constexpr int BARRIERS = SUMS + UNITS * SUM;
@@ -93,17 +95,16 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
 
 // One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lane 0 also
 // x, and lane 1 its scales or x of the second panel. `base`: shared memory; `rows`: of the block.
-template <class S>
-DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles,
+template <class S, class Source>
+DEV void wide_fill(const Source& w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles,
                    int rows) {
   const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3;
   const int this_class = cluster_rank() * WIDE_GROUPS + j;
   const uint32_t stages_at = base + j * S::STAGES * S::STAGE;
   const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8;
   const uint32_t empty = full + S::EMPTY;
-  const int tile_pitch = gridDim.x / 2 * groups * S::PIECE;  // bytes from one tile of the cluster to the next
   int tiles_left = this_class < groups ? S::tiles_of_cluster(tiles) : 0;
-  const uint8_t* tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * tile_pitch;
+  int tile = blockIdx.x / 2 + lane * (gridDim.x / 2);  // of this lane
   // Bytes per group of lane 0 and lane 1, and what this lane copies.
   const int first_bytes = panel_height(rows) * 128;
   const int second_bytes =
@@ -117,8 +118,7 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
     if (lane == 0) mbar_expect(full + stage * 8, count * S::PIECE + first_bytes + second_bytes);
     __syncwarp();
     if (lane < count)
-      bulk_copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, tile + group * S::PIECE, S::PIECE,
-                full + stage * 8, once);
+      w.copy(stages_at + stage * S::STAGE + S::WEIGHTS + lane * S::PIECE, tile, group, 1, full + stage * 8, once);
   };
   const auto load_inputs = [&](int stage, int group) {
     if (bytes) bulk_copy(stages_at + stage * S::STAGE + place, input + (size_t)group * bytes, bytes, full + stage * 8);
@@ -128,7 +128,7 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
     if ((group += CLASSES) >= groups) {
       group = this_class;
       tiles_left -= S::TILES;
-      tile += (size_t)S::TILES * tile_pitch;
+      tile += S::TILES * (gridDim.x / 2);
     }
   };
   // Weights do not depend on the previous kernel: those of all stages are loaded before it ends.
@@ -163,8 +163,8 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
 template <int BITS>
 struct DraftGroup {
   static constexpr int PIECE = QUANT_BLOCK<BITS>;
-  static constexpr int SCALES = 8;  // bytes per row of x and group
-  uint32_t a[4][4];                 // operand A of each wgmma (32 inputs)
+  static constexpr int SCALES = 8, INPUT_SUMS = 0;  // bytes per row of x and group: loaded, and computed
+  uint32_t a[4][4];                                 // operand A of each wgmma (32 inputs)
   uint2 params;
   // With 4 bits, outputs g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
@@ -216,7 +216,8 @@ struct DraftGroup {
   }
   // acc += `block` x the inputs of a stage, both in shared memory. Returns bits of what was loaded.
   template <int D>
-  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t scales, int lane) {
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t scales, uint32_t, int,
+                                   int lane) {
     DraftGroup codes;
     int d[D];
     codes.load(block, lane);
@@ -231,10 +232,10 @@ struct DraftGroup {
 template <class T>
 struct Atom {
   static constexpr int PIECE = 2048;
-  static constexpr int SCALES = 0;
+  static constexpr int SCALES = 0, INPUT_SUMS = 0;
   // As `DraftGroup::multiply_add`. The four wgmmas have the operands of the mmas of `linear_16`, in its order.
   template <int D>
-  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, uint32_t inputs, uint32_t, int lane) {
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, uint32_t inputs, uint32_t, uint32_t, int, int lane) {
     const int g = lane >> 2, c = lane & 3;
     const uint32_t low = atom + (g * 8 + (c ^ g)) * 16;
     const uint32_t high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
@@ -265,6 +266,65 @@ struct Atom {
       for (int s = 0; s < STEPS; s++) Wgmma<T>::registers(acc, a[s], b + 2 * s);
       wgmma_commit();
       wgmma_wait<0>();
+    }
+    return seen;
+  }
+};
+
+// Weights in planes, with x in their order (`PLANES_ORDER`).
+template <class E, int PLANES>
+struct PlaneGroup {
+  static constexpr int PIECE = PlanePieces<PLANES, 1>::PIECE;
+  static constexpr int SCALES = 0, INPUT_SUMS = 4;
+  static constexpr uint32_t ONES = E::ONES;
+  // As `DraftGroup::multiply_add`; operands and order of the sums are those of `group_add`. The inputs of a row are
+  // summed by one of the warps, as products with ones, and shared through `sums`.
+  template <int D>
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t sums, uint32_t ones,
+                                   int warp, int lane) {
+    GroupCodes<PLANES> codes;
+    codes.upper = lds128(block + lane * 16);
+    codes.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
+    if (PLANES == 2) codes.lower = lds128(block + UPPER_BLOCK + lane * 16);
+    uint32_t a[4][4];
+    float d[D];
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      codes.fragment(a[s], s);
+      asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
+    }
+    const uint64_t b = desc_kmajor(inputs);
+    float sum[4];  // of rows 16 (warp % 4) + g and 8 more; columns are equal
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::shared(sum, b + 2 * s, desc_kmajor(ones), s > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::registers(d, a[s], b + 2 * s, s > 0);
+    wgmma_commit();
+    wgmma_wait<1>();
+    const int row = (warp & 3) * 16 + (lane >> 2);
+    if (row < 2 * D && (lane & 3) == 0) {
+      sts32(sums + row * 4, __float_as_uint(sum[0] * E::OF_X));
+      sts32(sums + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
+    }
+    bar_sync(1 + (warp >> 2), 128);
+    const float2 p = unpack_half2(codes.params.x), p8 = unpack_half2(codes.params.y);
+    const float scale = __fmul_rn(p.x, E::TIMES), scale8 = __fmul_rn(p8.x, E::TIMES);
+    const float zero = PLANES == 2 ? __fmaf_rn(p.x, -0.5f, p.y) : p.y;
+    const float zero8 = PLANES == 2 ? __fmaf_rn(p8.x, -0.5f, p8.y) : p8.y;
+    uint32_t seen = codes.params.x;
+    wgmma_wait<0>();
+#pragma unroll
+    for (int j = 0; j < D; j += 4) {
+      const uint2 pair = lds64(sums + (j * 2 + 2 * (lane & 3)) * 4);
+      seen |= pair.x;
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const float sum = __uint_as_float(e ? pair.y : pair.x);
+        acc[j + e] = __fmaf_rn(d[j + e], scale, __fmaf_rn(zero, sum, acc[j + e]));
+        acc[j + 2 + e] = __fmaf_rn(d[j + 2 + e], scale8, __fmaf_rn(zero8, sum, acc[j + 2 + e]));
+      }
     }
     return seen;
   }
@@ -366,7 +426,8 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
         if (!i || 4 * i < tiles_left)
-          seen |= S::Weights::multiply_add(acc[i], block + i * 4 * S::PIECE, stage_at, stage_at + S::SCALES, lane);
+          seen |= S::Weights::multiply_add(acc[i], block + i * 4 * S::PIECE, stage_at, stage_at + S::SCALES,
+                                           base + S::ONES, warp, lane);
       release_stage(empty + stage * 8, seen);
       if (++stage == S::STAGES) {
         stage = 0;
@@ -401,10 +462,10 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
   }
 }
 
-// w: blocks of PIECE bytes [tiles][groups]; x and xs in panels, xs null without scales; y f32 [rows][n]. groups: of 128
+// w: where `copy` finds a tile's groups; x and xs in panels, xs null without scales; y f32 [rows][n]. groups: of 128
 // bytes of a row of x; tiles: of 16 outputs.
-template <class S>
-DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
+template <class S, class Source>
+DEV void wide_gemm(const Source& w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n,
                    int rows) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
@@ -414,6 +475,10 @@ DEV void wide_gemm(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float*
     for (int j = 0; j < WIDE_GROUPS; j++) mbar_init(base + S::TOKENS + j * 8, cluster_rank() && j == 0 ? 1 : 128);
     mbar_init(base + S::SUMS_FREE, 4);
     mbar_init_done();
+  }
+  if constexpr (S::Weights::INPUT_SUMS > 0) {
+    if (threadIdx.x < 256) sts32(base + S::ONES + threadIdx.x * 4, S::Weights::ONES);
+    fence_async();
   }
   __syncthreads();
   cluster_arrive_relaxed();

@@ -6,6 +6,7 @@
 #include "ptx.cuh"
 
 // Element types of weights and activations. pack(low, high) rounds two floats to nearest even, `low` in the lower half.
+// for_codes: a pair of inputs as it is multiplied by codes (hierarchy.cuh).
 struct Half {
   typedef uint16_t Bits;
   static DEV float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
@@ -17,6 +18,7 @@ struct Half {
     return from_float(low) | (uint32_t)from_float(high) << 16;
 #endif
   }
+  static DEV uint32_t for_codes(uint32_t pair) { return pair; }
 };
 struct Bf16 {
   typedef uint16_t Bits;
@@ -30,6 +32,11 @@ struct Bf16 {
 #else
     return from_float(low) | (uint32_t)from_float(high) << 16;
 #endif
+  }
+  static DEV uint32_t for_codes(uint32_t pair) {
+    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    const __nv_bfloat162 y = __hmul2(x, __floats2bfloat162_rn(0x1p64f, 0x1p64f));
+    return *reinterpret_cast<const uint32_t*>(&y);
   }
 };
 struct Single {

@@ -4,11 +4,12 @@
 // Row-major: [row][group]. GEMMs of 17 and more rows on Hopper (linear_wide.cuh) read panels of up to 64 rows:
 // [panel][group][height], with the 128-byte swizzle of wgmma's operand B, and words of four bytes in the order of the
 // weights' registers. Rows of 16 bits are whole groups then. `panels` is 0 for row-major inputs, else the rows of the
-// step.
+// step, plus PLANES_ORDER if the weights are in planes (hierarchy.cuh).
 #pragma once
 #include "ptx.cuh"
 
 constexpr int PANEL_ROWS = 64;
+constexpr int PLANES_ORDER = 1 << 30;
 // Rows a panel is padded to, if `rows` remain from its first row on.
 DEV int panel_height(int rows) { return min((rows + 7) / 8 * 8, PANEL_ROWS); }
 // Index of a row's group among the pairs {scale, sum}; times 128, its byte offset among the inputs.
@@ -22,10 +23,18 @@ DEV size_t input_index(int row, int group, int groups, int panels) {
 DEV int input_code(int row, int lane, int panels) {
   return panels ? ((lane >> 4) * 4 + (lane & 3) ^ (row & 7)) * 16 + (lane >> 2 & 3) * 4 : lane * 4;
 }
-// Stores four inputs of 16 bits, packed in pairs, in a panel, from column 4 `four` of a row on.
+// Stores four inputs of 16 bits, packed in pairs, in a panel, from column 4 `four` of a row on. In the order of planes
+// pair 8 c + 2 i + p of a group is word c of piece 2 i + p.
+template <class T>
 DEV void store16_in_panel(void* x, int row, int four, int groups, int panels, uint32_t low, uint32_t high) {
-  const int lane = four % 16 * 2;  // a pair is four bytes
-  uint8_t* const group = static_cast<uint8_t*>(x) + input_index(row, four / 16, groups, panels) * 128;
-  *reinterpret_cast<uint32_t*>(group + input_code(row, lane, panels)) = low;
-  *reinterpret_cast<uint32_t*>(group + input_code(row, lane + 1, panels)) = high;
+  const int pair = four % 16 * 2;
+  uint8_t* const group = static_cast<uint8_t*>(x) + input_index(row, four / 16, groups, panels & ~PLANES_ORDER) * 128;
+  if (panels & PLANES_ORDER) {
+    const int piece = (pair ^ row) & 7, word = pair >> 3;
+    *reinterpret_cast<uint32_t*>(group + piece * 16 + word * 4) = T::for_codes(low);
+    *reinterpret_cast<uint32_t*>(group + (piece ^ 1) * 16 + word * 4) = T::for_codes(high);
+  } else {
+    *reinterpret_cast<uint32_t*>(group + input_code(row, pair, panels)) = low;
+    *reinterpret_cast<uint32_t*>(group + input_code(row, pair + 1, panels)) = high;
+  }
 }

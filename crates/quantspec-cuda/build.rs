@@ -207,13 +207,14 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// Tables shared by kernels and launchers: the file, the macro that expands each row, the type of a row in src/shapes.rs, and
 /// the macro's parameters that are its fields.
-const TABLES: [(&str, &str, &str, &[&str]); 9] = [
+const TABLES: [(&str, &str, &str, &[&str]); 10] = [
     ("linear.cu", "PIPELINE", "Pipeline", &["NT", "CLUSTER", "SHARED"]),
     ("linear.cu", "DRAFT_PIPELINE", "DraftPipeline", &["NT", "CLUSTER", "HAND_OVER", "SHARED4", "SHARED8"]),
     ("linear.cu", "QUANT", "Quant", &["BITS", "NT", "STAGES"]),
     ("linear.cu", "WIDE", "Wide", &["BITS", "N", "SHARED"]),
     ("linear.cu", "WIDE_FULL", "WideFull", &["N", "SHARED"]),
     ("hierarchy.cu", "PLANE_PIPELINE", "PlanePipeline", &["PLANES", "NT", "CLUSTER", "HAND_OVER", "SHARED"]),
+    ("hierarchy.cu", "WIDE_PLANES", "WidePlanes", &["PLANES", "N", "SHARED"]),
     ("attend.cu", "ATTEND", "Attend", &["D", "VIEW", "ROWS", "STAGES", "HALF_SM", "BLOCK", "STAGE_BYTES", "SHARED"]),
     (
         "attend_local.cu",
@@ -229,7 +230,7 @@ const NUMBERS: [(&str, &[&str]); 16] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
     ("linear_wide.cuh", &["WIDE_THREADS"]),
-    ("panel.cuh", &["PANEL_ROWS"]),
+    ("panel.cuh", &["PANEL_ROWS", "PLANES_ORDER"]),
     ("attend.cu", &["MERGE_SHARED"]),
     ("pages.cu", &["CHOICE_THREADS"]),
     ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_CHUNK_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),

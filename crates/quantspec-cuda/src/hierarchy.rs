@@ -3,8 +3,8 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
-use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, name};
-use crate::shapes::{self, LOWER_BLOCK, UPPER_BLOCK};
+use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, name};
+use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
@@ -106,8 +106,9 @@ fn pipeline(planes: usize, tiles: usize) -> Option<GemmPipeline> {
 pub struct Hierarchies {
     device: Arc<Device>,
     dtype: Dtype,
-    both: Family,
-    upper: Family,
+    /// GEMMs of both planes and of the upper one, and those of 17 and more rows on Hopper.
+    both: (Family, Vec<Wide>),
+    upper: (Family, Vec<Wide>),
     /// From bf16, f16, f32.
     quantise: [Kernel; 3],
     atoms: Kernel,
@@ -122,9 +123,18 @@ impl Hierarchies {
         check(dtype)?;
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
+        let gemms = |view: &str, planes: usize| -> Result<(Family, Vec<Wide>)> {
+            let stem = format!("linear_{view}_{of}");
+            let family = |tiles: &[usize]| Family::new(device, &stem, tiles, |tiles| pipeline(planes, tiles));
+            if !device.has_tma() {
+                return Ok((family(&[1, 2, 4, 8])?, Vec::new()));
+            }
+            let shapes = shapes::WIDE_PLANES.iter().filter(|of| of.planes == planes).map(|of| (of.n, of.shared));
+            Ok((family(&[1, 2])?, Wide::new(device, &format!("{stem}_wide"), shapes)?))
+        };
         Ok(Hierarchies {
-            both: Family::new(device, &format!("linear_both_{of}"), &[1, 2, 4, 8], |tiles| pipeline(2, tiles))?,
-            upper: Family::new(device, &format!("linear_upper_{of}"), &[1, 2, 4, 8], |tiles| pipeline(1, tiles))?,
+            both: gemms("both", 2)?,
+            upper: gemms("upper", 1)?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),
@@ -172,9 +182,17 @@ impl Hierarchies {
         Ok(to)
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in 16 bits, padding zero. Paired rows of `weights` are
-    /// also paired in y. `next`: address and bytes, a multiple of 16, that the following GEMM reads first; on Hopper they are
-    /// prefetched into L2.
+    /// `panels` of a step's inputs (kernels/panel.cuh), 0 if row-major.
+    pub fn panels_of(&self, weights: &Hierarchy, rows: usize) -> usize {
+        // As for [`crate::linear::Linear::panels_of`].
+        let fits = !self.both.1.is_empty() && weights.k.is_multiple_of(GROUP);
+        if fits && rows >= WIDE_FROM { rows + PLANES_ORDER } else { 0 }
+    }
+
+    /// y f32 `[rows][n]` = x · weightsᵀ; x in 16 bits, in `panels` of [`Hierarchies::panels_of`]. Row-major it is
+    /// `[rows][k padded to 64]`, padding zero; in panels rows are padded to a multiple of eight. Paired rows of `weights` are
+    /// also paired in y. `next`: address and bytes, a multiple of 16, that the following GEMM reads first; on Hopper the GEMMs
+    /// of up to 16 rows prefetch them into L2.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for weights of another input type. Device errors of the launch, named by the
@@ -195,12 +213,18 @@ impl Hierarchies {
         let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
         let launch = |first: usize, outputs: usize, lower: u64| {
             let tiles = outputs.div_ceil(TILE);
-            let family = if lower == 0 { &self.upper } else { &self.both };
-            let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
+            let (family, wide) = if lower == 0 { &self.upper } else { &self.both };
             let y = y + (first * size_of::<f32>()) as u64;
             // The last launch of a matrix in two parts prefetches.
             let next = if first + outputs == weights.n { next } else { (0, 0) };
             let (upper, stride, n) = (weights.upper_at(first), stride(weights.k), weights.n);
+            if self.panels_of(weights, rows) > 0 {
+                let (kernel, launch) = Wide::launch(wide, &self.device, rows, tiles)?;
+                let arguments = args![upper, lower, x, y, groups, stride, tiles, n, rows];
+                // SAFETY: as below.
+                return unsafe { self.device.launch(kernel, launch, &arguments) };
+            }
+            let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
             let arguments = args![upper, lower, x, y, groups, stride, tiles, n, rows, pitch, next.0, next.1];
             // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
             unsafe { self.device.launch(kernel, launch, &arguments) }

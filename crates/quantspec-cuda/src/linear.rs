@@ -165,11 +165,11 @@ impl Family {
 }
 
 /// Rows of a step from which GEMMs on Hopper are `linear_*_wide_{N}` and read panels.
-const WIDE_FROM: usize = 17;
+pub(crate) const WIDE_FROM: usize = 17;
 
 /// A kernel for 17 and more rows on Hopper.
 #[derive(Clone, Copy, Debug)]
-struct Wide {
+pub(crate) struct Wide {
     /// Most rows of a block.
     rows: usize,
     /// Bytes of shared memory.
@@ -179,7 +179,7 @@ struct Wide {
 
 impl Wide {
     /// `stem_{rows}` of each of `shapes`, by rows: rows and bytes of shared memory.
-    fn new(device: &Device, stem: &str, shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Wide>> {
+    pub(crate) fn new(device: &Device, stem: &str, shapes: impl Iterator<Item = (usize, usize)>) -> Result<Vec<Wide>> {
         let kernels = shapes.map(|(rows, shared)| {
             let kernel = device.kernel(&format!("{stem}_{rows}"), shared)?;
             device.prefer_shared(kernel, 100)?;
@@ -189,7 +189,7 @@ impl Wide {
     }
 
     /// The smallest of `kernels` that takes all rows at once, or else the largest, and its launch.
-    fn launch(kernels: &[Wide], device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
+    pub(crate) fn launch(kernels: &[Wide], device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
         let wide = kernels.iter().find(|wide| wide.rows >= rows).or(kernels.last());
         let wide = wide.ok_or_else(|| Error::internal("a GEMM without kernels"))?;
         let clusters = (device.info.sms / 2).max(1).min(tiles);

@@ -70,6 +70,17 @@ pub(crate) struct PlanePipeline {
     pub(crate) shared: usize,
 }
 
+/// A GEMM of many rows with planes on Hopper: `WIDE_PLANES` in kernels/hierarchy.cu.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WidePlanes {
+    /// Number of planes to read.
+    pub(crate) planes: usize,
+    /// Most rows of a block.
+    pub(crate) n: usize,
+    /// Bytes of shared memory.
+    pub(crate) shared: usize,
+}
+
 /// Decode attention: `ATTEND` in kernels/attend.cu, `ATTEND_LOCAL` in kernels/attend_local.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attend {

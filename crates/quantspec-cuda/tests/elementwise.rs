@@ -3,7 +3,10 @@
 
 mod gpu;
 
-use gpu::{Random, arranged, device, distance, download, gelu, matrix, name, poisoned, round, run};
+use gpu::{
+    PLANES_ORDER, Random, arranged, arranged_for_planes, device, distance, download, gelu, matrix, name, poisoned,
+    round, run,
+};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{Dtype, QueryScale};
@@ -264,13 +267,17 @@ fn inputs_on_the_grid_of_4_bits() {
             .iter()
             .map(|&x| if dtype == Dtype::F16 { f16::from_f32(x).to_bits() } else { (x.to_bits() >> 16) as u16 })
             .collect();
-        let on = device.copied(&bits).unwrap();
-        run(&device, &format!("coarse_{}", name(dtype)), [pitch / 64, rows, 1], 32, 0, &args![&on, pitch]);
-        let got = download(&on, rows * pitch, dtype);
-        for (group, (values, got)) in values.chunks(64).zip(got.chunks(64)).enumerate() {
-            let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 7.0;
-            let near = |&x: &f32| if scale > 0.0 { round((x / scale).round_ties_even() * scale, dtype) } else { 0.0 };
-            assert!(got == values.iter().map(near).collect::<Vec<_>>(), "{dtype:?}, group {group}");
+        for panels in [0, rows + PLANES_ORDER] {
+            let on = device.copied(&bits).unwrap();
+            run(&device, &format!("coarse_{}", name(dtype)), [pitch / 64, rows, 1], 32, 0, &args![&on, panels]);
+            let got = download(&on, rows * pitch, dtype);
+            for (group, (values, got)) in values.chunks(64).zip(got.chunks(64)).enumerate() {
+                let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 7.0;
+                let near =
+                    |&x: &f32| if scale > 0.0 { round((x / scale).round_ties_even() * scale, dtype) } else { 0.0 };
+                let want: Vec<f32> = values.iter().map(near).collect();
+                assert!(got == want, "{dtype:?}, group {group}, panels {panels}");
+            }
         }
     }
 }
@@ -389,10 +396,15 @@ fn inputs_of_16_bits_are_stored_in_panels() {
                 }
                 x.read::<i8>(0, bytes).unwrap()
             };
-            let (want, exist) = arranged(&launch(0), &vec![0.0; rows * groups * 2], rows, groups, rows);
-            let got = launch(rows);
-            for place in (0..72 * groups).filter(|&place| exist[place * 2].is_finite()) {
-                assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: place {place}");
+            let row_major = launch(0);
+            let (want, exist) = arranged(&row_major, &vec![0.0; rows * groups * 2], rows, groups, rows);
+            let in_planes_order = arranged_for_planes(&row_major, rows, groups, dtype);
+            for (panels, want) in [(rows, want), (rows + PLANES_ORDER, in_planes_order)] {
+                let got = launch(panels);
+                for place in (0..72 * groups).filter(|&place| exist[place * 2].is_finite()) {
+                    let same = got[place * 128..][..128] == want[place * 128..][..128];
+                    assert!(same, "{kernel}: place {place}, panels {panels}");
+                }
             }
         }
     }

@@ -4,11 +4,11 @@
 
 mod gpu;
 
-use gpu::{Random, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
+use gpu::{Random, arranged_for_planes, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
-use quantspec_cuda::device::Device;
+use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
 use std::sync::Arc;
@@ -33,6 +33,21 @@ fn weights(random: &mut Random, n: usize, k: usize, dtype: Dtype) -> Vec<f32> {
 
 fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) -> Matrix {
     Matrix { buffer: matrix(device, w, n, k, dtype), dtype, n, k }
+}
+
+/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for their product with `planes`.
+fn inputs_of(
+    hierarchies: &Hierarchies,
+    device: &Arc<Device>,
+    planes: &Hierarchy,
+    x: &Buffer,
+    rows: usize,
+    dtype: Dtype,
+) -> Buffer {
+    let groups = planes.shape().1.div_ceil(64);
+    let bytes = x.read::<i8>(0, rows * groups * 128).unwrap();
+    let in_panels = hierarchies.panels_of(planes, rows) > 0;
+    device.copied(&if in_panels { arranged_for_planes(&bytes, rows, groups, dtype) } else { bytes }).unwrap()
 }
 
 /// Source row of a row index in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
@@ -173,8 +188,8 @@ fn the_matrix_of_both_planes() {
     }
 }
 
-/// As in the tests of `linear`: every row count of a verification of one sequence, and the limits of larger kernels.
-const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
+/// As in the tests of `linear`.
+const COUNTS: [usize; 24] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
 /// Many tiles per block, and several passes over the inputs.
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
@@ -212,8 +227,9 @@ fn check_gemms(shapes: &[(usize, usize)]) {
                 let next = if reads == Reads::All { (full.buffer.at(0), full.buffer.bytes()) } else { (0, 0) };
                 let run = |rows: usize| {
                     y.fill(0xff).unwrap();
-                    // SAFETY: x has `most` rows and y room for as many.
-                    unsafe { hierarchies.run(&planes, reads, x_device.at(0), y.at(0), rows, next) }.unwrap();
+                    let x = inputs_of(&hierarchies, &device, &planes, &x_device, rows, dtype);
+                    // SAFETY: x has `rows` rows and y room for as many.
+                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows, next) }.unwrap();
                     y.read::<f32>(0, rows * n).unwrap()
                 };
                 let all = run(most);
@@ -282,7 +298,8 @@ fn check_last_rows(shapes: &[(usize, usize, usize, usize, Dtype)]) {
                 let outputs = |planes: &Hierarchy| {
                     let n = planes.shape().0;
                     let y = poisoned(&device, rows * n * 4);
-                    // SAFETY: x has `most` rows and y room for `rows`.
+                    let x = inputs_of(&hierarchies, &device, planes, &x, rows, dtype);
+                    // SAFETY: x has `rows` rows and y room for as many.
                     unsafe { hierarchies.run(planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
                     y.read::<u32>(0, rows * n).unwrap()
                 };
@@ -316,8 +333,9 @@ fn other_work_changes_no_bit() {
         for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();
+                let x = inputs_of(&hierarchies, &device, &planes, &x, rows, Dtype::Bf16);
                 let run = || {
-                    // SAFETY: x has `most` rows and y room for `rows`.
+                    // SAFETY: x has `rows` rows and y room for as many.
                     unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
                     y.read::<u32>(0, rows * n).unwrap()
                 };

@@ -123,7 +123,9 @@ impl CudaBackend {
         match full {
             _ if draft => self.linear.panels(rows),
             Full::Whole(matrix) => self.linear.panels_of(matrix, rows),
-            Full::Nibbles(_) => 0,
+            Full::Nibbles(planes) => {
+                self.nibbles.as_ref().map_or(0, |(hierarchies, _)| hierarchies.panels_of(planes, rows))
+            }
         }
     }
 
@@ -143,19 +145,21 @@ impl CudaBackend {
         }
     }
 
-    /// Rounds a GEMM's input to 4 bits, if a draft uses such activations for this kind; `own`: it has separate weights.
-    fn coarsen(&self, step: &Step, kind: usize, input: &Input, own: bool) -> Result<()> {
+    /// Rounds the input of a GEMM with `full` to 4 bits, if a draft uses such activations for this kind; `own`: it has separate
+    /// weights.
+    fn coarsen(&self, step: &Step, kind: usize, full: &Full, input: &Input, own: bool) -> Result<()> {
         if step.weights != Weights::Draft4 || weights::draft_bits(&self.options)[kind] != Some(4) {
             return Ok(());
         }
         let rows = step.rows.len();
+        let panels = self.panels(full, own, rows);
         if own {
-            let (panels, groups) = (self.linear.panels(rows), input.pitch8() / DRAFT_GROUP);
+            let groups = input.pitch8() / DRAFT_GROUP;
             return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
         }
         let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
         let groups = input.width.div_ceil(ATOM);
-        self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, input.pitch()])
+        self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, panels])
     }
 
     /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
@@ -252,7 +256,7 @@ impl CudaBackend {
             (&weights.qkv, draft.is_some()),
             space.hidden.at(0),
         )?;
-        self.coarsen(step, QKV, &space.normed, draft.is_some())?;
+        self.coarsen(step, QKV, &weights.qkv, &space.normed, draft.is_some())?;
         // Attention prefetches the rest of the output projection.
         let next = self.ahead(&weights.output, AHEAD_BYTES);
         let qkv = Operand { full: &weights.qkv, draft, reads: self.reads(step, QKV), next };
@@ -416,7 +420,7 @@ impl CudaBackend {
         let norm = weights.mlp_norm.as_ref();
         let into = (&weights.gate_up, draft.is_some());
         self.norm(rows, norm, &space.normed, self.kernels.norm[0], into, space.hidden.at(0))?;
-        self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
+        self.coarsen(step, GATE_UP, &weights.gate_up, &space.normed, draft.is_some())?;
         let next = self.ahead(&weights.down, AHEAD_BYTES);
         let gate_up = Operand { full: &weights.gate_up, draft, reads: self.reads(step, GATE_UP), next };
         self.gemm(&gate_up, &space.normed, space.y.at(0), rows)?;
@@ -518,7 +522,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.coarsen(step, OUTPUT, input, draft.is_some())?;
+                self.coarsen(step, OUTPUT, &weights.output, input, draft.is_some())?;
                 let next = self.ahead(&weights.gate_up, AHEAD_OF_OUTPUT_BYTES);
                 let output = Operand { full: &weights.output, draft, reads: self.reads(step, OUTPUT), next };
                 self.gemm(&output, input, y, step.rows.len())?;
@@ -593,7 +597,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.coarsen(step, DOWN, input, draft.is_some())?;
+                self.coarsen(step, DOWN, &weights.down, input, draft.is_some())?;
                 let next = self.weights.layers.get(layer + 1).map_or(&self.weights.head, |layer| &layer.qkv);
                 let next = self.ahead(next, AHEAD_BYTES);
                 let down = Operand { full: &weights.down, draft, reads: self.reads(step, DOWN), next };

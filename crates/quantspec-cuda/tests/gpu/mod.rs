@@ -59,6 +59,38 @@ pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize,
     (to, to_scales)
 }
 
+/// Added to `panels` for weights in planes (kernels/panel.cuh).
+pub(crate) const PLANES_ORDER: usize = 1 << 30;
+
+/// Inputs of 16 bits `[rows][groups][64]` as bytes, arranged in panels in the order of planes: the eight pairs of a lane are
+/// word `lane` of pieces 0 to 7. Missing rows are NaN.
+pub(crate) fn arranged_for_planes(bytes: &[i8], rows: usize, groups: usize, dtype: Dtype) -> Vec<i8> {
+    // The product with 2^64, which keeps products of BF16 with codes normal.
+    let scaled = |low: i8, high: i8| {
+        let bits = u16::from_le_bytes([low as u8, high as u8]);
+        match dtype {
+            Dtype::Bf16 => ((f32::from_bits(u32::from(bits) << 16) * 2f32.powi(64)).to_bits() >> 16) as u16,
+            Dtype::F16 | Dtype::F32 => bits,
+        }
+    };
+    let mut to = Vec::new();
+    for first in (0..rows).step_by(64) {
+        for group in 0..groups {
+            for row in first..rows.min(first + 64).next_multiple_of(8) {
+                let mut place = [u16::MAX; 64];
+                if row < rows {
+                    for (k, value) in bytes[(row * groups + group) * 128..][..128].chunks(2).enumerate() {
+                        let (lane, pair) = (k / 16, k % 16 / 2);
+                        place[(pair ^ (row % 8)) * 8 + lane * 2 + k % 2] = scaled(value[0], value[1]);
+                    }
+                }
+                to.extend(place.iter().flat_map(|value| value.to_le_bytes()).map(|byte| byte as i8));
+            }
+        }
+    }
+    to
+}
+
 /// splitmix64.
 pub(crate) struct Random(pub(crate) u64);
 
