@@ -159,6 +159,14 @@ DEV void wide_fill(const Source& w, const uint8_t* x, const uint8_t* xs, uint32_
   }
 }
 
+// The inputs of a group in a stage, and who multiplies them.
+struct WideInputs {
+  uint32_t x;       // [N][128 bytes]
+  uint32_t beside;  // {scale, sum} of each row, or room for its sum
+  uint32_t ones;    // operand B of sums of inputs
+  int warp, lane;
+};
+
 // Draft weights: a lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
 struct DraftGroup {
@@ -214,17 +222,16 @@ struct DraftGroup {
     }
     return seen;
   }
-  // acc += `block` x the inputs of a stage, both in shared memory. Returns bits of what was loaded.
+  // acc += `block` (in shared memory) x the inputs. Returns bits of what was loaded.
   template <int D>
-  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t scales, uint32_t, int,
-                                   int lane) {
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, const WideInputs& in) {
     DraftGroup codes;
     int d[D];
-    codes.load(block, lane);
+    codes.load(block, in.lane);
     wgmma_fence();
-    codes.multiply(d, desc_kmajor(inputs));
+    codes.multiply(d, desc_kmajor(in.x));
     wgmma_wait<0>();
-    return codes.add(acc, d, scales, lane & 3);
+    return codes.add(acc, d, in.beside, in.lane & 3);
   }
 };
 
@@ -235,8 +242,8 @@ struct Atom {
   static constexpr int SCALES = 0, INPUT_SUMS = 0;
   // As `DraftGroup::multiply_add`. The four wgmmas have the operands of the mmas of `linear_16`, in its order.
   template <int D>
-  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, uint32_t inputs, uint32_t, uint32_t, int, int lane) {
-    const int g = lane >> 2, c = lane & 3;
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, const WideInputs& in) {
+    const int g = in.lane >> 2, c = in.lane & 3;
     const uint32_t low = atom + (g * 8 + (c ^ g)) * 16;
     const uint32_t high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
     // Registers suffice for a whole group only with few rows.
@@ -260,7 +267,7 @@ struct Atom {
 #pragma unroll
       for (int s = 0; s < STEPS; s++)  // as in `DraftGroup::load`
         asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
-      const uint64_t b = desc_kmajor(inputs) + 2 * part * STEPS;
+      const uint64_t b = desc_kmajor(in.x) + 2 * part * STEPS;
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < STEPS; s++) Wgmma<T>::registers(acc, a[s], b + 2 * s);
@@ -278,10 +285,10 @@ struct PlaneGroup {
   static constexpr int SCALES = 0, INPUT_SUMS = 4;
   static constexpr uint32_t ONES = E::ONES;
   // As `DraftGroup::multiply_add`; operands and order of the sums are those of `group_add`. The inputs of a row are
-  // summed by one of the warps, as products with ones, and shared through `sums`.
+  // summed by one of the warps, as products with ones, and shared through `beside`.
   template <int D>
-  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, uint32_t inputs, uint32_t sums, uint32_t ones,
-                                   int warp, int lane) {
+  static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, const WideInputs& in) {
+    const int lane = in.lane, warp = in.warp & 3;
     GroupCodes<PLANES> codes;
     codes.upper = lds128(block + lane * 16);
     codes.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
@@ -293,22 +300,22 @@ struct PlaneGroup {
       codes.fragment(a[s], s);
       asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
     }
-    const uint64_t b = desc_kmajor(inputs);
+    const uint64_t b = desc_kmajor(in.x);
     float sum[4];  // of rows 16 (warp % 4) + g and 8 more; columns are equal
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::shared(sum, b + 2 * s, desc_kmajor(ones), s > 0);
+    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::shared(sum, b + 2 * s, desc_kmajor(in.ones), s > 0);
     wgmma_commit();
 #pragma unroll
     for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::registers(d, a[s], b + 2 * s, s > 0);
     wgmma_commit();
     wgmma_wait<1>();
-    const int row = (warp & 3) * 16 + (lane >> 2);
+    const int row = warp * 16 + (lane >> 2);
     if (row < 2 * D && (lane & 3) == 0) {
-      sts32(sums + row * 4, __float_as_uint(sum[0] * E::OF_X));
-      sts32(sums + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
+      sts32(in.beside + row * 4, __float_as_uint(sum[0] * E::OF_X));
+      sts32(in.beside + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
     }
-    bar_sync(1 + (warp >> 2), 128);
+    bar_sync(1 + (in.warp >> 2), 128);
     const float2 p = unpack_half2(codes.params.x), p8 = unpack_half2(codes.params.y);
     const float scale = __fmul_rn(p.x, E::TIMES), scale8 = __fmul_rn(p8.x, E::TIMES);
     const float zero = PLANES == 2 ? __fmaf_rn(p.x, -0.5f, p.y) : p.y;
@@ -317,7 +324,7 @@ struct PlaneGroup {
     wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < D; j += 4) {
-      const uint2 pair = lds64(sums + (j * 2 + 2 * (lane & 3)) * 4);
+      const uint2 pair = lds64(in.beside + (j * 2 + 2 * (lane & 3)) * 4);
       seen |= pair.x;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -421,13 +428,12 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll 1
     for (int group = this_class; group < groups; group += CLASSES) {
       const uint32_t stage_at = stages_at + stage * S::STAGE, block = stage_at + S::WEIGHTS + (warp & 3) * S::PIECE;
+      const WideInputs inputs = {stage_at, stage_at + S::SCALES, base + S::ONES, warp, lane};
       mbar_wait(full + stage * 8, phase);
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
-        if (!i || 4 * i < tiles_left)
-          seen |= S::Weights::multiply_add(acc[i], block + i * 4 * S::PIECE, stage_at, stage_at + S::SCALES,
-                                           base + S::ONES, warp, lane);
+        if (!i || 4 * i < tiles_left) seen |= S::Weights::multiply_add(acc[i], block + i * 4 * S::PIECE, inputs);
       release_stage(empty + stage * 8, seen);
       if (++stage == S::STAGES) {
         stage = 0;
