@@ -24,6 +24,9 @@ constexpr int PROMPT_WGMMA_CHANNEL = 1280;
 constexpr int PROMPT_WGMMA_MORE = 1096;
 constexpr int PROMPT_MMA_CHANNEL = 512;
 constexpr int PROMPT_MMA_CHANNEL_256 = 384;
+// Threads of a block: of the wgmma kernel with 128 and with 64 rows, and of the other kernel.
+constexpr int PROMPT_WGMMA_THREADS = 384, PROMPT_WGMMA_FEW_THREADS = 256;
+constexpr int PROMPT_MMA_THREADS = 128;
 
 // Score of a key that a query does not see. Without LOCAL a row's first tile has a key that it sees,
 // so a finite number suffices.
@@ -55,6 +58,7 @@ namespace wgmma_attention {
 enum { KEYS = 128, STAGES = 2 };
 enum { PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240 };  // per thread, with two consumer warpgroups
 constexpr int threads(int consumers) { return 128 * (consumers + 1); }
+static_assert(threads(2) == PROMPT_WGMMA_THREADS && threads(1) == PROMPT_WGMMA_FEW_THREADS);
 
 // A tile: D / 64 slices of 64 channels, each 128 rows x 128 bytes, swizzled.
 template <int D>
@@ -315,8 +319,9 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
 }  // namespace wgmma_attention
 
 // prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2, reach), prefill_attend_{64,128}_local_*: the
-// suffix is O's type. scale_log2 = scale * log2(e); `reach` is read by local kernels. Grid ceil(n / 128) * heads, 384
-// threads, dynamic shared memory as above. prefill_attend_few_*: the same with grid ceil(n / 64) * heads, 256 threads.
+// suffix is O's type. scale_log2 = scale * log2(e); `reach` is read by local kernels. Grid ceil(n / 128) * heads,
+// PROMPT_WGMMA_THREADS threads, dynamic shared memory as above. prefill_attend_few_*: the same with grid ceil(n / 64) *
+// heads, PROMPT_WGMMA_FEW_THREADS threads.
 #define KERNEL_OF(NAME, D, T, LOCAL, CONSUMERS)                                                                      \
   extern "C" __global__ void __launch_bounds__(wgmma_attention::threads(CONSUMERS), 1) prefill_attend_##NAME(        \
       const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V, \
@@ -343,7 +348,7 @@ namespace mma_attention {
 // limit), keys upward in tiles of 64. Shared memory: Q, one tile of K (the next loads during P V) and one of V
 // (loads during Q K^T); two CTAs per SM. Heads of 256 channels have registers for only 16 rows per warp; they use
 // this kernel on Hopper, too.
-enum { KEYS = 64, THREADS = 128 };
+enum { KEYS = 64, THREADS = PROMPT_MMA_THREADS };
 
 template <int D>
 DEV uint32_t swizzled(int row, int piece) {
@@ -514,7 +519,8 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 // prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2, reach),
 // prefill_attend_{64,128,256}_local_*: the suffix is O's type. q_row, kv_row and o_row are row strides in elements; a
 // head's channels are contiguous and 16-byte aligned. scale_log2 = scale * log2(e); `reach` is read by local kernels.
-// Grid ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads; 128 threads; dynamic shared memory as above.
+// Grid ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads; PROMPT_MMA_THREADS threads; dynamic shared
+// memory as above.
 #define KERNEL_OF(NAME, D, T, LOCAL)                                                                                \
   extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                             \
       prefill_attend_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0,    \

@@ -488,6 +488,38 @@ DEV void draw_noise(uint32_t (&words)[OWN][SAMPLE_THREADS], float (&about)[OWN][
   }
 }
 
+// Lower bounds of the largest and the second-largest score of a warp, from those of its lanes.
+DEV void two_largest(float& most, float& second) {
+#pragma unroll 1
+  for (int step = 16; step; step >>= 1) {
+    const float other = __shfl_xor_sync(~0u, most, step), other_second = __shfl_xor_sync(~0u, second, step);
+    second = fmaxf(fminf(most, other), fmaxf(second, other_second));
+    most = fmaxf(most, other);
+  }
+}
+
+// By one warp of each of a row's blocks: the block that arrives last combines all races (`races`, one per block) to
+// that of the row. False in the other blocks. `arrived` is zero before and after.
+DEV bool race_of_row(Race& race, Race* races, uint32_t* arrived) {
+  const int lane = threadIdx.x & 31;
+  uint32_t before = 0;
+  if (lane == 0) {
+    races[blockIdx.x] = race;
+    __threadfence();
+    before = atomicAdd(arrived, 1);
+    __threadfence();
+  }
+  if (__shfl_sync(~0u, before, 0) + 1 != gridDim.x) return false;
+  __syncwarp();  // a shuffle orders no memory
+  race = {0, 0};
+#pragma unroll 1
+  for (int i = lane; i < gridDim.x; i += 32)
+    race.enter(__ldcg((const unsigned long long*)&races[i].first), __ldcg((const unsigned long long*)&races[i].second));
+  race.meet(16);
+  if (lane == 0) *arrived = 0;
+  return true;
+}
+
 // sample_choose: the token after each row.
 //
 //     logits            f32 [row][vocab]
@@ -563,12 +595,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
       most = fmaxf(most, score - error);
     }
   }
-#pragma unroll 1
-  for (int step = 16; step; step >>= 1) {
-    const float other = __shfl_xor_sync(~0u, most, step), second = __shfl_xor_sync(~0u, cutoff, step);
-    cutoff = fmaxf(fminf(most, other), fmaxf(cutoff, second));
-    most = fmaxf(most, other);
-  }
+  two_largest(most, cutoff);
   // ---- exact scores of the tokens that are left, and the race of the block ----
   Race race = {0, out};
 #pragma unroll 1
@@ -589,25 +616,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
     if (bad) atomicOr(flag, FLAG_LOGITS);
     if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   }
-  // ---- the last block of the row combines the others' results ----
-  if (gridDim.x > 1) {
-    Race* all = races + (size_t)row * gridDim.x;
-    uint32_t before = 0;
-    if (lane == 0) {
-      all[blockIdx.x] = race;
-      __threadfence();
-      before = atomicAdd(arrived + row, 1);
-      __threadfence();
-    }
-    if (__shfl_sync(~0u, before, 0) + 1 != gridDim.x) return;
-    __syncwarp();  // a shuffle orders no memory
-    race = {0, 0};
-#pragma unroll 1
-    for (int i = lane; i < gridDim.x; i += 32)
-      race.enter(__ldcg((const unsigned long long*)&all[i].first), __ldcg((const unsigned long long*)&all[i].second));
-    race.meet(16);
-    if (lane == 0) arrived[row] = 0;
-  }
+  if (gridDim.x > 1 && !race_of_row(race, races + (size_t)row * gridDim.x, arrived + row)) return;
   // ---- the token and its margin ----
   if (lane) return;
   int token = (int)~(uint32_t)race.first;

@@ -242,7 +242,15 @@ const NUMBERS: [(&str, &[&str]); 16] = [
     ("prefill_gemm.cu", &["MMA_SHARED"]),
     (
         "prefill_attend.cu",
-        &["PROMPT_WGMMA_CHANNEL", "PROMPT_WGMMA_MORE", "PROMPT_MMA_CHANNEL", "PROMPT_MMA_CHANNEL_256"],
+        &[
+            "PROMPT_WGMMA_CHANNEL",
+            "PROMPT_WGMMA_MORE",
+            "PROMPT_MMA_CHANNEL",
+            "PROMPT_MMA_CHANNEL_256",
+            "PROMPT_WGMMA_THREADS",
+            "PROMPT_WGMMA_FEW_THREADS",
+            "PROMPT_MMA_THREADS",
+        ],
     ),
     ("numbers.cuh", &["FLAG_CACHE", "FLAG_LOGITS", "FLAG_NO_TOKEN"]),
     ("quantize.cu", &["FLAG_WEIGHTS", "PAGE_SHARED_CHANNEL", "PAGE_SHARED"]),

@@ -19,7 +19,7 @@ use crate::args;
 use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::name;
-use crate::shapes;
+use crate::shapes::{self, PROMPT_MMA_THREADS, PROMPT_WGMMA_FEW_THREADS, PROMPT_WGMMA_THREADS};
 use quantspec_core::config::{Activation, Dtype, LayerNorms, ModelConfig, QkNorm};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Branch;
@@ -357,14 +357,15 @@ impl Prefill {
                     scale.into(),
                     reach.into(),
                 ];
-                let (kernels, block) = few.map_or((self.attend, 384), |few| (few, 256));
-                let launch = Launch { grid, block, shared, overlap: false };
+                let (kernels, block) =
+                    few.map_or((self.attend, PROMPT_WGMMA_THREADS), |few| (few, PROMPT_WGMMA_FEW_THREADS));
+                let launch = Launch { grid, block: block as u32, shared, overlap: false };
                 self.device.launch(kernels[local], launch, &arguments)?;
             } else {
                 let strides = [s.q_width() as u64, kv_width as u64, out_pitch as u64];
                 let arguments =
                     args![q, kv, values, out, rows, start, group, strides[0], strides[1], strides[2], scale, reach];
-                let launch = Launch { grid, block: 128, shared, overlap: false };
+                let launch = Launch { grid, block: PROMPT_MMA_THREADS as u32, shared, overlap: false };
                 self.device.launch(self.attend[local], launch, &arguments)?;
             }
             if s.dtype == Dtype::F32 {
