@@ -514,6 +514,37 @@ def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any) -> None:
             assert [type(failure) for failure in failures] == [UsageError]
 
 
+def test_a_long_prompt_does_not_delay_calls_of_other_threads(
+    engine: Engine, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._lease.scheduler, "_chunk_rows", 4)
+    fake.prefill_s = 8
+    begun = threading.Event()
+    long = engine.stream("word " * 400, on_prefill=lambda *_: begun.set())
+    waiting = engine.stream("two")
+    assert begun.wait(10)
+    started = time.monotonic()
+    engine.statistics()
+    waiting.close()
+    assert time.monotonic() - started < 4
+    long.close()
+    assert long.new_tokens == 0
+    assert free(engine) == 2
+
+
+def test_a_stream_that_was_read_to_its_end_closes_at_once(engine: Engine, fake: Any) -> None:
+    with engine.stream("one", max_new_tokens=5) as stream:
+        list(stream)
+        fake.prefill_s = 8
+        begun = threading.Event()
+        chunk = engine.stream("two", on_prefill=lambda *_: begun.set())
+        assert begun.wait(10)
+        started = time.monotonic()
+    assert time.monotonic() - started < 4
+    chunk.close()
+    assert free(engine) == 2
+
+
 def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any) -> None:
     whole = engine.generate("one", max_new_tokens=60).text
     fake.round_s = 0.005

@@ -173,7 +173,8 @@ class Batch:
 
     def interrupt(self) -> None:
         """Ends unfinished answers and frees their slots, from any thread. Text decoded before can still be read."""
-        self._lease.scheduler.cancel(self._requests)
+        # Answers that have been read to their end have no slot, and need not wait for other work of the engine.
+        self._lease.scheduler.cancel(self._requests if self._open else ())
 
     def generations(self) -> list[Generation]:
         """The answers so far, in the order of the prompts."""

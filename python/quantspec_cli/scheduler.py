@@ -40,8 +40,6 @@ CHUNK_S = 0.1
 CHUNK_ROUNDS = 4
 # Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
-# A whole prompt.
-_ALL_ROWS = 2**62
 
 
 @dataclass(eq=False)
@@ -184,7 +182,7 @@ class Scheduler:
         self._check_process()
         for request in requests:
             request.cancelled = True
-        if not self.is_inside():
+        if requests and not self.is_inside():
             with contextlib.suppress(UsageError):  # the engine is closed, which ended them, too
                 self.call(lambda: None)
 
@@ -332,12 +330,11 @@ class Scheduler:
         self._waiting.popleft()
 
     def _prefill_chunk(self) -> None:
-        """Prefills a chunk of the current prompt, or all of it if no other sequence decodes."""
+        """Prefills a chunk of the current prompt: other sequences, and calls of other threads, wait for its end."""
         slot = self._prefilling
         if slot is None:
             return
-        request, decoding = self._running[slot], self._decoding()
-        rows = self._chunk_rows if decoding else _ALL_ROWS
+        request, rows = self._running[slot], self._chunk_rows
         started = time.perf_counter()
         try:
             with self._engine():
@@ -351,7 +348,7 @@ class Scheduler:
             self._remove(slot).deliver(error, True)
         else:
             seconds = time.perf_counter() - started
-            if decoding:
+            if self._decoding():
                 self.longest_chunk_s = max(self.longest_chunk_s, seconds)
             if first is None:
                 # At most doubled: a prompt's first rows are cheaper than its last.
