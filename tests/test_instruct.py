@@ -231,10 +231,13 @@ def test_messages_and_arguments_that_cannot_be_used(fake: Any, tmp_path: Path) -
         ({5: 1}, "is called 5"),
         ({"a": object()}, "template argument a is <object"),
         ({"a": 10**5000}, "template argument a is a number of"),
+        ({"a": float("nan")}, "template argument a is nan"),
         ({"messages": []}, "messages cannot be"),
     ):
         with pytest.raises(UsageError, match=words):
             model.prompt("D", instruction="I", template_args=arguments)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="template argument a is not UTF-8"):
+        model.prompt("D", instruction="I", template_args={"a": "\udcff"})
 
 
 def test_thinking_is_an_argument_of_the_template_in_python(thinker: str) -> None:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Inner
 
 from quantspec_cli import panics
-from quantspec_cli.errors import DoesNotFitError, ModelError
+from quantspec_cli.errors import DoesNotFitError, InputError, ModelError, UsageError
 from quantspec_cli.text import Text
 from quantspec_cli.tokenizer import Tokenizer
 
@@ -234,9 +234,16 @@ def test_a_text_the_tokenizer_fails_on_is_one_error(tmp_path: Path) -> None:
     inner.decoder = decoders.ByteLevel()
     tokenizer = saved(inner, tmp_path)
     assert tokenizer.encode("aa") == [0, 0]
-    for text in ("ab", "\ud800"):
-        with pytest.raises(ModelError, match=r"tokenizer\.json cannot encode the text"):
-            tokenizer.encode(text)
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot encode the text"):
+        tokenizer.encode("ab")
+
+
+def test_what_is_no_text_is_not_encoded(demo: Tokenizer) -> None:
+    with pytest.raises(InputError, match="the text is not UTF-8: character 1 is half of a pair"):
+        demo.encode("a\ud800")
+    for value in (None, b"a", ["a"]):
+        with pytest.raises(UsageError, match="the text is "):
+            demo.encode(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

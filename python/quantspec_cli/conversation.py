@@ -59,12 +59,13 @@ def checked_arguments(arguments: object) -> dict[str, Any]:
     for name, value in arguments.items():
         _check_name(name)
         try:
-            json.dumps(value)
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError):
             raise UsageError(
                 f"template argument {name} is {shown(value):.60}",
                 "give JSON values: texts, numbers, lists and objects",
             ) from None
+        check_utf8(f"template argument {name}", text)
     return dict(arguments)
 
 

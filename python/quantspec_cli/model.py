@@ -10,7 +10,7 @@ from . import conversation, files, gguf, hub, schema, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import boolean, schema_text, shown, whole
-from .prompts import check_instruction, check_utf8
+from .prompts import check_instruction, check_text
 from .signals import SIGNALS
 from .text import Thinking
 from .tokenizer import Tokenizer
@@ -365,10 +365,3 @@ def planned(
             opened=opened,
             **options.native(),
         )
-
-
-def check_text(name: str, text: object) -> None:
-    """Refuses what is no text, or has lone surrogates."""
-    if not isinstance(text, str):
-        raise UsageError(f"{name} is {shown(text):.60}", "give a text")
-    check_utf8(name, text)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import documents
 from .errors import DoesNotFitError, InputError, QuantspecError, UsageError, reason
+from .options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -165,6 +166,13 @@ def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
+
+
+def check_text(name: str, text: object) -> None:
+    """Refuses what is no text, or has lone surrogates."""
+    if not isinstance(text, str):
+        raise UsageError(f"{name} is {shown(text):.60}", "give a text")
+    check_utf8(name, text)
 
 
 def check_arguments(instruction: str | None, system_prompt: str | None, stop: Iterable[str]) -> None:

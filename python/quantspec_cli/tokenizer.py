@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from . import background, files, gguf, lower_bound, panics, pieces, sentencepiece
 from .errors import ModelError, QuantspecError, no_thread
+from .prompts import check_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,6 +77,7 @@ class Tokenizer:
 
         Text rendered by a chat template contains its special tokens and is encoded with `special=False`.
         """
+        check_text("the text", text)
         return self.encode_all([text], special=special)[0]
 
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
