@@ -162,6 +162,17 @@ def test_messages_are_a_conversation(fake: Any, tmp_path: Path) -> None:
     assert model.prompt(messages=[{"role": "user", "content": "D\n\nI"}]) == model.prompt("D", instruction="I")
 
 
+def test_a_program_may_change_its_folder(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template and generation_config.json are read on first use."""
+    chat_model(tmp_path / "m", "", {"do_sample": True, "temperature": 0.5})
+    (tmp_path / "m" / "chat_template.jinja").write_text(TURNS)
+    monkeypatch.chdir(tmp_path)
+    model = Model.open("m")
+    monkeypatch.chdir("/")
+    assert not model.prompt("D", instruction="I").continues
+    assert model.sampling_defaults == {"temperature": 0.5}
+
+
 def test_control_tokens_of_a_document_are_text(fake: Any, tmp_path: Path) -> None:
     """A document cannot end its own turn; without a conversation it is encoded as the tokenizer encodes it."""
     model = Model.open(

@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(quantspec: Run, document: Pat
     assert "error: cannot read the cache of prompts" in outcome.stderr
 
 
-def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path) -> None:
+def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = document.read_text()
     with Engine.load(device="cpu", threads=2, context=2048, prompt_cache=False) as engine:
         plain = [engine.generate(text + end, max_new_tokens=16).tokens for end in ("One", "Two", "One")]
@@ -106,6 +106,12 @@ def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path) -> No
     with Engine.load(device="cpu", threads=2, context=2048, prompt_cache=tmp_path / "prompts") as engine:
         assert engine.generate(text + "One", max_new_tokens=16).tokens == plain[0]
         assert list((tmp_path / "prompts").iterdir())
+    monkeypatch.chdir(tmp_path)
+    with Engine.load(device="cpu", threads=2, context=2048, prompt_cache="relative") as engine:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        assert engine.generate(text + "One", max_new_tokens=16).tokens == plain[0]
+        assert list((tmp_path / "relative").iterdir())
     for wrong in ("", 3, b"folder"):
         with pytest.raises(QuantspecError, match="prompt_cache is"):
             Engine.load(prompt_cache=wrong)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ print(answer.text, engine.statistics()["acceptance_rate"])
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 from . import schema, settings
@@ -185,7 +186,7 @@ class Engine:
                 pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
                 prompt_memory=prompt_cache is True,
-                prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,
+                prompt_folder=str(Path(prompt_cache).absolute()) if isinstance(prompt_cache, str) else None,
                 on_loading=on_loading,
                 **options.native(),
             )

@@ -82,7 +82,7 @@ class Model:
 
     Attributes:
         name: the name it was requested by.
-        directory: its files, or the one GGUF file (the first of a split one).
+        directory: absolute path of its files, or of the one GGUF file (the first of a split one).
         offline: a draft model is looked up in the download cache only.
     """
 
@@ -120,7 +120,8 @@ class Model:
             info = _native.model_info(str(directory))
         with SIGNALS.ending():
             tokenizer = Tokenizer(directory, info["vocab"])
-        opened = cls(model or hub.DEMO, directory, info, tokenizer, offline)
+        # Some files are read later, when the program may be in another folder.
+        opened = cls(model or hub.DEMO, directory.absolute(), info, tokenizer, offline)
         opened.draft_model(draft_model, progress=progress)
         return opened
 
