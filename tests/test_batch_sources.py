@@ -55,7 +55,7 @@ def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: P
         ('{"path": ""}', "not empty"),
         ('{"id": null, "text": "y"}', "is null"),
         ('{"text": "x"}', "no id"),
-        ('{"id": "x"}', "neither path and text"),
+        ('{"id": "x"}', "neither path nor text"),
         ('{"path": "x", "text": "y", "id": "z"}', "both path and text"),
         ('{"path": "x", "prompt": "y"}', "unknown field 'prompt'"),
         ('{"path": "../x"}', "leaves the output folder"),

@@ -266,7 +266,7 @@ def _of_line(where: str, line: str, folder: str) -> Source:
                 f"{key!r} in {where} is {json.dumps(value):.60}", f"give a text that is not empty; {example}"
             )
     if ("path" in entry) == ("text" in entry):
-        raise InputError(f"{where} has {'both' if 'path' in entry else 'neither'} path and text", example)
+        raise InputError(f"{where} has {'both path and' if 'path' in entry else 'neither path nor'} text", example)
     if "text" in entry and "id" not in entry:
         raise InputError(f"{where} has a text and no id", example)
     name = _safe(where, entry["id"] if "id" in entry else entry["path"])
