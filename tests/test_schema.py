@@ -253,6 +253,12 @@ def test_run_answers_by_the_schema_and_notes_a_cut(quantspec: Run, tmp_path: Pat
     assert cut.code == 0
     assert "cut at 9 tokens (-n), so its JSON is incomplete" in cut.stderr
     assert quantspec(*arguments, "-n", "9", "--json").json["results"][0]["stop_reason"] == "length"
+    stopped = quantspec(*arguments, "--stop", ":")
+    assert (stopped.code, ":" in stopped.stdout) == (0, False)
+    assert "cut at a string of --stop, so its JSON is incomplete" in stopped.stderr
+    model = chat_model(tmp_path / "m", "{{ messages[0].content }}", {"stop_strings": [":"]})
+    whole = quantspec(*arguments, "-m", model, "--instruction", "Tell.").stdout
+    jsonschema.validate(json.loads(whole), STORY)
 
 
 @pytest.mark.slow
@@ -281,7 +287,10 @@ def test_batch_answers_by_the_schema_and_resumes_with_an_equal_one(quantspec: Ru
     assert quantspec(*arguments, "--json").json["skipped"] == len(TEXTS)
     place.write_text(json.dumps({**DIGITS, "minItems": 5}))
     assert quantspec(*arguments, "--json").json["done"] == len(TEXTS)
-    assert "3 answers were cut at 2 tokens" in quantspec(*arguments, "-n", "2").stderr
+    cut = quantspec(*arguments, "-n", "2").stderr
+    assert '3 answers were cut at 2 tokens (-n), so JSON is incomplete: stop_reason "length" in' in cut
+    stopped = quantspec(*arguments, "--stop", ",").stderr
+    assert "3 answers were cut at 256 tokens (-n) or a string of --stop, so JSON is incomplete: stop_reason" in stopped
 
 
 BAD = {

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .batch_work import Fingerprints, Job, Workload
     from .journal import Journal
     from .model import Prompt
-    from .options import EngineOptions
+    from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
 # Errors of a full or read-only disk, which every later document would meet as well.
@@ -124,7 +124,7 @@ class Run:
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
         self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
-        # Answers that the token limit cut.
+        # Answers to be noted as cut.
         self._cut = 0
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
@@ -406,7 +406,7 @@ class Run:
                     error.hint = "free some space and run the command again: it resumes"
                     raise
                 outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
-        self._cut += _is_cut(outcome)
+        self._cut += _is_cut(outcome, self.reader.options)
         result = outcome.to_json()
         basis = self._fingerprints.of(result)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
@@ -498,8 +498,10 @@ def _switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _is_cut(outcome: Outcome) -> bool:
-    return outcome.answer is not None and outcome.answer.generation.stop_reason == "length"
+def _is_cut(outcome: Outcome, options: GenerateOptions) -> bool:
+    """True if the token limit cut an answer, or a stop string a JSON."""
+    reasons = {"length"} if options.json_schema is None else {"length", "stop"}
+    return outcome.answer is not None and outcome.answer.generation.stop_reason in reasons
 
 
 def _cluster(

@@ -184,13 +184,15 @@ def summary(document: Mapping[str, Any], out: str) -> None:
 
 
 def note_of_cuts(answers: int, options: GenerateOptions) -> None:
-    """Notes that the token limit cut some answers."""
+    """Notes that the token limit cut some answers, or stop strings some JSON."""
     if answers:
         what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
-        json = "" if options.json_schema is None else ", so JSON is incomplete"
-        render.note(
-            f'{what} cut at {render.count(options.max_new_tokens, "token")} (-n){json}: stop_reason "length" in results.jsonl'
-        )
+        at, reason = f"{render.count(options.max_new_tokens, 'token')} (-n)", '"length"'
+        if options.json_schema is not None:
+            if options.stop:
+                at, reason = f"{at} or a string of --stop", f'{reason} or "stop"'
+            at += ", so JSON is incomplete"
+        render.note(f"{what} cut at {at}: stop_reason {reason} in results.jsonl")
 
 
 def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]:

@@ -136,7 +136,8 @@ def resolve_defaults(
                 f"penalties of small models without recommended sampling: {listed}; --repetition-penalty 1 turns them off"
             )
             chosen |= _OF_SMALL
-        if model.recommended.stop and "stop" in unset and not options.ignore_eos:
+        # They would cut JSON, which may contain them.
+        if model.recommended.stop and "stop" in unset and not options.ignore_eos and options.json_schema is None:
             chosen["stop"] = model.recommended.stop
             listed = ", ".join(map(repr, model.recommended.stop))
             notes.append(f"stop strings from generation_config.json: {listed:.200}; --stop replaces them")
@@ -170,8 +171,10 @@ def _weights(info: Mapping[str, Any]) -> int:
 def truncation_notes(
     names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
 ) -> Iterator[str]:
-    """Notes about replies, and answers by a JSON schema, that the token limit cut."""
+    """Notes about replies that the token limit cut, and answers by a JSON schema that it or a stop string cut."""
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        if schema and answer.stop_reason == "stop":
+            yield f"{name}: the answer was cut at a string of --stop, so its JSON is incomplete"
         if (prompt.continues and not schema) or answer.stop_reason != "length":
             continue
         where = f"{name}: the answer was cut at {render.count(len(answer.tokens), 'token')} (-n)"
