@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import random
@@ -85,6 +86,21 @@ def test_leaving_a_stream_frees_its_slot(engine: Engine, fake: Any) -> None:
     for _ in range(5):
         next(engine.stream("one", max_new_tokens=900))
     # Answered between two rounds, after dropped streams have been removed.
+    engine.statistics()
+    assert free(engine) == 2
+
+
+def test_dropping_an_object_whose_method_is_the_callback_ends_its_stream(engine: Engine, fake: Any) -> None:
+    class Job:
+        def __init__(self) -> None:
+            self.stream = engine.stream("one", max_new_tokens=900, on_prefill=self.show)
+            next(self.stream)
+
+        def show(self, _done: int, _total: int) -> None: ...
+
+    fake.round_s, fake.prefill_s = 0.01, 0.02
+    Job()
+    gc.collect()
     engine.statistics()
     assert free(engine) == 2
 

@@ -355,7 +355,8 @@ class Scheduler:
                 factor = max(CHUNK_S, CHUNK_ROUNDS * self._round_s) / seconds
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
-                self._prefilling = None
+                # A callback may refer to the reader, which would then not be dropped.
+                self._prefilling, request.on_prefill = None, None
                 self._deliver(slot, [first])
 
     def _decoding(self) -> list[int]:
