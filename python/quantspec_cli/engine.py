@@ -373,9 +373,9 @@ class Engine:
             ignore_eos: continue after an end-of-text token.
             logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
                 each emitted token; None returns none.
-            json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens cut it. Needs
-                the package llguidance, `pip install "quantspec[schema]"`.
-            on_prefill: called with (rows done, total rows) during prefill.
+            json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens or a stop
+                string cut it. Needs the package llguidance, `pip install "quantspec[schema]"`.
+            on_prefill: called with (rows done, total rows) during prefill; a row is a token in a layer.
         """
         options = GenerateOptions(
             max_new_tokens=max_new_tokens,
