@@ -395,6 +395,7 @@ def test_penalties_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Pa
     report = quantspec(*command, "--temperature", "0", "--no-repeat-ngram", "0", "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1.05, 0)
     assert "penalties" not in quantspec(*command, "--repetition-penalty", "1", "--no-repeat-ngram", "0").stderr
+    assert "--repetition-penalty 1 turns them off\n" in quantspec(*command, "--no-repeat-ngram", "0").stderr
     report = quantspec("run", "-m", model, "--text", "D", "-n", "2", "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1, 0)
     engine = Engine.load(model, context=100)

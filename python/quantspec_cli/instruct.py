@@ -127,8 +127,9 @@ def resolve_defaults(
         penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
         if penalties:
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
+            turn = "turns" if len(penalties) == 1 else "turn"
             off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
-            notes.append(f"penalties from generation_config.json: {listed}; {off} turn them off")
+            notes.append(f"penalties from generation_config.json: {listed}; {off} {turn} them off")
             chosen |= penalties
         elif _needs_penalties(model, options, unset):
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in _OF_SMALL.items())
