@@ -372,10 +372,11 @@ def cpu_documents() -> str:
             f"{row['tokens_per_s'] / alone['ar']:.2f}×",
             accepted(row),
             f"{row['gamma_mean']:.1f}",
+            f"{row['bandwidth_gb_per_s']:.0f}",
         ]
         for row in rows
     ]
-    head = ["sequences", "method", "tokens/s", "one after the other", "one, plain", "accepted", "mean γ"]
+    head = ["sequences", "method", "tokens/s", "one after the other", "one, plain", "accepted", "mean γ", "read GB/s"]
     together = "\n".join(
         f"* {DOCUMENTS[0]} documents of {measured['prompt_tokens']:,} tokens in all, answers of {answer}, by `quantspec "
         f"batch`: {_at_once(times)}."
