@@ -50,6 +50,11 @@ template <int PLANES>
 struct GroupCodes {
   uint4 upper, lower;
   uint2 params;
+  // Factors of sum(C x), as the tensor core returns it, and of sum(x). p: scale and zero of an output.
+  template <class E>
+  static DEV float2 factors(float2 p) {
+    return make_float2(__fmul_rn(p.x, E::TIMES), PLANES == 2 ? __fmaf_rn(p.x, -0.5f, p.y) : p.y);
+  }
   // A operand of word i.
   DEV void fragment(uint32_t (&a)[4], int i) const {
     auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
@@ -85,13 +90,12 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
   const float2 p[2] = {unpack_half2(codes.params.x), unpack_half2(codes.params.y)};
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const float scale = __fmul_rn(p[h].x, E::TIMES);
-    const float zero = PLANES == 2 ? __fmaf_rn(p[h].x, -0.5f, p[h].y) : p[h].y;
+    const float2 of = GroupCodes<PLANES>::template factors<E>(p[h]);
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
       for (int e = 0; e < 2; e++)
-        acc[t][2 * h + e] = __fmaf_rn(d[t][2 * h + e], scale, __fmaf_rn(zero, in[t].sum[e], acc[t][2 * h + e]));
+        acc[t][2 * h + e] = __fmaf_rn(d[t][2 * h + e], of.x, __fmaf_rn(of.y, in[t].sum[e], acc[t][2 * h + e]));
   }
 }
 

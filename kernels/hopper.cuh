@@ -219,10 +219,10 @@ DEV void wgmma_wait() {
 // the first row, d[4 j + 2], d[4 j + 3] in the second. Operand A in registers: the same elements, packed to pairs.
 //
 // OUT*: lists of operands, from d[i] on; LIST*: their places in the instruction.
+#define OUT4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT8(d, i)                                                                                            \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define OUT4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define OUT16(d, i) OUT8(d, i), OUT8(d, i + 8)
 #define OUT32(d, i) OUT16(d, i), OUT16(d, i + 16)
 #define OUT64(d, i) OUT32(d, i), OUT32(d, i + 32)

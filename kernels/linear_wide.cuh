@@ -316,10 +316,8 @@ struct PlaneGroup {
       sts32(in.beside + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
     }
     bar_sync(1 + (in.warp >> 2), 128);
-    const float2 p = unpack_half2(codes.params.x), p8 = unpack_half2(codes.params.y);
-    const float scale = __fmul_rn(p.x, E::TIMES), scale8 = __fmul_rn(p8.x, E::TIMES);
-    const float zero = PLANES == 2 ? __fmaf_rn(p.x, -0.5f, p.y) : p.y;
-    const float zero8 = PLANES == 2 ? __fmaf_rn(p8.x, -0.5f, p8.y) : p8.y;
+    const float2 of = GroupCodes<PLANES>::template factors<E>(unpack_half2(codes.params.x));
+    const float2 of8 = GroupCodes<PLANES>::template factors<E>(unpack_half2(codes.params.y));
     uint32_t seen = codes.params.x;
     wgmma_wait<0>();
 #pragma unroll
@@ -329,8 +327,8 @@ struct PlaneGroup {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float sum = __uint_as_float(e ? pair.y : pair.x);
-        acc[j + e] = __fmaf_rn(d[j + e], scale, __fmaf_rn(zero, sum, acc[j + e]));
-        acc[j + 2 + e] = __fmaf_rn(d[j + 2 + e], scale8, __fmaf_rn(zero8, sum, acc[j + 2 + e]));
+        acc[j + e] = __fmaf_rn(d[j + e], of.x, __fmaf_rn(of.y, sum, acc[j + e]));
+        acc[j + 2 + e] = __fmaf_rn(d[j + 2 + e], of8.x, __fmaf_rn(of8.y, sum, acc[j + 2 + e]));
       }
     }
     return seen;

@@ -35,6 +35,7 @@ LOOP = (6e-6, 0.01, 60e-6)
 
 # Shares of the read bandwidth that GPU kernels reach, and further seconds per layer. Measured on one H200; see
 # docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step.
+# Those of the upper plane from 16 rows on.
 GPU_UPPER = ((16, 0.44), (32, 0.32), (64, 0.24), (128, 0.12))
 GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
     "checkpoint": {

@@ -3,7 +3,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
-use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, name};
+use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, gemms, name};
 use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
@@ -123,18 +123,13 @@ impl Hierarchies {
         check(dtype)?;
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
-        let gemms = |view: &str, planes: usize| -> Result<(Family, Vec<Wide>)> {
-            let stem = format!("linear_{view}_{of}");
-            let family = |tiles: &[usize]| Family::new(device, &stem, tiles, |tiles| pipeline(planes, tiles));
-            if !device.has_tma() {
-                return Ok((family(&[1, 2, 4, 8])?, Vec::new()));
-            }
+        let of_planes = |view: &str, planes: usize| {
             let shapes = shapes::WIDE_PLANES.iter().filter(|of| of.planes == planes).map(|of| (of.n, of.shared));
-            Ok((family(&[1, 2])?, Wide::new(device, &format!("{stem}_wide"), shapes)?))
+            gemms(device, &format!("linear_{view}_{of}"), |tiles| pipeline(planes, tiles), shapes)
         };
         Ok(Hierarchies {
-            both: gemms("both", 2)?,
-            upper: gemms("upper", 1)?,
+            both: of_planes("both", 2)?,
+            upper: of_planes("upper", 1)?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),

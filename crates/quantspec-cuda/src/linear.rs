@@ -198,6 +198,19 @@ impl Wide {
     }
 }
 
+/// GEMMs `stem_{tiles}`, and on Hopper, where those take up to 16 rows, `stem_wide_{rows}` of `wide`, for 17 and more.
+pub(crate) fn gemms(
+    device: &Device,
+    stem: &str,
+    pipeline: impl Fn(usize) -> Option<GemmPipeline>,
+    wide: impl Iterator<Item = (usize, usize)>,
+) -> Result<(Family, Vec<Wide>)> {
+    if !device.has_tma() {
+        return Ok((Family::new(device, stem, &[1, 2, 4, 8], pipeline)?, Vec::new()));
+    }
+    Ok((Family::new(device, stem, &[1, 2], pipeline)?, Wide::new(device, &format!("{stem}_wide"), wide)?))
+}
+
 /// A kernel for draft weights: row tiles, and weight blocks per warp in flight.
 #[derive(Clone, Copy, Debug)]
 struct WarpPipeline {
@@ -282,20 +295,15 @@ impl Linear {
             let kernel = |dtype| device.kernel(&format!("weights_w{bits}_{}", name(dtype)), 0);
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
-        let family =
-            |stem: &str, bits, tiles: &[usize]| Family::new(device, stem, tiles, |tiles| GemmPipeline::of(bits, tiles));
         let draft = |bits| {
             let shapes = shapes::WIDE.iter().filter(|of| of.bits == bits).map(|of| (of.n, of.shared));
             let wide = Wide::new(device, &format!("linear_w{bits}_wide"), shapes)?;
-            Ok((family(&format!("linear_w{bits}_pipeline"), bits, &[1, 2])?, wide))
+            let stem = format!("linear_w{bits}_pipeline");
+            Ok((Family::new(device, &stem, &[1, 2], |tiles| GemmPipeline::of(bits, tiles))?, wide))
         };
         let full = |dtype| -> Result<(Family, Vec<Wide>)> {
-            let stem = format!("linear_{}", name(dtype));
-            if !device.has_tma() {
-                return Ok((family(&stem, 16, &[1, 2, 4, 8])?, Vec::new()));
-            }
             let shapes = shapes::WIDE_FULL.iter().map(|of| (of.n, of.shared));
-            Ok((family(&stem, 16, &[1, 2])?, Wide::new(device, &format!("{stem}_wide"), shapes)?))
+            gemms(device, &format!("linear_{}", name(dtype)), |tiles| GemmPipeline::of(16, tiles), shapes)
         };
         Ok(Linear {
             bf16: full(Dtype::Bf16)?,

@@ -4,7 +4,9 @@
 
 mod gpu;
 
-use gpu::{Random, arranged_for_planes, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
+use gpu::{
+    COUNTS, Random, arranged_for_planes, bits, device, distance, download, matrix, poisoned, round, upload, while_busy,
+};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
@@ -188,8 +190,6 @@ fn the_matrix_of_both_planes() {
     }
 }
 
-/// As in the tests of `linear`.
-const COUNTS: [usize; 24] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
 /// Many tiles per block, and several passes over the inputs.
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 

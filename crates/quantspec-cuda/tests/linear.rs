@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, arranged, device, distance, matrix, poisoned, round, upload, while_busy};
+use gpu::{COUNTS, Random, arranged, device, distance, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
 use quantspec_cuda::args;
@@ -53,8 +53,6 @@ fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64
     all
 }
 
-/// Every row count of a verification of one sequence, and the limits of larger kernels and of panels.
-const COUNTS: [usize; 24] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
 /// Outputs and inputs: whole tiles, remainders of both, and fewer inputs than warps share.
 const SHAPES: [(usize, usize); 5] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280)];
 /// Many tiles per block, in separate tests, since they dominate the time under compute-sanitizer. With 132 SMs, the last

@@ -59,6 +59,10 @@ pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize,
     (to, to_scales)
 }
 
+/// Every row count of a verification of one sequence, and the limits of larger kernels and of panels.
+pub(crate) const COUNTS: [usize; 24] =
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
+
 /// Added to `panels` for weights in planes (kernels/panel.cuh).
 pub(crate) const PLANES_ORDER: usize = 1 << 30;
 
