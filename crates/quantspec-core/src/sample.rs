@@ -122,21 +122,59 @@ pub enum Stream {
     Correct = 3,
 }
 
+const ROUNDS: usize = 10;
+
 /// Philox4x32-10 (Salmon et al., SC 2011): ten rounds of two 32-bit multiplications; a bijection of the counter per key.
-fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
-    let ([mut a, mut b, mut c, mut d], [mut k, mut l]) = (counter, key);
-    for _ in 0..10 {
-        let (left, right) = (0xD251_1F53_u64 * u64::from(a), 0xCD9E_8D57_u64 * u64::from(c));
-        (a, b, c, d) = ((right >> 32) as u32 ^ b ^ k, right as u32, (left >> 32) as u32 ^ d ^ l, left as u32);
-        (k, l) = (k.wrapping_add(0x9E37_79B9), l.wrapping_add(0xBB67_AE85));
+fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..ROUNDS {
+        (counter, key) = (round(counter, key), next_key(key));
     }
-    [a, b, c, d]
+    counter
+}
+
+fn round([a, b, c, d]: [u32; 4], [k, l]: [u32; 2]) -> [u32; 4] {
+    let (left, right) = (0xD251_1F53_u64 * u64::from(a), 0xCD9E_8D57_u64 * u64::from(c));
+    [(right >> 32) as u32 ^ b ^ k, right as u32, (left >> 32) as u32 ^ d ^ l, left as u32]
+}
+
+fn next_key([k, l]: [u32; 2]) -> [u32; 2] {
+    [k.wrapping_add(0x9E37_79B9), l.wrapping_add(0xBB67_AE85)]
+}
+
+/// The counter of block `block`.
+fn counter(sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
+    let purpose = ((sequence >> 32) as u32) << 2 | stream as u32;
+    [position as u32, sequence as u32, purpose, block as u32]
 }
 
 /// Noise of four consecutive indices, `4·block ..= 4·block + 3`, at one position.
 fn block(seed: u64, sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
-    let purpose = ((sequence >> 32) as u32) << 2 | stream as u32;
-    philox([position as u32, sequence as u32, purpose, block as u32], [seed as u32, (seed >> 32) as u32])
+    philox(counter(sequence, position, stream, block), [seed as u32, (seed >> 32) as u32])
+}
+
+/// Tokens whose noise is computed together.
+const CHUNK: usize = 64;
+
+/// Noise of the indices `CHUNK·chunk ..= CHUNK·chunk + CHUNK − 1`, at one position: [`block`] in loops that compile to vectors.
+fn noise(sampler: &Sampler, position: usize, stream: Stream, chunk: usize) -> [u32; CHUNK] {
+    const BLOCKS: usize = CHUNK / 4;
+    let [position, sequence, purpose, _] = counter(sampler.sequence, position, stream, 0);
+    let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
+    for (at, d) in d.iter_mut().enumerate() {
+        *d = (chunk * BLOCKS + at) as u32;
+    }
+    let mut key = [sampler.seed as u32, (sampler.seed >> 32) as u32];
+    for _ in 0..ROUNDS {
+        for i in 0..BLOCKS {
+            [a[i], b[i], c[i], d[i]] = round([a[i], b[i], c[i], d[i]], key);
+        }
+        key = next_key(key);
+    }
+    let mut words = [0; CHUNK];
+    for (i, words) in words.chunks_exact_mut(4).enumerate() {
+        words.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
+    }
+    words
 }
 
 /// The middle of one of 2²³ equal cells of (0, 1): exact in f32, never 0 or 1.
@@ -180,8 +218,17 @@ fn maximum(values: &[f32]) -> f32 {
 
 /// Token of the largest logit of a row `[vocab]`; the lowest id wins ties. NaN is ignored; call [`check_finite`] first.
 pub fn argmax(logits: &[f32]) -> u32 {
-    let most = maximum(logits);
-    logits.iter().position(|&logit| logit == most).unwrap_or(0) as u32
+    // Only the part that holds the maximum is read twice.
+    const PART: usize = 4096;
+    let (mut most, mut first) = (f32::NEG_INFINITY, 0);
+    for (part, logits) in logits.chunks(PART).enumerate() {
+        let own = maximum(logits);
+        if own > most {
+            (most, first) = (own, PART * part);
+        }
+    }
+    let after = logits.iter().skip(first).position(|&logit| logit == most);
+    after.map_or(0, |after| (first + after) as u32)
 }
 
 /// Refuses logits `[vocab]` from which no token can be chosen.
@@ -189,7 +236,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] if a logit is NaN or +∞, or none is finite. −∞ masks a token and is allowed.
 pub fn check_finite(logits: &[f32]) -> Result<()> {
-    let bad = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
+    let bad = logits.iter().map(|logit| u32::from(logit.is_nan() || *logit == f32::INFINITY)).sum::<u32>();
     match bad {
         0 if maximum(logits) > f32::NEG_INFINITY => Ok(()),
         0 => Err(Error::not_finite(format!("all {} logits are −∞", logits.len()))),
@@ -208,11 +255,6 @@ pub fn check_left(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// `(logit − maximum) / temperature`: at most 0, and 0 for the most probable token at any temperature.
-fn scaled(logit: f32, most: f32, temperature: f32) -> f32 {
-    if logit == most { 0.0 } else { (logit - most) / temperature }
-}
-
 /// The k-th largest value, without sorting: keeps at most 2k candidates, halved by selection when full.
 fn kth_largest(values: &[f32], k: usize) -> f32 {
     if k >= values.len() {
@@ -220,11 +262,16 @@ fn kth_largest(values: &[f32], k: usize) -> f32 {
     }
     let mut best: Vec<f32> = Vec::with_capacity(2 * k);
     let mut bar = f32::NEG_INFINITY;
-    for &value in values {
-        if value > bar {
-            best.push(value);
-            if best.len() == 2 * k {
-                bar = keep_largest(&mut best, k);
+    for values in values.chunks(CHUNK) {
+        if maximum(values) <= bar {
+            continue;
+        }
+        for &value in values {
+            if value > bar {
+                best.push(value);
+                if best.len() == 2 * k {
+                    bar = keep_largest(&mut best, k);
+                }
             }
         }
     }
@@ -239,61 +286,122 @@ fn keep_largest(values: &mut Vec<f32>, k: usize) -> f32 {
     least
 }
 
-/// A token that may be chosen, with its scaled logit.
+/// A token with its scaled logit.
 type Candidate = (u32, f32);
 
 /// Descending by scaled logit, ascending by id among equals.
 fn by_probability(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
-    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
+    b.1.partial_cmp(&a.1).unwrap_or(std::cmp::Ordering::Equal).then(a.0.cmp(&b.0))
 }
 
-/// Keeps the smallest set of most probable candidates with at least `top_p` of the mass, in their order.
-///
-/// Buckets of an eighth of a nat find the limit in one pass; only the bucket at the limit is sorted.
-fn nucleus(candidates: &mut Vec<Candidate>, top_p: f32) {
-    const BUCKETS: usize = 256;
-    let bucket = |z: f32| ((-8.0 * z) as usize).min(BUCKETS - 1);
-    let mut masses = [0.0; BUCKETS];
-    for candidate in &*candidates {
-        masses[bucket(candidate.1)] += f64::from(candidate.1.exp());
-    }
-    let goal = f64::from(top_p) * masses.iter().sum::<f64>();
-    let (mut mass, mut edge) = (0.0, 0);
-    while edge + 1 < BUCKETS && mass + masses[edge] < goal {
-        mass += masses[edge];
-        edge += 1;
-    }
-    let mut around: Vec<Candidate> = candidates.iter().copied().filter(|c| bucket(c.1) == edge).collect();
-    around.sort_unstable_by(by_probability);
-    let reaches = |candidate: &Candidate| {
-        mass += f64::from(candidate.1.exp());
-        mass >= goal
-    };
-    // If rounding leaves the sum just below the goal, the whole bucket is kept.
-    let last = around.iter().position(reaches).unwrap_or(around.len().saturating_sub(1));
-    if let Some(last) = around.get(last) {
-        candidates.retain(|candidate| by_probability(candidate, last).is_le());
-    }
+/// eˣ for x ≤ 0, with a relative error below 3·10⁻⁷; 0 below −86. Without a library's function, so that a loop over it
+/// compiles to vectors.
+fn exp(x: f32) -> f32 {
+    // x = n·ln 2 + r with a whole n: adding this number rounds to n, and leaves it in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    // ln 2 in two parts, the first with few bits, so that n times it is exact.
+    const LN_2: (f32, f32) = (355.0 / 512.0, -2.121_944_4e-4);
+    let shifted = x.max(-86.0) * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = (x.max(-86.0) - n * LN_2.0) - n * LN_2.1;
+    // The Taylor polynomial of degree 6, on |r| ≤ ½·ln 2.
+    let tail = ((r * (1.0 / 720.0) + 1.0 / 120.0) * r + 1.0 / 24.0) * r + 1.0 / 6.0;
+    let sum = ((tail * r + 0.5) * r + 1.0) * r + 1.0;
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < -86.0 { 0.0 } else { sum * power }
 }
 
-/// Tokens that survive the warpers with their scaled logits, ascending by id.
-fn kept(logits: &[f32], sampler: &Sampler) -> Vec<Candidate> {
-    let most = maximum(logits);
-    let bar = if sampler.top_k > 0 { kth_largest(logits, sampler.top_k) } else { f32::NEG_INFINITY };
-    let mut candidates: Vec<Candidate> = logits
-        .iter()
-        .enumerate()
-        .filter(|(_, logit)| **logit >= bar && **logit > f32::NEG_INFINITY)
-        .map(|(id, &logit)| (id as u32, scaled(logit, most, sampler.temperature)))
-        .collect();
-    if sampler.top_p < 1.0 {
-        nucleus(&mut candidates, sampler.top_p);
+/// The sum of weights, in eight lanes, which compile to vectors.
+fn mass(weights: &[f32]) -> f64 {
+    let mut lanes = [0.0; 8];
+    let chunks = weights.chunks_exact(8);
+    let rest: f64 = chunks.remainder().iter().copied().map(f64::from).sum();
+    for chunk in chunks {
+        for (lane, &weight) in lanes.iter_mut().zip(chunk) {
+            *lane += f64::from(weight);
+        }
     }
-    if sampler.min_p > 0.0 {
-        let bar = sampler.min_p.ln();
-        candidates.retain(|c| c.1 >= bar);
+    lanes.iter().sum::<f64>() + rest
+}
+
+/// Which tokens of a row survive the warpers.
+struct Kept {
+    /// Largest logit.
+    most: f32,
+    temperature: f32,
+    /// Least logit that top-k keeps.
+    bar: f32,
+    /// Last candidate that top-p and min-p keep, in order of probability.
+    last: Candidate,
+}
+
+impl Kept {
+    fn of(logits: &[f32], sampler: &Sampler) -> Kept {
+        let (most, temperature) = (maximum(logits), sampler.temperature);
+        let bar = if sampler.top_k > 0 { kth_largest(logits, sampler.top_k) } else { f32::NEG_INFINITY };
+        let mut kept = Kept { most, temperature, bar, last: (u32::MAX, f32::MIN) };
+        if sampler.top_p < 1.0 {
+            kept.last = kept.last_of_nucleus(logits, sampler.top_p).unwrap_or(kept.last);
+        }
+        if sampler.min_p > 0.0 {
+            kept.last = std::cmp::min_by(kept.last, (u32::MAX, sampler.min_p.ln()), by_probability);
+        }
+        kept
     }
-    candidates
+
+    /// `(logit − maximum) / temperature`, at most 0; −∞ if top-k drops the token.
+    fn z(&self, logit: f32) -> f32 {
+        if logit >= self.bar { (logit - self.most) / self.temperature } else { f32::NEG_INFINITY }
+    }
+
+    /// Top-p and min-p keep the token.
+    fn keeps(&self, (id, z): Candidate) -> bool {
+        z > self.last.1 || (z == self.last.1 && id <= self.last.0)
+    }
+
+    /// The last candidate of the smallest set of most probable tokens with at least `top_p` of the mass.
+    ///
+    /// Buckets of an eighth of a nat find the limit in one pass; only the bucket at the limit is sorted.
+    fn last_of_nucleus(&self, logits: &[f32], top_p: f32) -> Option<Candidate> {
+        const BUCKETS: usize = 256;
+        // Adding 2²³ rounds to a whole number, and leaves it in the low bits.
+        let bucket = |z: f32| ((-8.0 * z).min(255.0) + 8_388_608.0).to_bits() as usize % BUCKETS;
+        // In four parts, so that neighbours in one bucket do not wait for each other.
+        let mut parts = [[0.0; BUCKETS]; 4];
+        for logits in logits.chunks(CHUNK).filter(|logits| maximum(logits) >= self.bar) {
+            let (mut buckets, mut weights) = ([0; CHUNK], [0.0; CHUNK]);
+            for ((at, weight), &logit) in buckets.iter_mut().zip(&mut weights).zip(logits) {
+                let z = self.z(logit);
+                (*at, *weight) = (bucket(z), exp(z));
+            }
+            for (buckets, weights) in buckets.chunks_exact(4).zip(weights.chunks_exact(4)) {
+                for (part, masses) in parts.iter_mut().enumerate() {
+                    masses[buckets[part]] += f64::from(weights[part]);
+                }
+            }
+        }
+        let masses: [f64; BUCKETS] = std::array::from_fn(|at| parts.iter().map(|masses| masses[at]).sum());
+        let goal = f64::from(top_p) * masses.iter().sum::<f64>();
+        let (mut mass, mut edge) = (0.0, 0);
+        while edge + 1 < BUCKETS && mass + masses[edge] < goal {
+            mass += masses[edge];
+            edge += 1;
+        }
+        let mut at_edge: Vec<Candidate> = Vec::new();
+        for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
+            if bucket(self.z(maximum(logits))) <= edge {
+                let candidates = (chunk * CHUNK..).zip(logits).map(|(id, &logit)| (id as u32, self.z(logit)));
+                at_edge.extend(candidates.filter(|&(_, z)| z > f32::NEG_INFINITY && bucket(z) == edge));
+            }
+        }
+        at_edge.sort_unstable_by(by_probability);
+        let reaches = |candidate: &&Candidate| {
+            mass += f64::from(exp(candidate.1));
+            mass >= goal
+        };
+        // If rounding leaves the sum just below the goal, the whole bucket is kept.
+        at_edge.iter().find(reaches).or(at_edge.last()).copied()
+    }
 }
 
 /// Probabilities `[vocab]` after temperature, top-k, top-p and min-p; they sum to 1 within rounding. At temperature 0 the
@@ -306,17 +414,13 @@ pub fn warp(logits: &[f32], sampler: &Sampler) -> Vec<f32> {
         }
         return probabilities;
     }
-    let candidates = kept(logits, sampler);
-    let mut total = 0.0;
-    for &(id, z) in &candidates {
-        let weight = z.exp();
-        probabilities[id as usize] = weight;
-        total += f64::from(weight);
+    let kept = Kept::of(logits, sampler);
+    for (id, (p, &logit)) in probabilities.iter_mut().zip(logits).enumerate() {
+        let z = kept.z(logit);
+        *p = if kept.keeps((id as u32, z)) { exp(z) } else { 0.0 };
     }
-    for (id, _) in candidates {
-        let p = &mut probabilities[id as usize];
-        *p = (f64::from(*p) / total) as f32;
-    }
+    let scale = 1.0 / mass(&probabilities);
+    probabilities.iter_mut().for_each(|p| *p = (f64::from(*p) * scale) as f32);
     probabilities
 }
 
@@ -353,91 +457,103 @@ fn race<const MARGIN: bool>(
     position: usize,
     stream: Stream,
 ) -> (u32, f32) {
-    let mut noise = Noise::new(sampler, position, stream);
-    // Starts with the most probable token: its score excludes nearly all other tokens without computing their noise.
-    let mut winner = (most_likely, gumbel_of(noise.uniform(most_likely)));
-    let mut second = f32::NEG_INFINITY;
-    let mut race = |id: u32, z: f32| {
-        let bar = if MARGIN { second } else { winner.1 };
-        if z + GUMBEL_MAX >= bar && !(MARGIN && id == most_likely) {
-            let u = noise.uniform(id);
-            // −ln(−ln u) ≤ −ln(1 − u): one exponential, with a margin for rounding, excludes tokens that cannot win.
-            if 1.0 - u <= (z - bar).exp() * 1.000_1 {
-                let score = z + gumbel_of(u);
-                if score > winner.1 || (score == winner.1 && id < winner.0) {
-                    second = winner.1;
-                    winner = (id, score);
-                } else if score > second {
-                    second = score;
-                }
+    let kept = Kept::of(logits, sampler);
+    // Starts with the most probable token: its score excludes nearly all other tokens without computing their logarithms.
+    let first = gumbel(sampler.seed, sampler.sequence, position, stream, most_likely.into());
+    let mut race = Race::<MARGIN> { most_likely, winner: (most_likely, first), second: f32::NEG_INFINITY };
+    for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
+        let (first, bar) = (chunk * CHUNK, race.bar());
+        // A chunk whose largest logit cannot win needs no noise.
+        let best = kept.z(maximum(logits));
+        if best + GUMBEL_MAX < bar || !kept.keeps((first as u32, best)) {
+            continue;
+        }
+        let words = noise(sampler, position, stream, chunk);
+        let (mut scaled, mut may_win) = ([0.0; CHUNK], [false; CHUNK]);
+        for (at, &logit) in logits.iter().enumerate() {
+            scaled[at] = kept.z(logit);
+            may_win[at] = 1.0 - unit(words[at]) <= exp_bound(scaled[at] - bar);
+        }
+        for (at, _) in may_win.iter().enumerate().filter(|(_, may_win)| **may_win) {
+            let candidate = ((first + at) as u32, scaled[at]);
+            if kept.keeps(candidate) {
+                race.enter(candidate, unit(words[at]));
             }
         }
-    };
-    if sampler.top_k == 0 && sampler.top_p >= 1.0 && sampler.min_p == 0.0 {
-        let most = maximum(logits);
-        for (id, &logit) in logits.iter().enumerate() {
-            race(id as u32, scaled(logit, most, sampler.temperature));
+    }
+    race.result()
+}
+
+/// A Gumbel race in progress: the token with the highest score and, with `MARGIN`, the second-highest score.
+struct Race<const MARGIN: bool> {
+    most_likely: u32,
+    winner: (u32, f32),
+    second: f32,
+}
+
+impl<const MARGIN: bool> Race<MARGIN> {
+    /// Lower scores change nothing.
+    fn bar(&self) -> f32 {
+        if MARGIN { self.second } else { self.winner.1 }
+    }
+
+    /// Enters a token with its scaled logit and its noise.
+    fn enter(&mut self, (id, z): Candidate, u: f32) {
+        // −ln(−ln u) ≤ −ln(1 − u): one exponential, with a margin for rounding, excludes tokens that cannot win.
+        if (MARGIN && id == self.most_likely) || 1.0 - u > (z - self.bar()).exp() * 1.000_1 {
+            return;
         }
-    } else {
-        for (id, z) in kept(logits, sampler) {
-            race(id, z);
+        let score = z + gumbel_of(u);
+        if score > self.winner.1 || (score == self.winner.1 && id < self.winner.0) {
+            (self.second, self.winner) = (self.winner.1, (id, score));
+        } else if score > self.second {
+            self.second = score;
         }
     }
-    (winner.0, winner.1 - second)
+
+    fn result(&self) -> (u32, f32) {
+        (self.winner.0, self.winner.1 - self.second)
+    }
+}
+
+/// At least eˣ for x < 0, by at most 7 % above −80, and at least 1 for x ≥ 0. −∞ and NaN give a number below 10⁻³⁰.
+fn exp_bound(x: f32) -> f32 {
+    // 2ᵗ with t between two whole numbers is below the line that connects them, which is what a float's bits with t in fixed
+    // point, 8 bits after the point, describe. Adding 2²³ rounds to fixed point, and 1½ more makes that upwards.
+    let t = (x.max(-87.0) * std::f32::consts::LOG2_E).min(0.5);
+    f32::from_bits(((t + 127.0) * 256.0 + 8_388_609.5).to_bits() << 15)
 }
 
 /// A token drawn in proportion to `weights` (`[vocab]`, non-negative, any sum), by the same race: the largest weight over −ln u wins.
 /// Token 0 if no weight is positive.
 pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
-    let mut noise = Noise::new(sampler, position, stream);
-    let mut winner = (0, 0.0_f64);
-    let mut race = |id: u32, weight: f32| {
-        if weight <= 0.0 {
-            return;
+    let score = |weight: f32, u: f32| f64::from(weight) / -f64::from(u).ln();
+    // Starts with the heaviest, so that few others need noise.
+    let heaviest = argmax(weights);
+    let first = weights.get(heaviest as usize).map_or(0.0, |&weight| {
+        score(weight, uniform(sampler.seed, sampler.sequence, position, stream, heaviest.into()))
+    });
+    if first <= 0.0 {
+        return 0;
+    }
+    let mut winner = (heaviest, first);
+    for (chunk, weights) in weights.chunks(CHUNK).enumerate() {
+        // −ln u ≥ 1 − u ≥ 2⁻²⁴, with a margin for rounding.
+        if f64::from(maximum(weights)) < winner.1 * 0.999_999 / 16_777_216.0 {
+            continue;
         }
-        let (weight, u) = (f64::from(weight), f64::from(noise.uniform(id)));
-        // −ln u ≥ 1 − u, with a margin for rounding.
-        if weight >= winner.1 * (1.0 - u) * 0.999_999 {
-            let score = weight / -u.ln();
-            if score > winner.1 || (score == winner.1 && id < winner.0) {
-                winner = (id, score);
+        let words = noise(sampler, position, stream, chunk);
+        for (at, (&weight, &word)) in weights.iter().zip(&words).enumerate() {
+            let (id, u) = ((chunk * CHUNK + at) as u32, unit(word));
+            if weight > 0.0 && f64::from(weight) >= winner.1 * f64::from(1.0 - u) * 0.999_999 {
+                let score = score(weight, u);
+                if score > winner.1 || (score == winner.1 && id < winner.0) {
+                    winner = (id, score);
+                }
             }
         }
-    };
-    // Starts with the heaviest, so that few others need a logarithm.
-    let heaviest = argmax(weights);
-    if let Some(&weight) = weights.get(heaviest as usize) {
-        race(heaviest, weight);
-    }
-    for (id, &weight) in weights.iter().enumerate() {
-        race(id as u32, weight);
     }
     winner.0
-}
-
-/// [`uniform`] at one position for many indices, four of which share a block.
-struct Noise<'a> {
-    sampler: &'a Sampler,
-    position: usize,
-    stream: Stream,
-    at: u64,
-    words: [u32; 4],
-}
-
-impl Noise<'_> {
-    fn new(sampler: &Sampler, position: usize, stream: Stream) -> Noise<'_> {
-        let words = block(sampler.seed, sampler.sequence, position, stream, 0);
-        Noise { sampler, position, stream, at: 0, words }
-    }
-
-    fn uniform(&mut self, id: u32) -> f32 {
-        let at = u64::from(id / 4);
-        if at != self.at {
-            self.at = at;
-            self.words = block(self.sampler.seed, self.sampler.sequence, self.position, self.stream, at);
-        }
-        unit(self.words[(id % 4) as usize])
-    }
 }
 
 #[cfg(test)]
@@ -460,8 +576,10 @@ mod tests {
             let sampler = sampler(t, k, 1.0, 0.0, seed);
             let (token, margin) = choose_with_margin(&logits, &sampler, 5, Stream::Sample);
             prop_assert_eq!(token, choose(&logits, &sampler, 5, Stream::Sample));
+            let kept = Kept::of(&logits, &sampler);
+            let candidates = (0..).zip(&logits).map(|(id, &logit)| (id, kept.z(logit)));
             let score = |(id, z): Candidate| z + gumbel(seed, 0, 5, Stream::Sample, id.into());
-            let mut scores: Vec<f32> = kept(&logits, &sampler).into_iter().map(score).collect();
+            let mut scores: Vec<f32> = candidates.filter(|&candidate| kept.keeps(candidate)).map(score).collect();
             scores.sort_unstable_by(|a, b| b.total_cmp(a));
             let mut sorted = logits.clone();
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -500,6 +618,31 @@ mod tests {
             let want = (f64::from(word >> 9) + 0.5) / 8_388_608.0;
             assert_eq!(f64::from(uniform(seed, sequence, 41, Stream::Accept, 20 + at as u64)), want);
         }
+    }
+
+    #[test]
+    fn noise_of_a_chunk_is_that_of_its_blocks() {
+        let sampler = Sampler { seed: 0x0123_4567_89ab_cdef, sequence: 0x3_0000_0007, ..Sampler::greedy() };
+        for chunk in [0, 1, 2_003] {
+            let words = noise(&sampler, 41, Stream::Correct, chunk);
+            for (at, words) in words.chunks_exact(4).enumerate() {
+                let index = (chunk * CHUNK / 4 + at) as u64;
+                assert_eq!(words, block(sampler.seed, sampler.sequence, 41, Stream::Correct, index));
+            }
+        }
+    }
+
+    #[test]
+    fn exponentials_are_close_and_their_bounds_are_above() {
+        for i in 0..=860_000 {
+            let x = i as f32 * -1e-4;
+            let (got, want, bound) = (f64::from(exp(x)), f64::from(x).exp(), f64::from(exp_bound(x)));
+            assert!((got / want - 1.0).abs() < 3e-7, "{x}: {got} {want}");
+            assert!(x < -80.0 || (1.0..1.07).contains(&(bound / want)), "{x}: {bound} {want}");
+        }
+        assert_eq!((exp(0.0), exp(-86.5), exp(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
+        assert!([0.0, 1e-30, 0.4, 3.0, f32::INFINITY].into_iter().all(|x| exp_bound(x) >= 1.0));
+        assert!([-100.0, f32::NEG_INFINITY, f32::NAN].into_iter().all(|x| exp_bound(x) < 1e-30));
     }
 
     #[test]
@@ -652,7 +795,7 @@ mod tests {
     /// The warpers by definition: full sort, f64.
     fn warp_by_definition(logits: &[f32], sampler: &Sampler) -> Vec<f64> {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let weight = |id: usize| f64::from(scaled(logits[id], most, sampler.temperature).exp());
+        let weight = |id: usize| f64::from(((logits[id] - most) / sampler.temperature).exp());
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
         if sampler.top_k > 0 {
@@ -680,8 +823,9 @@ mod tests {
         prop_oneof![
             prop::collection::vec(-8.0f32..8.0, 1..40),
             prop::collection::vec((-6i32..6).prop_map(|i| i as f32 / 2.0), 1..40),
-            (500usize..3_000, 0u64..1_000)
-                .prop_map(|(n, seed)| { (0..n).map(|i| 6.0 * uniform(seed, 0, i, Stream::Sample, 0)).collect() }),
+            // Of the wide ranges most tokens cannot win.
+            (500usize..3_000, 0u64..1_000, prop_oneof![Just(6.0f32), Just(60.0)])
+                .prop_map(|(n, seed, range)| (0..n).map(|i| range * uniform(seed, 0, i, Stream::Sample, 0)).collect()),
         ]
     }
 
@@ -714,7 +858,7 @@ mod tests {
             let p = warp(&logits, &sampler);
             let score = |id: usize| {
                 let noise = gumbel(sampler.seed, sampler.sequence, position, Stream::Draft, id as u64);
-                scaled(logits[id], most, sampler.temperature) + noise
+                (logits[id] - most) / sampler.temperature + noise
             };
             let kept = (0..logits.len()).filter(|&id| p[id] > 0.0);
             let want = kept.reduce(|best, id| if score(id) > score(best) { id } else { best }).unwrap();
@@ -722,7 +866,9 @@ mod tests {
         }
 
         #[test]
-        fn drawing_equals_the_full_race(weights in prop::collection::vec(prop_oneof![Just(0.0f32), 1e-6f32..2.0], 1..40), seed: u64) {
+        fn drawing_equals_the_full_race(
+            weights in prop::collection::vec(prop_oneof![Just(0.0f32), 1e-6f32..2.0, 1e-12f32..1e-9], 1..400), seed: u64,
+        ) {
             let sampler = sampler(1.0, 0, 1.0, 0.0, seed);
             let score = |id: usize| {
                 let u = f64::from(uniform(seed, 0, 11, Stream::Correct, id as u64));
