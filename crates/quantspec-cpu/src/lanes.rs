@@ -111,21 +111,20 @@ pub(crate) fn fold16(mut v: [f32; 16], fold: impl Fn(f32, f32) -> f32) -> f32 {
     v[0]
 }
 
-/// Group g of N activations, with zeros after x, and its largest magnitude. N is a multiple of 16.
+/// Group g of N activations, with zeros after x, and its largest magnitude. A group that x does not fill is copied to
+/// `padded`.
 ///
 /// Bits of magnitudes are ordered like the numbers, and NaN is above all, so the result reveals NaN.
 #[inline(always)]
-pub(crate) fn group<const N: usize>(x: &[f32], g: usize) -> ([f32; N], f32) {
-    let mut v = [0f32; N];
-    let x = &x[g * N..x.len().min((g + 1) * N)];
-    v[..x.len()].copy_from_slice(x);
-    let mut most = [0u32; 16];
-    for v in v.chunks_exact(16) {
-        for l in 0..16 {
-            most[l] = most[l].max(v[l].to_bits() & 0x7fff_ffff);
-        }
-    }
-    (v, f32::from_bits(most.iter().fold(0, |a, b| a.max(*b))))
+pub(crate) fn group<'a, const N: usize>(x: &'a [f32], g: usize, padded: &'a mut [f32; N]) -> (&'a [f32; N], f32) {
+    let x = &x[g * N..];
+    let v = x.first_chunk().unwrap_or_else(|| {
+        padded[..x.len()].copy_from_slice(x);
+        padded[x.len()..].fill(0.0);
+        padded
+    });
+    let most = v.iter().fold(0, |most, v| most.max(v.to_bits() & 0x7fff_ffff));
+    (v, f32::from_bits(most))
 }
 
 /// Factor that maps activations of at most `most` to integers of at most `top`. It is 0 if all activations are 0. It is 0, too,

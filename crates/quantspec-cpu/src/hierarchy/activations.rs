@@ -79,8 +79,9 @@ fn quantize_body<const FMA: bool>(
     (high, low): (&mut [i8], &mut [i8]),
     (scale, sum, total): (&mut [f32], &mut [f32], &mut [i32]),
 ) {
+    let mut padded = [0.0; GROUP];
     for (g, (high, low)) in high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).enumerate() {
-        let (v, most) = group::<GROUP>(x, g);
+        let (v, most) = group(x, g, &mut padded);
         let top = if read == Read::Upper4 { TOP_4 } else { TOP };
         let inverse = inverse_step(top, most);
         let (mut codes, mut highs) = (0i32, 0i32);

@@ -61,11 +61,12 @@ impl Acts {
 
 #[inline(always)]
 fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
+    let mut padded = [0.0; GROUP];
     for (g, q) in q.chunks_exact_mut(GROUP).enumerate() {
-        let (v, most) = group::<GROUP>(x, g);
+        let (v, most) = group(x, g, &mut padded);
         let inverse = inverse_step(largest, most);
         let mut total = 0i32;
-        for (q, v) in q.iter_mut().zip(&v) {
+        for (q, v) in q.iter_mut().zip(v) {
             let code = rint_i32(v * inverse);
             // Wraps only for codes of NaN, which the scale reveals.
             total = total.wrapping_add(code);
