@@ -430,8 +430,15 @@ def test_files_that_cannot_be_used(quantspec: Run, tmp_path: Path, f16: Path) ->
 def test_a_split_model_is_named_by_its_first_part() -> None:
     names = ["b-Q8_0.gguf", "README.md", "a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf", "mmproj-x.gguf"]
     assert models([*names, "x-imatrix.gguf"]) == ["a/x-00001-of-00002.gguf", "b-Q8_0.gguf"]
+    assert models(names[3:]) == ["a/x-00001-of-00002.gguf"]
     assert parts("a/x-00001-of-00002.gguf") == ["a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf"]
     assert parts("b.gguf") == ["b.gguf"]
+
+
+def test_a_missing_first_part_is_named(quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "x-00002-of-00002.gguf").write_bytes(b"GGUF")
+    for command in (["run", "--text", "x"], ["plan"]):
+        quantspec(*command, "-m", str(tmp_path)).assert_error(1, "x-00001-of-00002.gguf is missing", "incomplete")
 
 
 def test_the_fingerprint_of_a_split_model_is_of_all_parts(tmp_path: Path) -> None:

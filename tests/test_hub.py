@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -297,6 +298,7 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
         ("./nowhere", "does not exist"),
         ("/no/such/place", "does not exist"),
         ("a/b/c", "does not exist"),
+        ("model.Q8_0.gguf", "model file model.Q8_0.gguf does not exist"),
         ("~nobody/x", "does not exist"),
         ("owner/..", "does not exist"),
         ("https://huggingface.co/owner/model", "give a hub id such as owner/name"),
@@ -488,6 +490,34 @@ def test_a_downloaded_gguf_file_needs_no_network(server: Hub, resolve: Callable[
     resolve("owner/model:Q8_0")
     for model in ("owner/model:Q8_0", "owner/model"):
         assert resolve(model, endpoint=nowhere).endswith(f"{SHA}/x.Q8_0.gguf")
+    absent = resolve("owner/model:Q4_0", endpoint=nowhere)
+    assert "has no GGUF file called Q4_0 of owner/model, and the hub cannot be reached" in absent
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_weights_that_are_not_in_the_cache_are_no_fault_of_the_hub(
+    resolve: Callable[..., str], tmp_path: Path, listed: bool
+) -> None:
+    """`listed`: the library knows all files of the repository, as recent versions do."""
+    resolve("owner/model", function="describe")
+    if not listed:
+        for place in tmp_path.rglob("trees"):
+            shutil.rmtree(place)
+    known = any(tmp_path.rglob("trees"))
+    nowhere = "http://127.0.0.1:9"
+    for model, what in (
+        (
+            "owner/model",
+            "only a part of model owner/model is in the cache" if known else "has no weights of owner/model",
+        ),
+        ("owner/model:Q8_0", "has no GGUF file called Q8_0 of owner/model"),
+    ):
+        assert what in (answer := resolve(model, "--offline")), answer
+        assert "leave out --offline" in answer
+        assert what in (answer := resolve(model, endpoint=nowhere)), answer
+        assert "and the hub cannot be reached" in answer
+    assert resolve("owner/model:Q8_0", function="describe").startswith("no GGUF file of owner/model:Q8_0")
+    assert resolve("owner/model").endswith(SHA)
 
 
 @pytest.mark.slow

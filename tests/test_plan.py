@@ -600,8 +600,11 @@ def test_a_gguf_file_of_the_hub_is_not_downloaded(
     (tmp_path / "repository").mkdir()
     (tmp_path / "repository/model-Q8_0.gguf").write_bytes(b"GGUF")
     fetched = hub_of(tmp_path / "repository")
-    for name in ("owner/model", "owner/model:Q8_0"):
-        quantspec("plan", "-m", name, "--device", "cpu").assert_error(1, "no config.json", "no GGUF file of it")
+    for name, words in (
+        ("owner/model", ["no config.json", "no GGUF file of it"]),
+        ("owner/model:Q8_0", ["no GGUF file"]),
+    ):
+        quantspec("plan", "-m", name, "--device", "cpu").assert_error(1, name, *words)
     assert fetched == []
 
 

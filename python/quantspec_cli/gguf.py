@@ -77,18 +77,19 @@ ENDS = (
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The models among file names, each by its only or first file; projectors and quantisers' statistics are excluded."""
-    found = []
+    """The models among file names, each by its only or first file, even if there are only others of its files; projectors and
+    quantisers' statistics are excluded.
+    """
+    found = set()
     for name in names:
-        part, base = _PART.search(name), name.rpartition("/")[2].lower()
-        later = part is not None and int(part[1]) != 1
-        if base.endswith(SUFFIX) and not later and "mmproj" not in base and "imatrix" not in base:
-            found.append(name)
+        base = name.rpartition("/")[2].lower()
+        if base.endswith(SUFFIX) and "mmproj" not in base and "imatrix" not in base:
+            found.add(parts(name)[0])
     return sorted(found)
 
 
 def parts(name: str) -> list[str]:
-    """All files of a model, given the first."""
+    """All files of a model, given one of them."""
     part = _PART.search(name)
     if part is None:
         return [name]

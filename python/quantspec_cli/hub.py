@@ -140,13 +140,14 @@ def _resolve(
         return demo()
     name, _, pinned = model.partition("@")
     repository, colon, wanted = name.partition(":")
+    what = "file" if model.lower().endswith(gguf.SUFFIX) else "directory"
     if (
         not _HUB_ID.fullmatch(repository)
         or "--" in repository
         or ".." in repository
         or (colon and wanted[:1] in {"", "/"})
+        or (what == "file" and "/" not in repository)
     ):
-        what = "file" if model.lower().endswith(gguf.SUFFIX) else "directory"
         raise ModelError(
             f"model {what} {model} does not exist",
             "check the path, or give a hub id such as owner/name",
@@ -174,7 +175,9 @@ def _described(
         raise
     except ModelError as error:
         raise ModelError(
-            f"{model} on the hub has no config.json, and no GGUF file of it has been downloaded",
+            f"no GGUF file of {model} has been downloaded"
+            if wanted
+            else f"{model} on the hub has no config.json, and no GGUF file of it has been downloaded",
             "name the repository of the model that it was made of, or download it first",
             option="model",
         ) from error
@@ -186,13 +189,17 @@ def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *,
         directory = _fetch(model, repository, revision, FILES, offline=offline, progress=progress)
         if any(files.is_file(directory / weights) for weights in _WEIGHTS):
             return directory
-    names = gguf.models(_names(model, repository, revision, offline=offline))
+    known, from_cache = _names(model, repository, revision, offline=offline)
+    names = gguf.models(known)
     if wanted:
         names = [name for name in names if _is_called(name, wanted)]
     if names:
         chosen = _only(repository, names, f"{repository}:NAME with a part of its name, such as Q8_0")
         folder = _fetch(model, repository, revision, gguf.parts(chosen), offline=offline, progress=progress)
-        return folder / chosen
+        return _present(folder / chosen)
+    if from_cache and (wanted or not any(name.endswith(".safetensors") for name in known)):
+        what = f"no GGUF file called {wanted}" if wanted else "no weights"
+        raise _not_in_cache(f"the cache {cache()} has {what} of {repository}", offline=offline or _is_offline())
     if wanted:
         raise ModelError(f"{repository} has no GGUF file called {wanted}", "check its files on the hub", option="model")
     if not files.is_file(directory / "config.json"):
@@ -211,9 +218,16 @@ def _weights_of(model: str, directory: Path) -> Path:
         names = gguf.models(os.listdir(directory))
     except OSError as error:
         raise files.unreadable(directory, error) from error
-    return (
-        directory / _only(model, names, f"one of these files, such as {directory / names[0]}") if names else directory
-    )
+    if not names:
+        return directory
+    return _present(directory / _only(model, names, f"one of these files, such as {directory / names[0]}"))
+
+
+def _present(path: Path) -> Path:
+    """A GGUF file, if it is there: of a split model, some later part may be there alone."""
+    if not files.is_file(path):
+        raise ModelError(f"{path} is missing", "the download is incomplete; fetch the missing file", option="model")
+    return path
 
 
 def _only(place: str, names: list[str], choice: str) -> str:
@@ -277,12 +291,12 @@ def _fetch(
 ) -> Path:
     """Downloads the files of a repository that match these patterns. Returns their folder."""
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not progress:
         disable_progress_bars()
-    offline = offline or bool(constants.HF_HUB_OFFLINE)
+    offline = offline or _is_offline()
     with _download_errors(model, repository, revision, offline=offline):
         directory = background.run(
             lambda: snapshot_download(
@@ -296,23 +310,39 @@ def _fetch(
     return Path(directory)
 
 
-def _names(model: str, repository: str, revision: str | None, *, offline: bool) -> list[str]:
-    """Names of the files of a repository; of those in the cache if it is offline or cannot be reached."""
-    _check_endpoint(os.environ.get("HF_ENDPOINT"))
-    from huggingface_hub import HfApi, constants
+def _is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set."""
+    return bool(hub_settings().HF_HUB_OFFLINE)
 
-    if not (offline or constants.HF_HUB_OFFLINE):
+
+def _names(model: str, repository: str, revision: str | None, *, offline: bool) -> tuple[list[str], bool]:
+    """Names of the files of a repository; of those in the cache, and true, if it is offline or cannot be reached."""
+    _check_endpoint(os.environ.get("HF_ENDPOINT"))
+    from huggingface_hub import HfApi
+
+    if not (offline or _is_offline()):
         with _download_errors(model, repository, revision, offline=False):
             try:
                 found = background.run(
                     lambda: HfApi(library_name="quantspec").model_info(repository, revision=revision)
                 )
-                return [file.rfilename for file in found.siblings or []]
+                return [file.rfilename for file in found.siblings or []], False
             except Exception as error:
                 if not _is_broken(error):
                     raise
     folder = _fetch(model, repository, revision, [], offline=offline, progress=False)
-    return [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    return [str(path.relative_to(folder)) for path in folder.rglob("*")], True
+
+
+def _not_in_cache(message: str, *, offline: bool) -> ModelError:
+    """The error for files that are not in the cache, if the hub is not to be asked or cannot be reached."""
+    if offline:
+        return ModelError(message, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory", option="model")
+    return ModelError(
+        f"{message}, and the hub cannot be reached",
+        "check the network, HTTPS_PROXY and HF_ENDPOINT, or give a directory with the model's files",
+        option="model",
+    )
 
 
 @contextmanager
@@ -341,16 +371,10 @@ def _download_errors(model: str, repository: str, revision: str | None, *, offli
     except errors.HFValidationError as error:
         raise ModelError(f"{model} is no valid hub id", "a hub id looks like owner/name", option="model") from error
     except errors.LocalEntryNotFoundError as error:
-        where = f"model {model} is neither a directory nor in the cache {cache()}"
-        if offline:
-            raise ModelError(
-                where, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory", option="model"
-            ) from error
-        raise ModelError(
-            f"{where}, and the hub cannot be reached",
-            "check the network, HTTPS_PROXY and HF_ENDPOINT, or give a directory with the model's files",
-            option="model",
-        ) from error
+        # Recent versions of the library know which files of a repository are missing.
+        partly = type(error).__name__ == "IncompleteSnapshotError"
+        where = f"only a part of model {model} is" if partly else f"model {model} is neither a directory nor"
+        raise _not_in_cache(f"{where} in the cache {cache()}", offline=offline) from error
     except OSError as error:
         raise _refused(model, error) from error
     except (QuantspecError, MemoryError):
