@@ -73,7 +73,9 @@ def test_every_form_of_rows_is_read(compare: Callable[..., Outcome]) -> None:
 
 
 def test_models_of_one_file_each_need_no_common_name(compare: Callable[..., Outcome]) -> None:
-    assert len(compare([ROW], [ROW | {"model": "/a/copy"}], "--json").json) == 1
+    outcome = compare([ROW], [ROW | {"model": "/a/copy"}], "--json")
+    assert len(outcome.json) == 1
+    assert outcome.stderr == "note: model is demo in A and /a/copy in B\n"
     two = [ROW, ROW | {"model": "other"}]
     assert [row["model"] for row in compare(two, two, "--json").json] == ["demo", "other"]
 

@@ -39,6 +39,7 @@ KEY = (
 # Fields that may differ between the files, and explain a difference of speed.
 CONDITIONS = (
     "quantspec",
+    "model",
     "device_name",
     "simd",
     "threads",
