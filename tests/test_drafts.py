@@ -147,14 +147,18 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
 def test_doctor_shows_path_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 0, "bytes": 0}
     quantspec(*COMMAND)
-    size = the_file(folder).stat().st_size
+    kept = the_file(folder)
+    size = kept.stat().st_size
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
-    assert f"draft cache {folder}: 1 model, " in quantspec("doctor").stdout
+    assert f"draft cache {folder}: 1 file, " in quantspec("doctor").stdout
     # An unreadable or non-regular file does not hide the others.
     (folder / "gone.draft").symlink_to(folder / "nothing")
     (folder / "folder.draft").mkdir()
     os.mkfifo(folder / "pipe.draft")
     (folder / "other").write_text("x")
+    # `quantspec cache` would not list these either.
+    (folder / "foreign.draft").write_text("x")
+    (folder / "link.draft").symlink_to(kept)
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", f"{folder}\x1b[2J")
     assert "\x1b" not in quantspec("doctor").stdout

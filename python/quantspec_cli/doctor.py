@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import suppress
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, hub, render, settings, sizes
-from .errors import QuantspecError, native_errors, one_line
+from . import __version__, cache, hub, render, settings, sizes
+from .errors import FileError, QuantspecError, native_errors, one_line
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
@@ -96,26 +95,23 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def _draft_cache() -> dict[str, Any] | None:
-    """Folder and contents of the draft-weight cache; None if the cache is off."""
+    """Folder and contents of the draft-weight cache; None if the cache is off. An unreadable folder counts as empty."""
     folder = settings.draft_cache()
     if folder is None:
         return None
-    sizes = []
-    # A missing or unreadable folder or entry counts as empty.
-    with suppress(OSError):
-        for path in folder.iterdir():
-            with suppress(OSError):
-                if path.suffix == ".draft" and S_ISREG((found := path.stat()).st_mode):
-                    sizes.append(found.st_size)
-    return {"path": str(folder), "files": len(sizes), "bytes": sum(sizes)}
+    found: dict[str, Any] = {"files": [], "bytes": 0}
+    with suppress(FileError):
+        found = cache.listing(folder)
+    return {"path": str(folder), "files": len(found["files"]), "bytes": found["bytes"]}
 
 
-def _drafts(cache: dict[str, Any] | None) -> str:
-    if cache is None:
+def _drafts(kept: dict[str, Any] | None) -> str:
+    if kept is None:
         said = os.environ.get("QUANTSPEC_DRAFT_CACHE") == "off"
         return "off: " + ("QUANTSPEC_DRAFT_CACHE is off" if said else "no home directory is known")
-    models = "model" if cache["files"] == 1 else "models"
-    return f"{one_line(cache['path'])}: {cache['files']} {models}, {render.size(cache['bytes'])}; safe to delete"
+    return (
+        f"{one_line(kept['path'])}: {render.count(kept['files'], 'file')}, {render.size(kept['bytes'])}; safe to delete"
+    )
 
 
 def _versions() -> dict[str, str]:
