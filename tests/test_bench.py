@@ -18,7 +18,7 @@ import pytest
 from conftest import copy_demo
 
 from quantspec_cli import _native, hub, render
-from quantspec_cli.bench import grid, samples
+from quantspec_cli.bench import grid, samples, tables
 from quantspec_cli.bench import measure as measuring
 from quantspec_cli.bench.grid import Method
 from quantspec_cli.bench.samples import Sample
@@ -331,6 +331,14 @@ def test_different_tokens_are_an_error() -> None:
     runs[Method("kv4", "int8", 4)] = run([1, 2], [3, 5])
     with pytest.raises(InternalError, match="kv4 and ar emitted different tokens from the int8 target"):
         samples.check_equal(runs)
+
+
+def test_csv_has_fields_of_one_value() -> None:
+    text = io.StringIO()
+    table = tables.Csv(text)
+    table.row({"method": "auto", "rounds_by_method": {"ar": 1}, "samples_ms_per_token": [1.0], "speedup": None})
+    table.close()
+    assert text.getvalue() == "method,speedup\nauto,\n"
 
 
 @pytest.mark.parametrize(

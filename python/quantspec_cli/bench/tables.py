@@ -55,7 +55,7 @@ class Json:
 
 
 class Csv:
-    """A header and one line per measurement; lists are omitted, inapplicable fields are empty."""
+    """A header and one line per measurement; lists and objects are omitted, inapplicable fields are empty."""
 
     def __init__(self, sink: output.Sink) -> None:
         self._sink = sink
@@ -63,7 +63,7 @@ class Csv:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Collects a measurement; the header has the columns of all."""
-        self._rows.append({name: value for name, value in row.items() if not isinstance(value, list)})
+        self._rows.append({name: value for name, value in row.items() if not isinstance(value, list | dict)})
 
     def close(self) -> None:
         """Writes the table."""
