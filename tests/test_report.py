@@ -280,6 +280,12 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
     assert page.titles[1] == "Acceptance by pages"
     for scores in found["page_choices"].values():
         assert all(f"{score['acceptance']:.1%}" in page.text for score in scores.values())
+    found = quantspec("eval", *flags, "--decode", "20", "--depths", "5,300", "--draft-pages", "2", "--json").json
+    page = parsed(place.read_text())
+    assert page.titles[2:4] == ["Tokens per round after 5", "Tokens per round after 300"]
+    for row in found["decoded"]:
+        cells = [render.percent(row["acceptance_rate"]), *(f"{tokens:.2f}" for tokens in row["tokens_per_round"])]
+        assert "".join(cells) in page.text, row
     assert quantspec("eval", *flags, "--k-axis", "token").code == 0
     assert "keys by token, values by token, groups of 128, rounding balanced" in parsed(place.read_text()).text
 

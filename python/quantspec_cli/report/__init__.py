@@ -101,6 +101,7 @@ def evaluation(found: Row) -> str:
         if names
         else None,
         *_acceptance_by_pages(found.get("page_choices", {})),
+        *_tokens_per_round(found.get("decoded", ())),
         *_sensitivity(found.get("sensitivity", {})),
         *_divergence(found["targets"]),
         _views(found["targets"]),
@@ -153,7 +154,7 @@ def batch(document: Row, engine: Row) -> str:
                 shown=render.seconds,
             )
         )
-        sections += _acceptance_by_position([(document["model"], stats["acceptance_rate_per_position"])])
+        sections += _acceptance_by_position([(document["model"], stats["acceptance_rate_per_position"])], of="model")
         sections += _memory({document["model"]: stats}, "Memory of the engine.")
     results = document["results"]
     listed = results[:DOCUMENTS_MAX]
@@ -344,6 +345,36 @@ def _acceptance_by_pages(choices: Mapping[str, Mapping[str, Row]]) -> list[Secti
     return [Section("Acceptance by pages", text, chart, names, _table("pages", list(choices), series, render.percent))]
 
 
+def _tokens_per_round(decoded: Sequence[Row]) -> list[Section]:
+    """Tokens of a round of every drafter by γ, for each context."""
+    sections = []
+    for depth in dict.fromkeys(row["depth"] for row in decoded):
+        rows = {
+            row["method"] + ("" if row["draft_pages"] == "all" else f", {row['draft_pages']} pages"): row
+            for row in decoded
+            if row["depth"] == depth
+        }
+        chart = lines(
+            [
+                (name, [(float(at), of) for at, of in enumerate(row["tokens_per_round"], 1)])
+                for name, row in rows.items()
+            ],
+            x_title="γ, drafted tokens per round",
+            y_title="tokens per round",
+        )
+        longest = max(len(row["tokens_per_round"]) for row in rows.values())
+        table = Table(
+            ["method", "accepted", *(f"γ {gamma}" for gamma in range(1, longest + 1))],
+            [
+                [name, render.percent(row["acceptance_rate"]), *(f"{of:.2f}" for of in row["tokens_per_round"])]
+                for name, row in rows.items()
+            ],
+        )
+        text = "Tokens that a round emits. Accepted is the share of all tokens of the longest drafts."
+        sections.append(Section(f"Tokens per round after {depth:,}", text, chart, list(rows), table))
+    return sections
+
+
 def _longest_drafts(rows: Sequence[Row]) -> list[tuple[str, Sequence[float] | None]]:
     """For each method and context, the row with the longest drafts and its acceptance by position."""
     found: dict[str, tuple[str, Sequence[float]]] = {}
@@ -355,7 +386,9 @@ def _longest_drafts(rows: Sequence[Row]) -> list[tuple[str, Sequence[float] | No
     return list(found.values())
 
 
-def _acceptance_by_position(drafted: Sequence[tuple[str, Sequence[float] | None]]) -> list[Section]:
+def _acceptance_by_position(
+    drafted: Sequence[tuple[str, Sequence[float] | None]], *, of: str = "method"
+) -> list[Section]:
     found = [(name, rates) for name, rates in drafted if rates]
     if not found:
         return []
@@ -369,7 +402,7 @@ def _acceptance_by_position(drafted: Sequence[tuple[str, Sequence[float] | None]
     )
     longest = max(len(rates) for _, rates in found)
     table = Table(
-        ["method", *(str(at) for at in range(1, longest + 1))],
+        [of, *(str(at) for at in range(1, longest + 1))],
         [[name, *map(render.percent, rates), *["-"] * (longest - len(rates))] for name, rates in found],
     )
     text = "Share of rounds whose token at that position was kept; rounds that drafted fewer count as not kept."
