@@ -77,8 +77,8 @@ ENDS = (
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The models among file names, each by its only or first file, even if there are only others of its files; projectors and
-    quantisers' statistics are excluded.
+    """The models among file names, each by its only or first file, which may itself be missing; projectors and quantisers'
+    statistics are excluded.
     """
     found = set()
     for name in names:

@@ -72,11 +72,18 @@ const OTHERS: &[(u32, &str)] = &[
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),
+    (27, "I64"),
     (28, "F64"),
     (29, "IQ1_M"),
+    // llama.cpp has removed these three; it rearranges Q4_0 at load.
+    (31, "Q4_0_4_4"),
+    (32, "Q4_0_4_8"),
+    (33, "Q4_0_8_8"),
     (34, "TQ1_0"),
     (35, "TQ2_0"),
     (39, "MXFP4"),
+    (40, "NVFP4"),
+    (41, "Q1_0"),
 ];
 
 impl Encoding {

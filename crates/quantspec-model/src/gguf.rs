@@ -9,7 +9,7 @@
 //! metadata are read only on request, so a vocabulary of 150,000 tokens costs nothing while loading weights.
 
 use crate::blocks::Encoding;
-use crate::safetensors::{damaged, read_at, shown, unreadable};
+use crate::safetensors::{LFS_POINTER, damaged, no_content, read_at, shown, unreadable};
 use quantspec_core::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -518,7 +518,11 @@ impl<'a> Cursor<'a> {
 
 /// Checks magic and version; returns the number of tensors.
 fn header(cursor: &mut Cursor) -> Result<u64> {
-    if cursor.length < 4 || &cursor.take::<4>()? != b"GGUF" {
+    let magic = if cursor.length < 4 { [0; 4] } else { cursor.take()? };
+    if LFS_POINTER.starts_with(&magic) {
+        return Err(no_content(cursor.name));
+    }
+    if &magic != b"GGUF" {
         return Err(Error::model(
             format!("{} is not a GGUF file", cursor.name),
             "give a GGUF file, a directory with config.json and model.safetensors, or a hub id",

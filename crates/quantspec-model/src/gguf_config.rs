@@ -316,6 +316,9 @@ impl Fields<'_> {
 
     fn size(&self, name: &str, range: RangeInclusive<usize>) -> Result<Option<usize>> {
         let Some(value) = self.get(name) else { return Ok(None) };
+        if let Value::List { .. } = value {
+            return Err(self.unsupported(&format!("metadata {} by layer", self.key(name))));
+        }
         let whole = value.whole().and_then(|whole| usize::try_from(whole).ok()).filter(|whole| range.contains(whole));
         let wanted = || format!("a whole number from {} to {}", range.start(), range.end());
         whole.map(Some).ok_or_else(|| self.gguf.wrong(&self.key(name), &wanted()))

@@ -27,6 +27,9 @@ const ENTRY_BYTES_MAX: usize = 4096;
 /// Most dimensions of a tensor; weights of these networks have 2.
 const DIMENSIONS_MAX: usize = 8;
 
+/// The first bytes of the text that a clone without Git LFS has in place of a large file.
+pub(crate) const LFS_POINTER: &[u8; 8] = b"version ";
+
 /// Element types of the format, with their bits.
 const DTYPES: [(&str, u64); 20] = [
     ("BF16", 16),
@@ -135,6 +138,9 @@ impl SafeTensors {
         let failed = |error: std::io::Error| unreadable(&name, &error);
         let mut prefix = [0; 8];
         source.read(&mut prefix, 0).map_err(failed)?;
+        if &prefix == LFS_POINTER {
+            return Err(no_content(&name));
+        }
         let header_bytes = u64::from_le_bytes(prefix);
         if header_bytes > length - 8 {
             return Err(damaged(&name, &format!("claims a header of {header_bytes} bytes but is {length} bytes long")));
@@ -193,6 +199,14 @@ pub(crate) fn damaged(file: &str, what: &str) -> Error {
     Error::model(
         format!("{file} {what}"),
         "the file is damaged or its download is incomplete; fetch it again and compare its hash",
+    )
+}
+
+/// The error for a file that begins with [`LFS_POINTER`].
+pub(crate) fn no_content(file: &str) -> Error {
+    Error::model(
+        format!("{file} is a pointer of Git LFS, not the weights"),
+        "fetch them with git lfs pull, or give the hub id",
     )
 }
 

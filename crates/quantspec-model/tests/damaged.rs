@@ -228,6 +228,7 @@ fn damaged_weights() {
     let mut cases: Vec<(Vec<u8>, &str)> = vec![
         (Vec::new(), "is 0 bytes long"),
         (valid[..7].to_vec(), "is 7 bytes long"),
+        (b"version https://git-lfs.github.com/spec/v1\n".to_vec(), "is a pointer of Git LFS"),
         (valid[..200].to_vec(), "claims a header of"),
         (valid[..valid.len() - 1].to_vec(), "that ends at byte"),
         ([valid.clone(), vec![0; 3]].concat(), "has 3 bytes after its last tensor"),

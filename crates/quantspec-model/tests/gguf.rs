@@ -484,6 +484,7 @@ fn unimplemented_features_are_refused_by_name() {
         ("llama.attention.sliding_window", u32_value(32), "sliding-window attention (32 of 64 tokens)"),
         ("llama.rope.scaling.type", text_value("longrope"), "RoPE scaling \"longrope\""),
         ("llama.attention.causal", Value(7, vec![0]), "attention to later tokens"),
+        ("llama.attention.head_count_kv", texts_value(&["1"]), "metadata llama.attention.head_count_kv by layer"),
     ] {
         refused(&llama().with(key, Some(value)), expected);
     }
@@ -491,8 +492,10 @@ fn unimplemented_features_are_refused_by_name() {
     file.tensors.push(Tensor("blk.0.attn_sinks.weight".to_string(), vec![2], 0, floats(2)));
     refused(&file, "tensor \"blk.0.attn_sinks.weight\" is no part of a llama network");
     let mut file = llama();
-    file.tensor("blk.0.ffn_up.weight").2 = 23;
-    refused(&file, "of type IQ4_XS, which is not supported");
+    for (number, name) in [(23, "IQ4_XS"), (31, "Q4_0_4_4"), (40, "NVFP4")] {
+        file.tensor("blk.0.ffn_up.weight").2 = number;
+        refused(&file, &format!("of type {name}, which is not supported"));
+    }
 }
 
 #[test]
@@ -504,7 +507,8 @@ fn metadata_of_wrong_type_or_value_is_refused() {
         ("llama.block_count", u32_value(0), "llama.block_count that is 0, not a whole number from 1 to 1024"),
         ("llama.embedding_length", Value(11, i64::MIN.to_le_bytes().to_vec()), sizes),
         ("llama.context_length", Value(10, u64::MAX.to_le_bytes().to_vec()), sizes),
-        ("llama.attention.head_count_kv", texts_value(&["1"]), "head_count_kv that is a list, not"),
+        ("llama.attention.head_count_kv", text_value("1"), "head_count_kv that is a text, not"),
+        ("llama.rope.freq_base", texts_value(&["1"]), "freq_base that is a list, not a number"),
         ("llama.attention.head_count", u32_value(3), "head_count_kv that is 2, not a divisor of 3"),
         ("llama.attention.layer_norm_rms_epsilon", f32_value(f32::NAN), "that is NaN, not a number from"),
         ("llama.rope.freq_base", f32_value(0.1), "llama.rope.freq_base that is 0.1, not a number from 1 to"),
@@ -537,6 +541,7 @@ fn damaged_files_are_refused() {
     let valid = llama().bytes();
     refused_bytes(b"", "is not a GGUF file");
     refused_bytes(&[b"GGML", &valid[4..]].concat(), "is not a GGUF file");
+    refused_bytes(b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS");
     refused_bytes(&[b"GGUF", &1u32.to_le_bytes(), &valid[8..]].concat(), "is a GGUF file of version 1");
     refused_bytes(&[b"GGUF", &3u32.to_be_bytes(), &valid[8..]].concat(), "is a big-endian GGUF file");
     let with = |at: usize, number: u64| [&valid[..at], &number.to_le_bytes(), &valid[at + 8..]].concat();
