@@ -402,6 +402,12 @@ def test_penalties_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Pa
     assert engine.model.sampling_defaults == {"repetition_penalty": 1.05, "no_repeat_ngram": 4}
 
 
+def test_help_names_the_penalties_of_small_models(quantspec: Run) -> None:
+    shown = " ".join(quantspec("run", "--help").stdout.split())
+    for value in instruct._OF_SMALL.values():
+        assert f"{value:g} for small models" in shown
+
+
 def test_small_models_that_recommend_nothing_are_penalised(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,13 +275,14 @@ def sampling_flags(command: Command) -> Command:
             type=float,
             default=1.0,
             help="Divide positive logits of tokens in prompt or answer by this, multiply negative ones; 1 is off.  "
-            "[default: 1; with a chat template, from generation_config.json]",
+            "[default: 1; with a chat template, from generation_config.json, or 1.05 for small models]",
         ),
         click.option(
             "--frequency-penalty",
             type=float,
             default=0.0,
-            help="Subtract this from a token's logit per occurrence in the answer.  [default: 0]",
+            help="Subtract this from a token's logit per occurrence in the answer.  [default: 0; with a chat template, "
+            "0.6 for small models]",
         ),
         click.option(
             "--presence-penalty",
