@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import drafters, output, prompts, render, report, settings
+from . import eval_decode, output, prompts, render, report, settings
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
@@ -91,7 +91,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
     """Prints the scores; the caller prints those of `--json`."""
     _check(arguments)
     budgets = _budgets(arguments.draft_pages)
-    decoded = drafters.Arguments.of(
+    decoded = eval_decode.Arguments.of(
         arguments.decode,
         arguments.depths,
         context=arguments.context,
@@ -117,7 +117,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
         )
         name = "sample.txt" if arguments.prompt is None else document.name
         ids = _tokens(model, document.text, name, arguments)
-        text = [] if decoded is None else drafters.ids_of(model, name, document.text, decoded)
+        text = [] if decoded is None else eval_decode.ids_of(model, name, document.text, decoded)
         found = {
             "model": model.name,
             "prompt": name,
@@ -126,7 +126,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
             **_scores(model, ids, arguments, options, budgets),
         }
         if decoded is not None:
-            found["decoded"] = drafters.scores(model, text, decoded, options)
+            found["decoded"] = eval_decode.scores(model, text, decoded, options)
         scores = "\n".join(lines(found)) + "\n"
         if file is not None:
             file.write(scores)
@@ -300,7 +300,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     for pages, choices in found.get("page_choices", {}).items():
         report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
         report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
-    return report + drafters.lines(found.get("decoded", ()))
+    return report + eval_decode.lines(found.get("decoded", ()))
 
 
 def _by_layer(sensitivity: dict[str, Any]) -> list[str]:
