@@ -19,6 +19,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from . import sentencepiece
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -139,12 +141,7 @@ def _keeps_text(step: dict[str, Any], is_byte_level: bool) -> bool:
 
 
 def _sentencepiece(token: str) -> bytes:
-    if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return _with_spaces(token)
+    return sentencepiece.byte_of(token) or _with_spaces(token)
 
 
 def _with_spaces(text: str) -> bytes:

@@ -7,6 +7,7 @@ derived models use its BPE kind. The message is parsed here, as only ten of its 
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,14 @@ class Vocabulary:
 
         inner.add_special_tokens(added(Kind.UNKNOWN, Kind.CONTROL, special=True))
         inner.add_tokens(added(Kind.USER_DEFINED, special=False))
+
+
+def byte_of(token: str) -> bytes | None:
+    """The byte of a token such as <0x0A>; None for other tokens."""
+    if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
+        with suppress(ValueError):
+            return bytes([int(token[3:5], 16)])
+    return None
 
 
 def bpe(

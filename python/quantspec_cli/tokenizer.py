@@ -320,17 +320,14 @@ def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], 
         for step in steps
     )
 
-    def sentencepiece(token: str) -> bytes:
-        if fallback and len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes([int(token[3:5], 16)])
-            except ValueError:
-                pass
+    def replaced(token: str) -> bytes:
+        if fallback and (byte := sentencepiece.byte_of(token)) is not None:
+            return byte
         for pattern, content in replacements:
             token = token.replace(pattern, content) if pattern else token
         return token.encode()
 
-    return sentencepiece, strips
+    return replaced, strips
 
 
 def _byte_level(token: str) -> bytes:
