@@ -21,14 +21,20 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 
-# Weights, configuration and tokenizer. Excludes code, pickles, and the second copy of the weights in some repositories.
-FILES = [
+# Files that a plan needs.
+DESCRIPTION = [
     "config.json",
     "generation_config.json",
-    # Quantised models whose config.json does not say so have one of these. Old GPTQ models call the weights so.
+    # Quantised models whose config.json does not say so have one of these.
     "quantize_config.json",
     "quant_config.json",
     "hf_quant_config.json",
+]
+
+# Weights, configuration and tokenizer. Excludes code, pickles, and the second copy of the weights in some repositories.
+FILES = [
+    *DESCRIPTION,
+    # Old GPTQ models call the weights so.
     "gptq_model-*.safetensors",
     # Downloaded so that a model with an adapter is refused.
     "adapter_config.json",
@@ -46,15 +52,6 @@ FILES = [
     "chat_template.jinja",
     # That of some models with a vision tower.
     "chat_template.json",
-]
-
-# Files that a plan needs.
-DESCRIPTION = [
-    "config.json",
-    "generation_config.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
 ]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
