@@ -12,6 +12,7 @@ from . import documents, mapreduce, prompts
 from .errors import DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
 from .model import Written
 from .predict import PAGE_TOKENS
+from .slots import BeyondMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -29,10 +30,6 @@ KEPT_BYTES = 64 << 20
 
 # Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
-
-
-class BeyondMemoryError(DoesNotFitError):
-    """A document needs more memory than there is here and now: unlike other failures, this one is not remembered."""
 
 
 class Prefixes:

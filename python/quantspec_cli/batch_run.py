@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__, batch_view, hub, mapreduce, output, render, report, sources
 from .batch_plan import examined, longest, room
-from .batch_reader import OF_DOCUMENT, BeyondMemoryError
+from .batch_reader import OF_DOCUMENT
 from .batch_work import RunningCall
 from .cluster import Cluster, WorkerSpec
 from .engine import Engine
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, FileError, QuantspecError, internal, one_line
 from .generation import Generation, Stream
-from .slots import Opening
+from .slots import BeyondMemoryError, Opening
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,8 +119,8 @@ class Run:
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._workers: list[threading.Thread] = []
-        # Places of the threads of all documents' parts.
-        self._places = threading.Semaphore(0)
+        # Threads that the parts of all documents may still start.
+        self._part_threads = threading.Semaphore(0)
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
         self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
@@ -213,7 +213,7 @@ class Run:
         # Two threads for each slot: when a slot becomes free, the next prompt has been read and encoded, so that the engine
         # does not wait for a tokenizer or a disk.
         threads = parallel if isinstance(engine, Cluster) else 2 * parallel
-        self._places.release(threads)
+        self._part_threads.release(threads)
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
             for _ in range(threads)
@@ -310,12 +310,12 @@ class Run:
                 answer.set_exception(error)
                 failed.set()
             finally:
-                self._places.release()
+                self._part_threads.release()
 
         for part in parts:
-            self._places.acquire()
+            self._part_threads.acquire()
             if failed.is_set():
-                self._places.release()
+                self._part_threads.release()
                 break
             answers.append(Future())
             threads.append(threading.Thread(target=work, args=(part, answers[-1]), name="quantspec-part", daemon=True))

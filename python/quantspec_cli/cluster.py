@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
-from .batch_plan import PARALLEL
-from .batch_reader import BeyondMemoryError
 from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
 from .model import Model, planned
+from .slots import PARALLEL, BeyondMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from .errors import native_errors
+from .errors import DoesNotFitError, native_errors
 from .predict import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
     # `model.planned` of a model, options and a device.
     PlanOf = Callable[..., dict[str, Any]]
+
+# Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences decode 1.4
+# to 1.6 times the tokens/s of 8 with quantspec, and 64 or 128 after 4,096 tokens 8 or 13 % more than 32
+# (docs/benchmarks.md). On a CPU 8 take 9 % less time than 4 for 16 short documents with their prompts, and 16 no less than
+# 8. Memory may allow fewer.
+PARALLEL = {"cpu": 8, "cuda": 32}
+
+
+class BeyondMemoryError(DoesNotFitError):
+    """A document needs more memory than there is here and now: unlike other failures, this one is not remembered."""
 
 
 class Opening:
