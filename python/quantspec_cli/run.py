@@ -276,16 +276,15 @@ def _decode(
     """
     interrupted = False
     failures: list[QuantspecError] = []
-    shown = contextlib.ExitStack()
     # Closed when the first text appears, so that no bar is inside an answer.
-    with shown:
-        bar = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
-        on_prefill = shown.enter_context(bar)
+    with contextlib.ExitStack() as bar:
+        progress = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
+        on_prefill = bar.enter_context(progress)
         batch = engine.start(prompts, options, on_prefill=on_prefill)
         try:
             for piece in output.until_failure(batch, failures):
                 if piece.text:
-                    shown.close()
+                    bar.close()
                 answers.push(piece.prompt, piece.text)
                 if piece.last:
                     answers.end(piece.prompt)
