@@ -280,8 +280,11 @@ def test_pages_are_a_mean_over_draft_steps() -> None:
         stats = {"drafted_tokens": drafted, "copied_tokens": copied, "draft_pages_mean": pages}
         return Sample(1.0, 1.0, (1.0, 1.0), processed=10, stats=stats)
 
-    assert samples.pages_mean([run(8, 2, 4.0), run(2, 0, 8.0), run(3, 3, None)]) == pytest.approx(5.0)
+    # The last run copied all its tokens, so it does not lower the mean.
+    runs = [run(8, 2, 4.0), run(2, 0, 8.0), run(3, 3, None)]
+    assert samples.pages_mean(runs) == pytest.approx(5.0)
     assert samples.pages_mean([run(0, 0, None)]) is None
+    assert measuring.Bench._pages_share({"pages": 20, "buffer_tokens": 0}, runs) == pytest.approx(5 / 20)
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:

@@ -13,7 +13,7 @@ from ..options import METHODS
 from ..options import Method as Drafting
 from ..text import Text
 from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, tests
-from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
+from .samples import Sample, bandwidth_share, check_equal, pages_mean, speculation, speedup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -253,22 +253,22 @@ class Bench:
         """Floating-point operations per emitted token: of verified rows, and of rows with which the model itself drafted."""
         visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
         matrix, attention = predict.row_flops(self._model.info, visible)
-        drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
         emitted = sum(run.processed for run in runs)
         proposed = sum(run.stats["drafted_tokens"] for run in runs) / emitted
         # Copies of earlier text are verified, and no network computed them.
         drafted = proposed - sum(run.stats["copied_tokens"] for run in runs) / emitted
         rounds = sum(run.stats["rounds"] for run in runs) / emitted
-        drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
-        operations: float = (proposed + rounds) * (matrix + attention) + drafted * drafting * drafts
+        operations: float = (proposed + rounds) * (matrix + attention)
+        if METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model:
+            share = 1.0 if method.draft_pages == "all" else self._pages_share(seen, runs)
+            operations += drafted * (matrix + attention * share)
         return operations
 
     @staticmethod
     def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
         """Share of the visible tokens that a draft with selected pages reads."""
-        mean = statistics.fmean(run.stats.get("draft_pages_mean") or 0.0 for run in runs)
         recent = seen["buffer_tokens"]
-        read = min(mean, seen["pages"]) * predict.PAGE_TOKENS + recent
+        read = min(pages_mean(runs) or 0.0, seen["pages"]) * predict.PAGE_TOKENS + recent
         share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
         return share
 
