@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quantspec_cli import _native
+from quantspec_cli.engine import Statistics
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -96,6 +97,12 @@ def test_speedups_of_the_readme_are_those_of_the_json() -> None:
     page = (ROOT / "README.md").read_text()
     assert re.findall(r"([\d.]+)×", page) == speedups
     assert f"up to {float(speedups[len(depths) - 1]):.1f} times faster" in page
+
+
+def test_the_page_names_every_field_of_stats() -> None:
+    table = (ROOT / "docs/json.md").read_text().split("| field of `stats` |")[1].split("\n\n")[0]
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert sorted(named) == sorted(Statistics.__annotations__)
 
 
 def test_code_that_a_design_page_names_exists() -> None:
