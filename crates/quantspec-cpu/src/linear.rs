@@ -165,7 +165,7 @@ enum Scratch {
 }
 
 impl Scratch {
-    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "the portable products need none"))]
+    #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "the portable kernels need none"))]
     fn new(simd: Simd, input: Input, m: usize) -> Scratch {
         match (simd, input) {
             #[cfg(target_arch = "x86_64")]

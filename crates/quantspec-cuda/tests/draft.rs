@@ -27,7 +27,7 @@ const MOST: usize = 2;
 fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<DraftGemms> {
     let draft = DraftGemms::new(device, head_dim).unwrap();
     if draft.is_none() {
-        eprintln!("SKIPPED: compute capability {} has no products of draft steps", device.info.compute_capability);
+        eprintln!("SKIPPED: compute capability {} has no fused GEMMs of draft steps", device.info.compute_capability);
     }
     draft
 }
@@ -456,6 +456,6 @@ fn under_load(kind: Kind) {
         };
         let alone = run();
         let differ = while_busy(&device, || (0..200).filter(|_| run() != alone).count());
-        assert_eq!(differ, 0, "{kind:?}: of 200 products of {rows} rows");
+        assert_eq!(differ, 0, "{kind:?}: of 200 GEMMs of {rows} rows");
     }
 }

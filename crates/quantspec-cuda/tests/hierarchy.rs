@@ -37,7 +37,7 @@ fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) 
     Matrix { buffer: matrix(device, w, n, k, dtype), dtype, n, k }
 }
 
-/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for their product with `planes`.
+/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for a GEMM with `planes`.
 fn inputs_of(
     hierarchies: &Hierarchies,
     device: &Arc<Device>,
@@ -341,7 +341,7 @@ fn other_work_changes_no_bit() {
                 };
                 let alone = run();
                 let differ = while_busy(&device, || (0..60).filter(|_| run() != alone).count());
-                assert_eq!(differ, 0, "of 60 products of {rows} rows, {n} x {k}, {reads:?}");
+                assert_eq!(differ, 0, "of 60 GEMMs of {rows} rows, {n} x {k}, {reads:?}");
             }
         }
     }

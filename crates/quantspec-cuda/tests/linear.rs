@@ -20,7 +20,7 @@ fn pitched(x: &[f32], rows: usize, k: usize, pitch: usize) -> Vec<f32> {
     out
 }
 
-/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for their product with `weights`.
+/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for a GEMM with `weights`.
 fn inputs_of(device: &Arc<Device>, linear: &Linear, weights: &Matrix, x: &[f32], rows: usize) -> Buffer {
     let (pitch, panels) = (weights.k.next_multiple_of(64), linear.panels_of(weights, rows));
     let on_device = upload(device, &x[..rows * pitch], weights.dtype);
@@ -88,7 +88,7 @@ fn check_full(shapes: &[(usize, usize)]) {
             let inputs = COUNTS.map(|rows| (rows, inputs_of(&device, &linear, &weights, &x_pitched, rows)));
             let y = invariant(&device, n, &COUNTS, |y, rows| {
                 let (_, x) = inputs.iter().find(|(count, _)| *count == rows).unwrap();
-                // SAFETY: x has that many rows, arranged as the product takes them, and y room for as many.
+                // SAFETY: x has that many rows, arranged as the GEMM takes them, and y room for as many.
                 unsafe { linear.run(&weights, x.at(0), y, rows) }.unwrap();
             });
             let rows = [0, 6, 30, most - 1];
@@ -150,7 +150,7 @@ fn check_draft(shapes: &[(usize, usize)]) {
             });
             let y = invariant(&device, n, &COUNTS, |y, rows| {
                 let (_, x8, xs) = inputs.iter().find(|(count, ..)| *count == rows).unwrap();
-                // SAFETY: x8 and xs have that many rows, arranged as the product takes them, and y room for as many.
+                // SAFETY: x8 and xs have that many rows, arranged as the GEMM takes them, and y room for as many.
                 unsafe { linear.run_quantised(&draft, x8.at(0), xs.at(0), y, rows) }.unwrap();
             });
             let (mut got, mut want) = (Vec::new(), Vec::new());
@@ -229,7 +229,7 @@ fn other_work_changes_no_bit() {
                 };
                 let alone = run();
                 let differ = while_busy(&device, || (0..100).filter(|_| run() != alone).count());
-                assert_eq!(differ, 0, "of 100 products of {rows} rows, {n} x {k}, draft weights: {quantised}");
+                assert_eq!(differ, 0, "of 100 GEMMs of {rows} rows, {n} x {k}, draft weights: {quantised}");
             }
         }
     }

@@ -451,7 +451,7 @@ fn unusable_timings_are_ignored() {
 }
 
 #[test]
-fn copies_have_a_par_and_count_in_the_ledger() {
+fn copies_have_a_break_even_and_count_in_the_ledger() {
     assert_eq!(Policy::fixed(5).break_even(3), None);
     let mut policy = Policy::auto(12);
     assert_eq!(policy.break_even(3), Some(f64::INFINITY), "no plain step was timed");

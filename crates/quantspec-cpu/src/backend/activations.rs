@@ -97,28 +97,6 @@ impl Lengths {
 }
 
 impl Rows {
-    /// Bytes held.
-    pub(super) fn bytes(&self) -> usize {
-        let floats = [
-            &self.hidden,
-            &self.x,
-            &self.qkv,
-            &self.attended,
-            &self.ffn,
-            &self.logits,
-            &self.cos,
-            &self.sin,
-            &self.partials,
-        ];
-        floats.iter().map(|array| array.bytes()).sum::<usize>()
-            + self.x16.bytes()
-            + self.x8.bytes()
-            + self.limbs.bytes()
-            + size_of_val(&self.all[..])
-    }
-}
-
-impl Rows {
     pub(super) fn new(config: &ModelConfig, options: &Options) -> Result<Rows> {
         let len = Lengths::new(config, options);
         let (mut cos, mut sin) = (Array::zeros(len.angles)?, Array::zeros(len.angles)?);
@@ -141,6 +119,26 @@ impl Rows {
             partials: Array::zeros(len.partials)?,
             all: (0..len.pages as u32).collect(),
         })
+    }
+
+    /// Bytes held.
+    pub(super) fn bytes(&self) -> usize {
+        let floats = [
+            &self.hidden,
+            &self.x,
+            &self.qkv,
+            &self.attended,
+            &self.ffn,
+            &self.logits,
+            &self.cos,
+            &self.sin,
+            &self.partials,
+        ];
+        floats.iter().map(|array| array.bytes()).sum::<usize>()
+            + self.x16.bytes()
+            + self.x8.bytes()
+            + self.limbs.bytes()
+            + size_of_val(&self.all[..])
     }
 
     /// Normalises the first m rows of the hidden states into `x`, or copies them if there is no norm.
