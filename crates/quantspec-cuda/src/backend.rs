@@ -144,6 +144,7 @@ pub struct CudaBackend {
     unreduced: Option<u64>,
     /// Set while the next norm must add the projection in y to the hidden states: the same address.
     residual: Option<u64>,
+    /// Staging buffers whose copies are queued.
     staged: usize,
     /// A prompt is unfinished, and its error flags are unread.
     prompting: bool,

@@ -18,7 +18,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_buffer, visible
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{Row, Turn};
+use quantspec_model::backend::{Branch, Row, Turn};
 use std::sync::Arc;
 
 /// Least total bytes of a measurement's buffers: several times the largest L2.
@@ -682,9 +682,9 @@ impl Bench {
                         "prefill_qkv" => {
                             prefill.qkv(x.at(0), w, None, None, angles.at(0), q.at(0), kv.at(0), flag.at(0), rows)
                         }
-                        "prefill_output" => prefill.output(x.at(0), w, None, hidden.at(0), rows),
+                        "prefill_output" => prefill.add(Branch::Attention, x.at(0), w, [None; 2], hidden.at(0), rows),
                         "prefill_gate_up" => prefill.gate_up(x.at(0), w, None, out.at(0), rows),
-                        _ => prefill.down(x.at(0), w, None, hidden.at(0), rows),
+                        _ => prefill.add(Branch::Mlp, x.at(0), w, [None; 2], hidden.at(0), rows),
                     }
                 }
             })?;

@@ -379,57 +379,54 @@ impl Prefill {
         Ok(())
     }
 
-    /// Output projection of a block, added to its hidden states: x `[rows][padded(heads · head_dim)]` -> hidden f32 `[rows][hidden]`.
+    /// The last projection of a branch of a block, added to its hidden states. If there is a norm, the projection has no bias and is
+    /// normalised first.
+    ///
+    /// x `[rows][padded(heads · head_dim)]` of attention, `[rows][padded(intermediate)]` of the MLP; bias and norm f32 `[hidden]` ->
+    /// hidden f32 `[rows][hidden]`.
     ///
     /// # Errors
     /// As [`Prefill::qkv`].
     ///
     /// # Safety
     /// As [`Prefill::qkv`].
-    pub unsafe fn output(&self, x: u64, weights: u64, bias: Option<u64>, hidden: u64, rows: usize) -> Result<()> {
-        // SAFETY: handed on.
-        unsafe { self.residual(x, self.shape.q_width(), weights, bias, hidden, rows) }
-    }
-
-    /// Down projection of a block, added to its hidden states: x `[rows][padded(intermediate)]` -> hidden f32 `[rows][hidden]`.
-    ///
-    /// # Errors
-    /// As [`Prefill::qkv`].
-    ///
-    /// # Safety
-    /// As [`Prefill::qkv`].
-    pub unsafe fn down(&self, x: u64, weights: u64, bias: Option<u64>, hidden: u64, rows: usize) -> Result<()> {
-        // SAFETY: handed on.
-        unsafe { self.residual(x, self.shape.intermediate, weights, bias, hidden, rows) }
-    }
-
-    /// The last projection of a branch of a block, normalised and added to its hidden states: x as in [`Prefill::output`] or
-    /// [`Prefill::down`]; norm f32 `[hidden]`. The projection has no bias.
-    ///
-    /// # Errors
-    /// As [`Prefill::qkv`].
-    ///
-    /// # Safety
-    /// As [`Prefill::qkv`].
-    pub unsafe fn add_normed(
+    pub unsafe fn add(
         &self,
         branch: Branch,
         x: u64,
         weights: u64,
-        norm: u64,
+        [bias, norm]: [Option<u64>; 2],
         hidden: u64,
         rows: usize,
     ) -> Result<()> {
         self.begin(rows)?;
-        let n = self.shape.hidden;
+        let (n, bias) = (self.shape.hidden, bias.unwrap_or(0));
         let k = match branch {
             Branch::Attention => self.shape.q_width(),
             Branch::Mlp => self.shape.intermediate,
         };
-        // SAFETY: the scratch holds [rows][hidden] f32; the caller guarantees the other addresses.
+        // SAFETY: the argument lists are the kernels'; the scratch holds [rows][hidden] f32; the caller guarantees the other
+        // addresses.
         unsafe {
-            let y = self.plain(x, k, weights, n, rows)?;
-            self.norm_rows([y, hidden], [n; 2], norm, n, true, rows)
+            match (norm, &self.kernels) {
+                (Some(norm), _) => {
+                    let y = self.plain(x, k, weights, n, rows)?;
+                    self.norm_rows([y, hidden], [n; 2], norm, n, true, rows)
+                }
+                (None, Kernels::Hopper { residual, .. }) => {
+                    self.add_gemm(residual, x, k, weights, bias, hidden, n, rows)
+                }
+                (None, Kernels::Tensor { residual, .. }) => {
+                    let arguments = args![x, weights, hidden, bias, rows, n, k, padded(k), TILE_ROW_GROUP];
+                    self.launch_mma(*residual, rows, n, &arguments)
+                }
+                (None, Kernels::Plain { add_rows, .. }) => {
+                    let y = self.plain(x, k, weights, n, rows)?;
+                    let grid = [(rows * n).div_ceil(1024) as u32, 1, 1];
+                    let arguments = args![hidden, y, bias, (rows * n) as u64, n];
+                    self.device.launch(*add_rows, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
+                }
+            }
         }
     }
 
@@ -497,45 +494,12 @@ impl Prefill {
         }
     }
 
-    /// hidden f32 `[rows][hidden]` += x · weightsᵀ + bias.
-    ///
-    /// # Safety
-    /// As [`Prefill::qkv`].
-    unsafe fn residual(
-        &self,
-        x: u64,
-        k: usize,
-        weights: u64,
-        bias: Option<u64>,
-        hidden: u64,
-        rows: usize,
-    ) -> Result<()> {
-        self.begin(rows)?;
-        let (n, bias) = (self.shape.hidden, bias.unwrap_or(0));
-        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
-        unsafe {
-            match &self.kernels {
-                Kernels::Hopper { residual, .. } => self.add(residual, x, k, weights, bias, hidden, n, rows),
-                Kernels::Tensor { residual, .. } => {
-                    let arguments = args![x, weights, hidden, bias, rows, n, k, padded(k), TILE_ROW_GROUP];
-                    self.launch_mma(*residual, rows, n, &arguments)
-                }
-                Kernels::Plain { add_rows, .. } => {
-                    let y = self.plain(x, k, weights, n, rows)?;
-                    let grid = [(rows * n).div_ceil(1024) as u32, 1, 1];
-                    let arguments = args![hidden, y, bias, (rows * n) as u64, n];
-                    self.device.launch(*add_rows, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
-                }
-            }
-        }
-    }
-
     /// y f32 `[rows][n]` += x · weightsᵀ + bias, by the GEMM `residual`.
     ///
     /// # Safety
     /// As [`Prefill::qkv`].
     #[allow(clippy::too_many_arguments, reason = "as for `qkv`")]
-    unsafe fn add(
+    unsafe fn add_gemm(
         &self,
         residual: &Gemm,
         x: u64,
@@ -573,7 +537,7 @@ impl Prefill {
                 }
                 Kernels::Hopper { residual, .. } => {
                     scratch.fill_rows(0, 0, n * 4, n * 4, rows)?;
-                    self.add(residual, x, k, weights, 0, y, n, rows)
+                    self.add_gemm(residual, x, k, weights, 0, y, n, rows)
                 }
             }?;
         }

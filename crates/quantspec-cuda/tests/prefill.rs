@@ -284,13 +284,12 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
         let dtype = s.dtype;
         let mut random = Random(case as u64 + 50);
         let prefill = Prefill::new(&device, s, rows).unwrap();
-        for (down, k) in [(false, s.heads * s.head_dim), (true, s.intermediate)] {
+        for (branch, k) in [(Branch::Attention, s.heads * s.head_dim), (Branch::Mlp, s.intermediate)] {
             let x = rounded(&mut random, rows * k, 1.0, dtype);
             let w = rounded(&mut random, s.hidden * k, 0.1, dtype);
             // The norm's weight, or the bias.
             let (hidden, bias) = (random.normals(rows * s.hidden), random.normals(s.hidden));
             let normed = s.norms != LayerNorms::Before;
-            let branch = if down { Branch::Mlp } else { Branch::Attention };
             let (x_on, w_on) = (activations(&device, &x, rows, k, dtype), matrix(&device, &w, s.hidden, k, dtype));
             let bias_on = device.copied(&bias).unwrap();
             for with_bias in [false, true].into_iter().filter(|with| *with || !normed) {
@@ -298,18 +297,10 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
                     let h = device.copied(&[&hidden[..], &[7.5; 16]].concat()).unwrap();
                     for (start, count) in blocks(parts) {
                         let (x, h) = (x_on.at(start * padded(k) * dtype.bytes()), h.at(start * s.hidden * 4));
-                        let b = with_bias.then(|| bias_on.at(0));
+                        let vector = with_bias.then(|| bias_on.at(0));
+                        let bias_and_norm = if normed { [None, vector] } else { [vector, None] };
                         // SAFETY: the buffers have the documented shapes.
-                        unsafe {
-                            if normed {
-                                prefill.add_normed(branch, x, w_on.at(0), bias_on.at(0), h, count)
-                            } else if down {
-                                prefill.down(x, w_on.at(0), b, h, count)
-                            } else {
-                                prefill.output(x, w_on.at(0), b, h, count)
-                            }
-                        }
-                        .unwrap();
+                        unsafe { prefill.add(branch, x, w_on.at(0), bias_and_norm, h, count) }.unwrap();
                     }
                     assert!(h.read::<f32>(rows * s.hidden * 4, 16).unwrap().iter().all(|&x| x == 7.5));
                     h.read::<u8>(0, rows * s.hidden * 4).unwrap()

@@ -162,6 +162,21 @@ impl CudaBackend {
         self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, panels])
     }
 
+    /// y = input · weightsᵀ of one kind of matrices in a step. `draft`: the draft's own weights, if the step reads such.
+    fn step_gemm(
+        &self,
+        step: &Step,
+        kind: usize,
+        full: &Full,
+        draft: Option<&Quantised>,
+        input: &Input,
+        next: (u64, usize),
+    ) -> Result<()> {
+        self.coarsen(step, kind, full, input, draft.is_some())?;
+        let weights = Operand { full, draft, reads: self.reads(step, kind), next };
+        self.gemm(&weights, input, self.step.y.at(0), step.rows.len())
+    }
+
     /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
     fn ahead(&self, next: &Full, per_sm: usize) -> (u64, usize) {
         let (address, bytes) = next.ahead();
@@ -256,11 +271,9 @@ impl CudaBackend {
             (&weights.qkv, draft.is_some()),
             space.hidden.at(0),
         )?;
-        self.coarsen(step, QKV, &weights.qkv, &space.normed, draft.is_some())?;
         // Attention prefetches the rest of the output projection.
         let next = self.ahead(&weights.output, AHEAD_BYTES);
-        let qkv = Operand { full: &weights.qkv, draft, reads: self.reads(step, QKV), next };
-        self.gemm(&qkv, &space.normed, space.y.at(0), rows)
+        self.step_gemm(step, QKV, &weights.qkv, draft, &space.normed, next)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -327,8 +340,8 @@ impl CudaBackend {
         )
     }
 
-    /// Multiplies queries by the factor of their position, if the model has one (Ministral 3). `described`: address of the step's rows, or 0 for consecutive ones
-    /// from `first` on.
+    /// Multiplies queries by the factor of their position, if the model has one (Ministral 3). `described`: address of the
+    /// step's rows, or 0 for consecutive ones from `first` on.
     pub(super) fn scale_queries(&self, q: &Buffer, described: u64, first: usize, rows: usize) -> Result<()> {
         let Some(QueryScale { beta, original }) = self.config.rope.query_scale else { return Ok(()) };
         let width = self.config.q_width();
@@ -420,10 +433,8 @@ impl CudaBackend {
         let norm = weights.mlp_norm.as_ref();
         let into = (&weights.gate_up, draft.is_some());
         self.norm(rows, norm, &space.normed, self.kernels.norm[0], into, space.hidden.at(0))?;
-        self.coarsen(step, GATE_UP, &weights.gate_up, &space.normed, draft.is_some())?;
         let next = self.ahead(&weights.down, AHEAD_BYTES);
-        let gate_up = Operand { full: &weights.gate_up, draft, reads: self.reads(step, GATE_UP), next };
-        self.gemm(&gate_up, &space.normed, space.y.at(0), rows)?;
+        self.step_gemm(step, GATE_UP, &weights.gate_up, draft, &space.normed, next)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         let quantised = drafting && weights.draft.down.is_some();
@@ -521,29 +532,12 @@ impl Network for CudaBackend {
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
-                let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.coarsen(step, OUTPUT, &weights.output, input, draft.is_some())?;
                 let next = self.ahead(&weights.gate_up, AHEAD_OF_OUTPUT_BYTES);
-                let output = Operand { full: &weights.output, draft, reads: self.reads(step, OUTPUT), next };
-                self.gemm(&output, input, y, step.rows.len())?;
+                self.step_gemm(step, OUTPUT, &weights.output, draft, &self.step.attended, next)?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
-            Pass::Prefill(block) => {
-                let [_, matrix, ..] = self.prompt_matrices(layer)?;
-                let weights = self.layer(layer)?;
-                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
-                let (x, hidden) = (self.prompt.attended.at(0), self.prompt.hidden.at(block.start)?);
-                // SAFETY: as in `attend`.
-                unsafe {
-                    match &weights.attention_output_norm {
-                        Some(norm) => {
-                            self.prefill.add_normed(Branch::Attention, x, matrix, norm.at(0), hidden, block.rows)
-                        }
-                        None => self.prefill.output(x, matrix, bias, hidden, block.rows),
-                    }
-                }
-            }
+            Pass::Prefill(block) => self.prompt_add(layer, Branch::Attention, block),
         }
     }
 
@@ -596,28 +590,13 @@ impl Network for CudaBackend {
                     // SAFETY: as above.
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
-                let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.coarsen(step, DOWN, &weights.down, input, draft.is_some())?;
                 let next = self.weights.layers.get(layer + 1).map_or(&self.weights.head, |layer| &layer.qkv);
                 let next = self.ahead(next, AHEAD_BYTES);
-                let down = Operand { full: &weights.down, draft, reads: self.reads(step, DOWN), next };
-                self.gemm(&down, input, y, step.rows.len())?;
+                self.step_gemm(step, DOWN, &weights.down, draft, &self.step.gated, next)?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
-            Pass::Prefill(block) => {
-                let [.., matrix] = self.prompt_matrices(layer)?;
-                let weights = self.layer(layer)?;
-                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
-                let (x, hidden) = (self.prompt.gated.at(0), self.prompt.hidden.at(block.start)?);
-                // SAFETY: as in `attend`.
-                unsafe {
-                    match &weights.mlp_output_norm {
-                        Some(norm) => self.prefill.add_normed(Branch::Mlp, x, matrix, norm.at(0), hidden, block.rows),
-                        None => self.prefill.down(x, matrix, bias, hidden, block.rows),
-                    }
-                }
-            }
+            Pass::Prefill(block) => self.prompt_add(layer, Branch::Mlp, block),
         }
     }
 

@@ -8,7 +8,7 @@ use crate::device::{Buffer, Launch};
 use crate::masses::PageMasses;
 use crate::prefill::padded;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Block;
+use quantspec_model::backend::{Block, Branch};
 use std::time::{Duration, Instant};
 
 /// Interval between checks of a busy device, short compared with a layer of a long prompt.
@@ -150,5 +150,19 @@ impl CudaBackend {
             )?;
         }
         self.scale_queries(&prompt.q, 0, block.start, block.rows)
+    }
+
+    /// The last projection of a branch, added to the hidden states.
+    pub(super) fn prompt_add(&mut self, layer: usize, branch: Branch, block: &Block) -> Result<()> {
+        let [_, output, _, down] = self.prompt_matrices(layer)?;
+        let (weights, prompt) = (self.layer(layer)?, &self.prompt);
+        let (x, matrix, vectors) = match branch {
+            Branch::Attention => (&prompt.attended, output, [&weights.output_bias, &weights.attention_output_norm]),
+            Branch::Mlp => (&prompt.gated, down, [&weights.down_bias, &weights.mlp_output_norm]),
+        };
+        let bias_and_norm = vectors.map(|vector| vector.as_ref().map(|vector| vector.at(0)));
+        let hidden = prompt.hidden.at(block.start)?;
+        // SAFETY: as in `prompt_qkv`.
+        unsafe { self.prefill.add(branch, x.at(0), matrix, bias_and_norm, hidden, block.rows) }
     }
 }
