@@ -13,7 +13,6 @@ use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_core::weights::{GROUP, SMALL_GROUP};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
-use std::path::Path;
 
 /// Bytes of an f16 scale and an f16 zero.
 const PARAMS: usize = 4;
@@ -104,8 +103,8 @@ pub(crate) fn planned(
     let arguments = EngineArguments { every_method: true, ..EngineArguments::of(capacity, options)? };
     let mut resolved = arguments.resolve().map_err(to_python)?;
     detached(py, || {
-        let checkpoint = Checkpoint::open(Path::new(model))?;
-        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
+        let checkpoint = checkpoint_of(model, false)?;
+        let draft = draft_model.map(|model| checkpoint_of(model, false)).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
         let chosen = ChosenDevice::choose(&arguments.device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
@@ -127,7 +126,7 @@ pub(crate) fn kernels<'py>(
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
     let (chosen, config, read, measured) = interruptible(py, &raised, || {
-        let checkpoint = Checkpoint::open(Path::new(model))?;
+        let checkpoint = checkpoint_of(model, false)?;
         let config = checkpoint.config().clone();
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         let ChosenDevice::Cuda { gpu, .. } = &chosen else {

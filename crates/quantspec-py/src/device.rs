@@ -405,29 +405,16 @@ impl ChosenDevice {
         resolved: Resolved,
         hooks: [Hooks; 2],
     ) -> Result<(Device, Option<MakeDrafter>)> {
-        let options = self.adapt(&resolved.options);
-        let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
-        let [hooks, of_second] = hooks;
-        let mut method = resolved.method;
-        let draft = models.draft.map(|draft| (draft, of_draft(&options, models.draft_view)));
-        // The target loads first, so that an out-of-memory error concerns it.
+        let resolved = Resolved { options: self.adapt(&resolved.options), ..resolved };
         Ok(match self {
             ChosenDevice::Cpu => {
-                let backend = CpuBackend::load(models.target, &options, hooks)?;
-                let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
-                let drafts = second.map(|second| drafts(second, capacity, rows));
-                method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                let engine = Engine::new(backend, method, slots, capacity, rows);
-                (Device::Cpu(Box::new(engine)), drafts)
+                let (engine, drafts) = engine(CpuBackend::load, models, resolved, hooks)?;
+                (Device::Cpu(engine), drafts)
             }
             ChosenDevice::Cuda { gpu, .. } => {
-                let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
-                let second =
-                    draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
-                let drafts = second.map(|second| drafts(second, capacity, rows));
-                method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                let engine = Engine::new(backend, method, slots, capacity, rows);
-                (Device::Cuda(Box::new(engine)), drafts)
+                let load = |checkpoint: &_, options: &_, hooks| CudaBackend::load_on(gpu, checkpoint, options, hooks);
+                let (engine, drafts) = engine(load, models, resolved, hooks)?;
+                (Device::Cuda(engine), drafts)
             }
         })
     }
@@ -443,9 +430,25 @@ impl ChosenDevice {
     }
 }
 
-fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> MakeDrafter {
-    let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
-    Box::new(move |second| Box::new(model.reading(second.view, &second.pages)))
+/// [`ChosenDevice::engine`] on one kind of backend.
+fn engine<B: Backend + 'static>(
+    load: impl Fn(&Checkpoint, &Options, Hooks) -> Result<B>,
+    models: Models,
+    resolved: Resolved,
+    [hooks, of_second]: [Hooks; 2],
+) -> Result<(Box<Engine<B>>, Option<MakeDrafter>)> {
+    let Resolved { options, mut method, second, .. } = resolved;
+    // The target loads first, so that an out-of-memory error concerns it.
+    let backend = load(models.target, &options, hooks)?;
+    let network =
+        models.draft.map(|draft| load(draft, &of_draft(&options, models.draft_view), of_second)).transpose()?;
+    let drafts = network.map(|network| -> MakeDrafter {
+        let model = DraftModel::new(network, View::Both, &[Pages::All], options.capacity, options.block_rows);
+        Box::new(move |second| Box::new(model.reading(second.view, &second.pages)))
+    });
+    method.drafter = drafter(method.drafter, second.as_ref(), drafts.as_ref())?;
+    let engine = Engine::new(backend, method, options.slots, options.capacity, options.block_rows);
+    Ok((Box::new(engine), drafts))
 }
 
 /// A method's drafter: its own, or one with the second network.

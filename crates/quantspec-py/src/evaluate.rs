@@ -162,8 +162,7 @@ fn score<B: Backend>(
     show: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     let mut backend = load(options, hooks)?;
-    let of_stored = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-    let mut stored = stored.map(|stored| load(stored, of_stored)).transpose()?;
+    let mut stored = stored.map(|stored| load(stored, raised.hooks())).transpose()?;
     evaluate::evaluate(&mut backend, stored.as_mut(), tokens, context, options.block_rows, pages, show)
 }
 
@@ -248,11 +247,10 @@ fn score_kinds(
         let options = Options { sensitive, ..options.clone() };
         chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
         let options = chosen.adapt(&options);
-        let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
         let (rows, before) = (options.block_rows, of_matrices + index);
         let score = match chosen {
             ChosenDevice::Cpu => {
-                let mut backend = CpuBackend::load(checkpoint, &options, hooks)?;
+                let mut backend = CpuBackend::load(checkpoint, &options, raised.hooks())?;
                 if layers && sensitive == Sensitive::NONE {
                     let mut show = |done, all| show(of_matrices * done, whole * all);
                     matrices = evaluate::acceptance_by_matrix(&mut backend, tokens, context, rows, &mut show)?;
@@ -261,7 +259,7 @@ fn score_kinds(
                 evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
             }
             ChosenDevice::Cuda { gpu, .. } => {
-                let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, hooks)?;
+                let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, raised.hooks())?;
                 let mut show = |done, all| show(before * all + done, whole * all);
                 evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
             }

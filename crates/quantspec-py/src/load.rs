@@ -124,8 +124,7 @@ impl Files<'_> {
         let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
         let in_memory = self.prompt_memory && self.prompt_folder.is_none();
         let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
-        let of_second = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-        let (mut device, second) = chosen.engine(models, resolved, [hooks, of_second])?;
+        let (mut device, second) = chosen.engine(models, resolved, [hooks, raised.hooks()])?;
         // A callback's very last call, after which no poll follows.
         if raised.is_set() {
             return Err(Error::interrupted());

@@ -5,13 +5,13 @@ use crate::device::{ChosenDevice, Models};
 use crate::engine::memory_dict;
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{EngineArguments, default_threads, sensitive, target_view, target_weights, weights_name};
-use crate::raised::{Raised, poll};
+use crate::raised::Raised;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::Pages;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::rates::{Cost, ROWS, Workload};
-use quantspec_model::backend::{DraftConfig, Hooks};
+use quantspec_model::backend::DraftConfig;
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::Entry;
 use std::path::Path;
@@ -156,10 +156,7 @@ pub(crate) fn rates<'py>(
             None => {
                 let config = checkpoint.config();
                 let work = Workload { config, weights, sensitive, view, drafts: &drafts, context, threads };
-                let (read, rates) = steady(threads, &mut || {
-                    let hooks = Hooks { poll: Box::new(poll(raised.clone())), ..Hooks::default() };
-                    quantspec_cpu::rates::rates(&work, hooks)
-                })?;
+                let (read, rates) = steady(threads, &mut || quantspec_cpu::rates::rates(&work, raised.hooks()))?;
                 (chosen, read, Some(rates))
             }
         })

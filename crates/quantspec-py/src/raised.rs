@@ -3,6 +3,7 @@
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use quantspec_core::{Error, Result};
+use quantspec_model::backend::Hooks;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,11 @@ impl Raised {
 
     pub(crate) fn is_set(&self) -> bool {
         self.lock().is_some()
+    }
+
+    /// Hooks of a backend that only polls.
+    pub(crate) fn hooks(&self) -> Hooks {
+        Hooks { poll: Box::new(poll(self.clone())), ..Hooks::default() }
     }
 
     /// The exception, which its caller gets.
