@@ -434,18 +434,7 @@ fn check_attention(cases: &[(Causal, Option<usize>)]) {
     let Some(device) = device() else { return };
     for dtype in DTYPES {
         for &((heads, kv_heads, d, rows), reach) in cases {
-            let s = Shape {
-                hidden: 64,
-                intermediate: 64,
-                heads,
-                kv_heads,
-                head_dim: d,
-                rms_eps: 1e-6,
-                qk_norm: QkNorm::Heads,
-                norms: LayerNorms::Before,
-                activation: Activation::Silu,
-                dtype,
-            };
+            let s = shape(64, 64, heads, kv_heads, d, dtype);
             let mut random = Random((heads * 1000 + rows) as u64);
             let mut q = rounded(&mut random, rows * heads * d, 1.0, Dtype::F16);
             let mut kv = rounded(&mut random, rows * 2 * kv_heads * d, 1.0, Dtype::F16);
@@ -510,18 +499,7 @@ fn check_attention(cases: &[(Causal, Option<usize>)]) {
 #[test]
 fn other_shapes_are_refused() {
     let Some(device) = device() else { return };
-    let good = Shape {
-        hidden: 64,
-        intermediate: 64,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 64,
-        rms_eps: 1e-6,
-        qk_norm: QkNorm::Heads,
-        norms: LayerNorms::Before,
-        activation: Activation::Silu,
-        dtype: Dtype::Bf16,
-    };
+    let good = shape(64, 64, 2, 1, 64, Dtype::Bf16);
     assert!(Prefill::new(&device, good, 8).is_ok());
     for bad in [Shape { head_dim: 96, ..good }, Shape { hidden: 100, ..good }, Shape { intermediate: 4, ..good }] {
         assert!(Prefill::new(&device, bad, 8).is_err(), "{bad:?}");
