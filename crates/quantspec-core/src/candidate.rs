@@ -10,6 +10,9 @@ const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
 /// Tokens that those of other candidates count as, at most, in the acceptance of one.
 const POOLED: f64 = 20.0;
 
+/// Largest α: the geometric sum of expected tokens has a closed form below 1.
+pub(crate) const ALPHA_MAX: f64 = 0.999;
+
 /// A way to draft: its cost and yield.
 #[derive(Clone, Debug)]
 pub(crate) struct Candidate {
@@ -41,9 +44,8 @@ impl Candidate {
     }
 }
 
-/// α of a candidate, limited to values for which the geometric sum has a closed form (below 1). Rejections of others with the
-/// same weights count, scaled by the priors, as at most [`POOLED`] tokens: a few tokens of its own would rank candidates by
-/// chance.
+/// α of a candidate, at most [`ALPHA_MAX`]. Rejections of others with the same weights count, scaled by the priors, as at most
+/// [`POOLED`] tokens: a few tokens of its own would rank candidates by chance.
 pub(crate) fn acceptance(candidates: &[Candidate], index: usize) -> f64 {
     let Candidate { prior, acceptance: Ratio(accepted, judged), .. } = candidates[index];
     let (mut rejected, mut expected, mut tokens) = (0.0, 0.0, 0.0);
@@ -57,7 +59,7 @@ pub(crate) fn acceptance(candidates: &[Candidate], index: usize) -> f64 {
     }
     let pooled = f64::min(tokens, POOLED);
     let share = if tokens > 0.0 { (rejected / expected).min(1.0) } else { 0.0 };
-    (1.0 - (judged - accepted + pooled * share) / (judged + pooled)).min(0.999)
+    (1.0 - (judged - accepted + pooled * share) / (judged + pooled)).min(ALPHA_MAX)
 }
 
 #[cfg(test)]
@@ -77,6 +79,6 @@ mod tests {
         assert!((found - 26.0 / 30.0).abs() < 1e-9, "{found}");
         // Those of other weights, and those without rounds, tell nothing.
         let unused = Candidate { rounds: 0, ..all };
-        assert_eq!(acceptance(&[unused, of(1.0, 1, 0.0, 50.0), few], 2), 0.999);
+        assert_eq!(acceptance(&[unused, of(1.0, 1, 0.0, 50.0), few], 2), ALPHA_MAX);
     }
 }

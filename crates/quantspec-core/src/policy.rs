@@ -9,7 +9,7 @@
 //! are plain. The probing budget pays for rounds that measure something other than the fastest choice. No clock is read: the
 //! same observations give the same choices.
 
-use crate::candidate::{Candidate, acceptance};
+use crate::candidate::{ALPHA_MAX, Candidate, acceptance};
 use crate::costs::{Costs, RELIABLE};
 use crate::forecast::{Prior, expected_tokens};
 use crate::stop::Stop;
@@ -34,8 +34,11 @@ const PROBE_GAMMA: usize = 4;
 const STALE_ROUNDS: usize = 256;
 /// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
-/// A plain step is timed again, up to this many times, if more rows took less than this share of it.
-const RETIMED: (usize, f64) = (3, 0.9);
+/// A plain step is timed again, up to this many times, if more rows took less than this share of it, or if drafts gain less
+/// than this factor: the first plain steps after a prompt may be slow.
+const RETIMED: usize = 3;
+const FASTER: f64 = 0.9;
+const UNSURE: f64 = 1.15;
 /// Drafted tokens per sequence over which acceptance and margin scale forget; rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 const MARGIN_WINDOW: f64 = 256.0;
@@ -252,7 +255,8 @@ impl Policy {
         // The choice if nothing pays or no plain step was timed: γ = 0, or the fixed one.
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
-        let best = self.usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
+        let best = |index| self.best(index, acceptance(&self.candidates, index));
+        let best = self.usable().filter_map(best).max_by(|a, b| a.1.total_cmp(&b.1));
         let pays = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = pays.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
@@ -273,14 +277,18 @@ impl Policy {
     /// drafts. If it does not, a candidate stays new until some of its tokens were judged.
     fn explore(&self, fastest: Choice, drafts: bool) -> Option<Choice> {
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
-        if !self.fixed && self.ledger < least {
+        // If the first drafts did not pay, the plain step that they are compared with is timed again.
+        let once = self.verify.0.get(&self.batch).is_some_and(|plain| plain.recent.len() < RELIABLE);
+        let compared = !drafts && self.candidates.iter().any(|own| own.rounds > 0);
+        if !self.fixed && (self.ledger < least || once && compared) {
             return None;
         }
         let is_new = |own: &Candidate| {
             own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.1 < JUDGED)
         };
         let own = |index: usize| &self.candidates[index];
-        let new = self.usable().filter(|&index| is_new(own(index)) && own(index).forecast > self.rate);
+        let may_pay = |index: usize| own(index).forecast > self.rate && (drafts || self.may_pay(index));
+        let new = self.usable().filter(|&index| is_new(own(index)) && may_pay(index));
         let highest = |a: &Candidate, b: &Candidate| b.forecast.total_cmp(&a.forecast).then(a.last.cmp(&b.last));
         let candidate = new.min_by(|&a, &b| highest(own(a), own(b)))?;
         if drafts && candidate == fastest.candidate {
@@ -301,8 +309,8 @@ impl Policy {
         let (plain_idle, plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
         let timed = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
-        let retime = timed
-            .is_some_and(|plain| plain.recent.len() < RETIMED.0 && more().any(|more| more < RETIMED.1 * plain.seconds));
+        let unsure = |plain: f64| self.rate < UNSURE || more().any(|more| more < FASTER * plain);
+        let retime = timed.is_some_and(|plain| plain.recent.len() < RETIMED && unsure(plain.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
         let continues = self.next.probe && (self.probing > 0.0 || self.cold);
         if plain_idle && (retime || continues && self.next.gamma == 0) {
@@ -324,12 +332,20 @@ impl Policy {
         }
     }
 
+    /// False if a candidate would not be faster than plain decoding even if all its tokens were accepted, by the seconds of at
+    /// least two drafts and two verifications. Always true for a fixed γ.
+    fn may_pay(&self, candidate: usize) -> bool {
+        let more = || self.verify.0.range(self.batch + 1..).any(|(_, more)| more.recent.len() >= RELIABLE);
+        let timed = !self.fixed && self.candidates[candidate].step.recent.len() >= RELIABLE && more();
+        let best = self.best(candidate, ALPHA_MAX).zip(self.verify.seconds(self.batch)).filter(|_| timed);
+        best.is_none_or(|((_, rate), plain)| rate * plain > 1.0)
+    }
+
     /// A candidate's best γ ≥ 1 and its tokens per second of one sequence; `None` before it was timed. γ is limited to at most
     /// twice the rows of any timed verification: a line through two noisy timings is wrong farther away.
-    fn best(&self, candidate: usize) -> Option<(Choice, f64)> {
+    fn best(&self, candidate: usize, alpha: f64) -> Option<(Choice, f64)> {
         let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
-        let alpha = acceptance(&self.candidates, candidate);
         let rate = |gamma| Some(expected_tokens(alpha, gamma) / self.round_s(candidate, gamma)?);
         let choices = gammas.filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)));
         choices.max_by(|a, b| a.1.total_cmp(&b.1))

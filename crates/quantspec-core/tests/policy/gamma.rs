@@ -274,6 +274,18 @@ fn failing_drafts_are_given_up() {
 }
 
 #[test]
+fn exploration_ends_where_no_acceptance_pays() {
+    // A draft step takes 0.85 of a plain one, and each further row 0.3 of it.
+    let world = World { draft: 8.5, verify: |rows| 10.0 + 3.0 * (rows as f64 - 1.0), text: Text::Even(1.0), ..WORLD };
+    let rounds = |seed| {
+        let run = World { seed, ..world }.run(&mut Policy::auto(12), 200);
+        run.gammas.iter().filter(|(gamma, _)| *gamma > 0).count()
+    };
+    let mean = (0..100).map(rounds).sum::<usize>() as f64 / 100.0;
+    assert!(mean < 4.0, "{mean}");
+}
+
+#[test]
 fn the_ledger_ends_what_the_model_cannot_see() {
     // One of four sequences drafts with high acceptance; the others have ended and wait. Acceptance and costs predict a gain.
     let (mut policy, mut seconds, mut tokens) = (Policy::auto(8), 0.0, 0);
