@@ -471,7 +471,8 @@ def test_a_gguf_file_is_chosen_by_a_part_of_its_name(server: Hub, resolve: Calla
     assert resolve("owner/model:q8_0").endswith(f"{SHA}/x.Q8_0.gguf")
     assert resolve("owner/model:Q4_0").endswith(f"{SHA}/big/x-Q4_0-00001-of-00002.gguf")
     assert sorted(server.fetched) == sorted(["config.json", "x.Q8_0.gguf", *parts])
-    assert "has no GGUF file called Q8" in resolve("owner/model:Q8")
+    absent = resolve("owner/model:Q8")
+    assert "has no GGUF file called Q8 it has big/x-Q4_0-00001-of-00002.gguf, x.Q8_0.gguf" in absent
     assert "does not exist" in resolve("owner/model:")
     assert resolve("owner/model:Q8_0", "--offline").endswith(f"{SHA}/x.Q8_0.gguf")
     assert len(server.fetched) == len(set(server.fetched))

@@ -187,9 +187,8 @@ def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *,
         if any(files.is_file(directory / weights) for weights in _WEIGHTS):
             return directory
     known, from_cache = _names(model, repository, revision, offline=offline)
-    names = gguf.models(known)
-    if wanted:
-        names = [name for name in names if _is_called(name, wanted)]
+    models = gguf.models(known)
+    names = [name for name in models if not wanted or _is_called(name, wanted)]
     if names:
         chosen = _only(repository, names, f"{repository}:NAME with a part of its name, such as Q8_0")
         folder = _fetch(model, repository, revision, gguf.parts(chosen), offline=offline, progress=progress)
@@ -198,7 +197,8 @@ def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *,
         what = f"no GGUF file called {wanted}" if wanted else "no weights"
         raise _not_in_cache(f"the cache {cache()} has {what} of {repository}", offline=offline or _is_offline())
     if wanted:
-        raise ModelError(f"{repository} has no GGUF file called {wanted}", "check its files on the hub", option="model")
+        hint = f"it has {_listed(models)}" if models else "check its files on the hub"
+        raise ModelError(f"{repository} has no GGUF file called {wanted}", hint, option="model")
     if not files.is_file(directory / "config.json"):
         raise ModelError(
             f"{model} on the hub has no config.json",
@@ -230,9 +230,13 @@ def _present(path: Path) -> Path:
 def _only(place: str, names: list[str], choice: str) -> str:
     """The only model of those found."""
     if len(names) > 1:
-        listed = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
-        raise _AmbiguousError(f"{place} holds {len(names)} GGUF models: {listed}", f"give {choice}", option="model")
+        message = f"{place} holds {len(names)} GGUF models: {_listed(names)}"
+        raise _AmbiguousError(message, f"give {choice}", option="model")
     return names[0]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
 def _is_called(name: str, wanted: str) -> bool:
