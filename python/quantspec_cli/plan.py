@@ -258,8 +258,7 @@ def _row(method: str, of: predict.Rounds, speed: predict.Speed | None) -> dict[s
 def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
     """The error of a plan that does not fit, with the plan as the error's document."""
     context, longest = found["context"], found["longest_context"]
-    contexts = [(found[f"{name}_context"], name) for name in ("model", "draft_model") if f"{name}_context" in found]
-    most, shortest = min(contexts)
+    most, shortest = _shortest_context(found)
     if context > most:
         message = f"{context} tokens exceed the {shortest.replace('_', ' ')}'s context of {most}"
     else:
@@ -278,17 +277,25 @@ def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
     return error
 
 
+def _shortest_context(found: Mapping[str, Any]) -> tuple[int, str]:
+    """The shortest context of the models, and which of them has it."""
+    return min((found[f"{name}_context"], name) for name in ("model", "draft_model") if f"{name}_context" in found)
+
+
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The plan for people."""
     each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
+    # A context that the model does not have may fit into memory.
+    exceeds = found["context"] > _shortest_context(found)[0]
+    held = found["planned_bytes"] <= found["available_bytes"] if exceeds else found["fits"]
     report = [
         f"model       {one_line(found['model'])}: {_weights(found['weights'])}{render.size(found['weights_bytes'])}, "
         f"{'draft model' if 'draft_model' in found else 'draft weights'} {render.size(found['draft_weights_bytes'])}",
         f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
-        f"{found['device']}: {'fits' if found['fits'] else 'does not fit'}",
+        f"{found['device']}: {'fits' if held else 'does not fit'}",
         f"context     {found['context']:,} tokens{each}; longest that fits {found['longest_context']:,}",
         f"batch       {found['batch']}; largest that fits {found['largest_batch']}",
         f"cache       {found['kv_target']}, {render.size(round(found['cache_bytes_per_token']))} per token",
