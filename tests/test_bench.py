@@ -299,7 +299,7 @@ def test_a_checkpoint_is_not_read_between_measurements(
 
 
 def test_a_bench_does_not_overwrite_its_prompt(quantspec: Callable[..., Any], document: Path) -> None:
-    quantspec("bench", "--prompt", str(document), "--output", str(document)).assert_error(2, "is also a prompt")
+    quantspec("bench", "--prompt", str(document), "--output", str(document)).assert_error(2, "is also an input")
 
 
 def test_different_tokens_are_an_error() -> None:

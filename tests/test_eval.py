@@ -395,7 +395,7 @@ def test_a_huge_text_is_not_encoded_whole(
 
 def test_the_prompt_is_not_overwritten(quantspec: Callable[..., Any], document: Path) -> None:
     before = document.read_text()
-    quantspec("eval", "-p", str(document), "-o", str(document)).assert_error(2, "is also a prompt")
+    quantspec("eval", "-p", str(document), "-o", str(document)).assert_error(2, "is also an input")
     assert document.read_text() == before
 
 

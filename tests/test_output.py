@@ -366,8 +366,22 @@ def test_a_file_called_dash_is_not_standard_input(
 
 
 def test_a_prompt_is_not_overwritten(fake: type, quantspec: Run, document: Path) -> None:
-    quantspec("run", "-p", str(document), "-o", f"{document.parent}/./{document.name}").assert_error(2, "also a prompt")
+    quantspec("run", "-p", str(document), "-o", f"{document.parent}/./{document.name}").assert_error(2, "also an input")
     assert document.read_text().startswith("It was")
+
+
+def test_a_model_is_not_overwritten(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"weights")
+    for command in (
+        ["run", "--text", "x", "-m", str(model), "-o", str(model)],
+        ["run", "--text", "x", "--method", "draft-model", "--draft-model", str(model), "-o", str(model)],
+        ["eval", "-m", str(model), "--report", str(model)],
+        ["bench", "-m", f"demo,{model}", "--output", str(model)],
+        ["bench", "kernels", "-m", str(model), "--output", str(model)],
+    ):
+        quantspec(*command).assert_error(2, "also an input")
+    assert model.read_bytes() == b"weights"
 
 
 def test_an_error_before_the_first_token_leaves_no_file(

@@ -123,7 +123,8 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(journal.foreign(out, todo, known.sizes())) if arguments.resume else set()
         return dry_run(arguments, engine_options, workload, reader, rates.get(fingerprints.model, {}))
-    taken = [str(source.path) for source in found if source.path]
+    taken = [arguments.model, engine_options.draft_model]
+    taken += [str(source.path) for source in found if source.path]
     taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
     with Journal(out, replace=not arguments.resume) as kept, report.opened(arguments.report, taken) as page:

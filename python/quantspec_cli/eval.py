@@ -101,7 +101,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
     )
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
-    inputs = [] if arguments.prompt is None else [arguments.prompt]
+    inputs = [arguments.prompt, arguments.model, arguments.draft_model]
     with (
         output.opened(arguments.output, inputs) as file,
         report.opened(arguments.report, inputs, arguments.output) as page,

@@ -130,7 +130,7 @@ class AtomicFile:
             ) from error
 
     def is_at(self, path: str) -> bool:
-        """True if the file would overwrite that prompt; "-" is standard input."""
+        """True if the file would overwrite that input; "-" is standard input."""
         try:
             return path != "-" and not self._special and os.path.realpath(path) == str(self._path)
         except OSError:  # a relative path below a deleted folder
@@ -198,14 +198,16 @@ class AtomicFile:
 
 
 @contextlib.contextmanager
-def opened(path: str | None, prompts: Iterable[str]) -> Iterator[AtomicFile | None]:
-    """The file of `--output` while the body runs, None if there is none. Refuses to overwrite a prompt."""
+def opened(path: str | None, inputs: Iterable[str | None]) -> Iterator[AtomicFile | None]:
+    """The file of `--output` while the body runs, None if there is none. Refuses to overwrite an input: a prompt, a model in
+    one file, or for `batch` an answer. Inputs that are None do not exist.
+    """
     if path is None:
         yield None
         return
     with AtomicFile(path) as file:
-        if any(file.is_at(prompt) for prompt in prompts):
-            raise UsageError(f"output {path} is also a prompt", "name another file")
+        if any(name is not None and file.is_at(name) for name in inputs):
+            raise UsageError(f"output {path} is also an input or an answer", "name another file")
         yield file
 
 

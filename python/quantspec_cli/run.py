@@ -76,7 +76,8 @@ def _run(
     if arguments.prompt_cache is not None:
         check_folder(arguments.prompt_cache)
     stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
-    with output.opened(arguments.output, arguments.prompts) as file:
+    inputs = [*arguments.prompts, arguments.model, engine_options.draft_model]
+    with output.opened(arguments.output, inputs) as file:
         documents = prompts.read_all(arguments.prompts, arguments.texts)
         model = Model.open(
             arguments.model,

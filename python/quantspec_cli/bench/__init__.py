@@ -35,7 +35,8 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
     grid = read_grid(arguments, options)
     render.warn_of_threads(options.threads)
-    inputs = [] if arguments.prompt is None else [arguments.prompt]
+    models = models_of(arguments.model)
+    inputs = [arguments.prompt, *models, arguments.draft_model]
     with (
         output.opened(arguments.output, inputs) as file,
         report.opened(arguments.report, inputs, arguments.output) as page,
@@ -50,7 +51,7 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
                 progress=render.on_terminal(),
                 draft_model=arguments.draft_model,
             )
-            for model in models_of(arguments.model)
+            for model in models
         ]
         tokens = [tokens_of(model, name, text, grid) for model in opened]
         if len(opened) > 1:
@@ -121,11 +122,12 @@ def kernels(arguments: Arguments, options: EngineOptions, rows: str, *, depths: 
         )
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
-    with output.opened(arguments.output, ()) as file:
+    models = models_of(arguments.model)
+    with output.opened(arguments.output, models) as file:
         sink = sink_of(file, as_json=arguments.as_json)
         opened = [
             Model.open(name, revision=arguments.revision, offline=arguments.offline, progress=render.on_terminal())
-            for name in models_of(arguments.model)
+            for name in models
         ]
         contexts = [_kernel_depths(model, asked) for model in opened]
         measured = (

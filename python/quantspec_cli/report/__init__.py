@@ -38,7 +38,9 @@ DOCUMENTS_MAX = 200
 
 
 @contextlib.contextmanager
-def opened(path: str | None, inputs: Iterable[str], other: str | None = None) -> Iterator[output.AtomicFile | None]:
+def opened(
+    path: str | None, inputs: Iterable[str | None], other: str | None = None
+) -> Iterator[output.AtomicFile | None]:
     """The file of `--report` while the body runs, None if there is none. Refuses to overwrite an input or the file of
     `--output`, which is `other`.
     """
