@@ -363,6 +363,14 @@ def test_a_malformed_recommendation_names_file_and_value(
     assert quantspec("run", "-m", model, "--text", "D", "-n", "2").code == 0
 
 
+def test_flags_of_sampled_text_are_noted_if_text_is_greedy(fake: Any, quantspec: Run) -> None:
+    command = ["run", "--text", "D", "-n", "2"]
+    note = "no effect: --top-k, --min-p, as temperature 0 is greedy; --temperature 1 samples\n"
+    assert note in quantspec(*command, "--top-k", "40", "--top-p", "1", "--min-p", "0.1").stderr
+    for flags in (["--top-k", "40", "--temperature", "0.5"], ["--top-k", "0"], []):
+        assert "no effect" not in quantspec(*command, *flags).stderr
+
+
 def test_stop_strings_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     fake.answer = [*ids_of("Yes.\nUser: more"), 2]
     model = chat_model(tmp_path / "m", TURNS, {"stop_strings": ["\nUser:"], "bad_words_ids": [[7]]})

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _LOOP_TOKENS = 12
 # Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_OF_SAMPLED = _SAMPLING[1:]
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
 # Keys that change a text and are not supported, each with the value that has no effect; and those of sampled texts alone.
 _UNSUPPORTED = {
@@ -149,7 +150,16 @@ def resolve_defaults(
         # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.
         left = min(context - len(prompt.ids) for prompt in prompts)
         chosen["max_new_tokens"] = max(1, min(usual, left))
-    return replace(options, **chosen), notes
+    options = replace(options, **chosen)
+    if options.temperature == 0:
+        idle = [
+            f"--{name.replace('_', '-')}"
+            for name in _OF_SAMPLED
+            if name not in unset and getattr(options, name) != getattr(GenerateOptions, name)
+        ]
+        if idle:
+            notes.append(f"no effect: {', '.join(idle)}, as temperature 0 is greedy; --temperature 1 samples")
+    return options, notes
 
 
 def _needs_penalties(model: Model, options: GenerateOptions, unset: Container[str]) -> bool:
