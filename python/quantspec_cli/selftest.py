@@ -14,7 +14,7 @@ from . import loop, render
 from .engine import Engine
 from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
 from .model import Model
-from .options import COMBINED, GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
+from .options import COMBINED, GAMMA_MAX, METHODS, PAGE_CHOICES, PAGES_MIN, GenerateOptions
 from .output import Done, Stdout
 from .text import Text
 
@@ -184,7 +184,7 @@ def _cases(
     ]
     if long:
         selected = replace(quantspec, draft_pages=PAGES_MIN)
-        ways += [(replace(selected, page_choice=choice), long, FEW, FEW) for choice in ("best", "window")]
+        ways += [(replace(selected, page_choice=choice), long, FEW, FEW) for choice in PAGE_CHOICES]
     ways.append((replace(quantspec, threads=1), everything, FEW[:1], FEW[:1]))
     # Drafts of one sequence that end early.
     ways.append((replace(quantspec, gamma="auto"), everything, ("auto", "auto"), ()))
