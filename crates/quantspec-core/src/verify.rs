@@ -2,7 +2,6 @@
 
 use crate::error::{Error, Result};
 use crate::sample::{Accept, Sampler, Stream, argmax, check_left, choose, choose_with_margin, draw, uniform, warp};
-use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,10 +48,10 @@ impl Q<'_> {
 ///
 /// `p(i)` is the target's warped distribution, evaluated only up to the first rejection. `position` is that of the first
 /// drafted token.
-fn rejection<'a>(
+fn rejection(
     drafted: &[u32],
     q: Q,
-    p: impl Fn(usize) -> Cow<'a, [f32]>,
+    p: impl Fn(usize) -> Vec<f32>,
     bonus: impl FnOnce() -> u32,
     sampler: &Sampler,
     position: usize,
@@ -178,7 +177,7 @@ impl Judge {
                 // The bonus is chosen as in plain decoding, so γ = 0 is plain decoding under every rule.
                 let last = drafted.len();
                 let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
-                let p = |i: usize| Cow::Owned(warp(logits[i], sampler));
+                let p = |i: usize| warp(logits[i], sampler);
                 Ok(rejection(drafted, q, p, bonus, sampler, first_position))
             }
         }
@@ -364,7 +363,7 @@ mod tests {
     fn rejection_where_probabilities_vanish() {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let verdict = |drafted: u32, q: &[f32], p: &[f32], position: usize| {
-            super::rejection(&[drafted], Q::Kept(&[q.to_vec()]), |_| Cow::Borrowed(p), || 2, &rejection, position)
+            super::rejection(&[drafted], Q::Kept(&[q.to_vec()]), |_| p.to_vec(), || 2, &rejection, position)
         };
         for position in 0..64 {
             // u·q underflows to 0, which is not less than p = 0: a token that the target excludes is never accepted.
@@ -387,7 +386,7 @@ mod tests {
         let (q, p) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.5, 0.25, 0.125, 0.125]);
         for position in 0..200 {
             let rows = [&q, &p];
-            let target = |i: usize| Cow::Borrowed(&rows[i][..]);
+            let target = |i: usize| rows[i].clone();
             let q = [q.clone(), q.clone()];
             let verdict = super::rejection(&[0, 0], Q::Kept(&q), target, || 3, &rejection, position);
             let at = position + 1;
