@@ -1,5 +1,5 @@
-//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ, AWQ and AutoRound, dequantised
-//! when they are read.
+//! Quantised matrices of safetensors files: FP8 (also MXFP8 and ModelOpt's), compressed-tensors (INT8, INT4, FP8), GPTQ, AWQ and
+//! AutoRound, dequantised when they are read.
 //!
 //! `quantization_config` of config.json names the method. A module with a plain `weight` is not quantised. If modules differ in
 //! bits or groups, the shapes of a matrix's tensors show its scheme. A value is (code − zero point) · scale in f32. It is

@@ -1,4 +1,4 @@
-//! Reference values of `quantspec bench`: bytes a step must read, and this machine's memory bandwidth.
+//! What `quantspec bench` needs beside its engine: bytes that a step must read, the engine's memory, times of a GPU's kernels.
 
 use crate::device::{ChosenDevice, Models};
 use crate::errors::{detached, interruptible, to_python};
