@@ -87,18 +87,18 @@ def after(
     return x + functional.linear(functional.silu(gate) * up, down)
 
 
-def milliseconds(work: Callable[[], object], *, warm_up: int, replays: int) -> float:
+def milliseconds(work: Callable[[], object]) -> float:
     """Median time of replays of a graph of `work`, measured by events, after three warm-up replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(warm_up):
+        for _ in range(3):
             work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     times: list[float] = []
-    for _ in range(replays):
+    for _ in range(REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -123,8 +123,7 @@ def measure(shape: str, depth: int, vocab: int | None) -> dict[str, object]:
             state = layer.step(state, cos, sin)
         return functional.linear(state, head).argmax(-1)
 
-    ms = milliseconds(step, warm_up=3, replays=REPLAYS)
-    return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(ms, 3)}
+    return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(milliseconds(step), 3)}
 
 
 def numbers(text: str) -> list[int]:
@@ -135,12 +134,6 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def need_gpu() -> None:
-    """Ends the program without a GPU."""
-    if not torch.cuda.is_available():
-        sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
-
-
 def main() -> None:
     """Prints a line per depth."""
     parser = argparse.ArgumentParser(description="Time a plain decoding step in PyTorch.")
@@ -148,7 +141,8 @@ def main() -> None:
     parser.add_argument("--depths", type=numbers, default=[4096], help="comma list")
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, to compare with a widened checkpoint")
     options = parser.parse_args()
-    need_gpu()
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
     for depth in options.depths:
         print(json.dumps(measure(options.shape, depth, options.vocab)), flush=True)
         torch.cuda.empty_cache()
