@@ -505,7 +505,7 @@ impl Heads {
         (ring * BUFFER_TOKENS + position as usize % BUFFER_TOKENS) * self.d
     }
 
-    /// `append_d`: the queries of a step's rows, the rings of keys and of values, and the flag.
+    /// `append_{d}`: the queries of a step's rows, the rings of keys and of values, and the flag.
     fn append(&self, device: &Arc<Device>, rows: &[[i32; 4]], from: Projected, paired: bool) -> ([Buffer; 3], u32) {
         let Heads { heads, kv_heads, d, layer, slots, .. } = *self;
         let (rows_on, flag) = (rows_of(device, rows), device.zeroed(4).unwrap());
@@ -534,7 +534,7 @@ impl Heads {
         (stored, flag.read(0, 1).unwrap()[0])
     }
 
-    /// `rope_store_d`: the queries of a prompt's rows, their keys and values, and the flag.
+    /// `rope_store_{d}`: the queries of a prompt's rows, their keys and values, and the flag.
     fn store(&self, device: &Arc<Device>, rows: usize, from: Projected) -> ([Buffer; 2], u32) {
         let Heads { heads, kv_heads, d, .. } = *self;
         let flag = device.zeroed(4).unwrap();
