@@ -249,8 +249,8 @@ pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::noise::{Stream, uniform};
     use crate::quantize::quantize_page;
-    use crate::sample::{Stream, uniform};
     use proptest::prelude::*;
 
     const D: usize = 16;

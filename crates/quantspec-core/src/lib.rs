@@ -17,6 +17,7 @@ pub mod forecast;
 pub mod grammar;
 pub mod layout;
 pub mod logprob;
+pub mod noise;
 pub mod page_pool;
 pub mod penalty;
 pub mod plan;

@@ -253,7 +253,7 @@ mod tests {
 
     /// Normal deviates by the sum of twelve uniforms, reproducible.
     pub(super) fn normal(count: usize, seed: u64) -> Vec<f32> {
-        let u = |i: usize| crate::sample::uniform(seed, 0, i, crate::sample::Stream::Sample, 0);
+        let u = |i: usize| crate::noise::uniform(seed, 0, i, crate::noise::Stream::Sample, 0);
         (0..count).map(|i| (0..12).map(|j| u(12 * i + j)).sum::<f32>() - 6.0).collect()
     }
 

@@ -1,14 +1,13 @@
-//! Choosing tokens: counter-based noise, warpers, and the choice itself.
+//! Choosing tokens: warpers, and the choice itself.
 //!
-//! Noise is a pure function of (seed, sequence, position, purpose, index). So a token does not depend on earlier drafts,
-//! batching or rejections (ARCHITECTURE.md). Sampling is the Gumbel race: the token with the largest `logit/T + gumbel` wins,
-//! which is an exact sample of `softmax(logit/T)`. Draft and target with the same noise agree if their distributions are
-//! nearly equal.
+//! Sampling is the Gumbel race: the token with the largest `logit/T + gumbel` wins ([`crate::noise`]), which is an exact sample
+//! of `softmax(logit/T)`. Draft and target with the same noise agree if their distributions are nearly equal.
 //!
 //! Warpers follow Hugging Face's order: temperature, top-k, top-p, min-p, after the penalties of [`crate::penalty`]. The
 //! maximum is subtracted from the logits before the division, so that no temperature overflows.
 
 use crate::error::{Error, Result};
+use crate::noise::{CHUNK, GUMBEL_MAX, Stream, gumbel, gumbel_of, uniform, unit, words};
 use crate::penalty::Penalties;
 
 /// How drafted tokens are accepted.
@@ -107,101 +106,6 @@ impl Sampler {
         }
     }
 }
-
-/// Purposes of the noise. Two purposes never share a random number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-pub enum Stream {
-    /// A token sampled from the target, or from the draft under [`Accept::Replay`].
-    Sample = 0,
-    /// A token sampled from the draft under [`Accept::Rejection`].
-    Draft = 1,
-    /// The acceptance test of a drafted token.
-    Accept = 2,
-    /// The token that replaces a rejected one.
-    Correct = 3,
-}
-
-const ROUNDS: usize = 10;
-
-/// Philox4x32-10 (Salmon et al., SC 2011): ten rounds of two 32-bit multiplications; a bijection of the counter per key.
-fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
-    for _ in 0..ROUNDS {
-        (counter, key) = (round(counter, key), next_key(key));
-    }
-    counter
-}
-
-fn round([a, b, c, d]: [u32; 4], [k, l]: [u32; 2]) -> [u32; 4] {
-    let (left, right) = (0xD251_1F53_u64 * u64::from(a), 0xCD9E_8D57_u64 * u64::from(c));
-    [(right >> 32) as u32 ^ b ^ k, right as u32, (left >> 32) as u32 ^ d ^ l, left as u32]
-}
-
-fn next_key([k, l]: [u32; 2]) -> [u32; 2] {
-    [k.wrapping_add(0x9E37_79B9), l.wrapping_add(0xBB67_AE85)]
-}
-
-/// The counter of block `block`.
-fn counter(sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
-    let purpose = ((sequence >> 32) as u32) << 2 | stream as u32;
-    [position as u32, sequence as u32, purpose, block as u32]
-}
-
-/// Noise of four consecutive indices, `4·block ..= 4·block + 3`, at one position.
-fn block(seed: u64, sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
-    philox(counter(sequence, position, stream, block), [seed as u32, (seed >> 32) as u32])
-}
-
-/// Tokens whose noise is computed together.
-const CHUNK: usize = 64;
-
-/// Noise of the indices `CHUNK·chunk ..= CHUNK·chunk + CHUNK − 1`, at one position: [`block`] in loops that compile to vectors.
-fn noise(sampler: &Sampler, position: usize, stream: Stream, chunk: usize) -> [u32; CHUNK] {
-    const BLOCKS: usize = CHUNK / 4;
-    let [position, sequence, purpose, _] = counter(sampler.sequence, position, stream, 0);
-    let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
-    for (at, d) in d.iter_mut().enumerate() {
-        *d = (chunk * BLOCKS + at) as u32;
-    }
-    let mut key = [sampler.seed as u32, (sampler.seed >> 32) as u32];
-    for _ in 0..ROUNDS {
-        for i in 0..BLOCKS {
-            [a[i], b[i], c[i], d[i]] = round([a[i], b[i], c[i], d[i]], key);
-        }
-        key = next_key(key);
-    }
-    let mut words = [0; CHUNK];
-    for (i, words) in words.chunks_exact_mut(4).enumerate() {
-        words.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
-    }
-    words
-}
-
-/// The middle of one of 2²³ equal cells of (0, 1): exact in f32, never 0 or 1.
-fn unit(word: u32) -> f32 {
-    (2 * (word >> 9) + 1) as f32 * (1.0 / 16_777_216.0)
-}
-
-/// Uniform noise in (0, 1), at least 2⁻²⁴ from both ends.
-///
-/// Philox counter: `[position, sequence low, sequence high << 2 | stream, index / 4]`, key: seed low and high. `index mod 4`
-/// selects the word; its upper 23 bits select a cell. Stateless, and the same on every platform.
-pub fn uniform(seed: u64, sequence: u64, position: usize, stream: Stream, index: u64) -> f32 {
-    unit(block(seed, sequence, position, stream, index / 4)[(index % 4) as usize])
-}
-
-/// Standard Gumbel noise `−ln(−ln u)`, within (−2.82, 16.64).
-pub fn gumbel(seed: u64, sequence: u64, position: usize, stream: Stream, index: u64) -> f32 {
-    gumbel_of(uniform(seed, sequence, position, stream, index))
-}
-
-/// In f64, so that a platform's rounding of the logarithm almost never affects the f32 result.
-fn gumbel_of(u: f32) -> f32 {
-    -(-f64::from(u).ln()).ln() as f32
-}
-
-/// Upper bound of [`gumbel`]: −ln(−ln(1 − 2⁻²⁴)) = 16.6355.
-const GUMBEL_MAX: f32 = 16.64;
 
 /// The largest value, or −∞ for none; NaN is ignored. Sixteen lanes, which compile to vector maxima.
 fn maximum(values: &[f32]) -> f32 {
@@ -468,7 +372,7 @@ fn race<const MARGIN: bool>(
         if best + GUMBEL_MAX < bar || !kept.keeps((first as u32, best)) {
             continue;
         }
-        let words = noise(sampler, position, stream, chunk);
+        let words = words(sampler.seed, sampler.sequence, position, stream, chunk);
         let (mut scaled, mut may_win) = ([0.0; CHUNK], [false; CHUNK]);
         for (at, &logit) in logits.iter().enumerate() {
             scaled[at] = kept.z(logit);
@@ -542,7 +446,7 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
         if f64::from(maximum(weights)) < winner.1 * 0.999_999 / 16_777_216.0 {
             continue;
         }
-        let words = noise(sampler, position, stream, chunk);
+        let words = words(sampler.seed, sampler.sequence, position, stream, chunk);
         for (at, (&weight, &word)) in weights.iter().zip(&words).enumerate() {
             let (id, u) = ((chunk * CHUNK + at) as u32, unit(word));
             if weight > 0.0 && f64::from(weight) >= winner.1 * f64::from(1.0 - u) * 0.999_999 {
@@ -594,45 +498,6 @@ mod tests {
     }
 
     #[test]
-    fn philox_known_answers() {
-        // Random123's kat_vectors.
-        let cases = [
-            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
-            ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
-            (
-                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
-                [0xa409_3822, 0x299f_31d0],
-                [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
-            ),
-        ];
-        for (counter, key, want) in cases {
-            assert_eq!(philox(counter, key), want);
-        }
-    }
-
-    #[test]
-    fn uniform_is_the_documented_function_of_its_counter() {
-        let (seed, sequence) = (0x0123_4567_89ab_cdef, 0x3_0000_0007);
-        let words = philox([41, 7, 3 << 2 | 2, 5], [0x89ab_cdef, 0x0123_4567]);
-        for (at, word) in words.into_iter().enumerate() {
-            let want = (f64::from(word >> 9) + 0.5) / 8_388_608.0;
-            assert_eq!(f64::from(uniform(seed, sequence, 41, Stream::Accept, 20 + at as u64)), want);
-        }
-    }
-
-    #[test]
-    fn noise_of_a_chunk_is_that_of_its_blocks() {
-        let sampler = Sampler { seed: 0x0123_4567_89ab_cdef, sequence: 0x3_0000_0007, ..Sampler::greedy() };
-        for chunk in [0, 1, 2_003] {
-            let words = noise(&sampler, 41, Stream::Correct, chunk);
-            for (at, words) in words.chunks_exact(4).enumerate() {
-                let index = (chunk * CHUNK / 4 + at) as u64;
-                assert_eq!(words, block(sampler.seed, sampler.sequence, 41, Stream::Correct, index));
-            }
-        }
-    }
-
-    #[test]
     fn exponentials_are_close_and_their_bounds_are_above() {
         for i in 0..=860_000 {
             let x = i as f32 * -1e-4;
@@ -643,38 +508,6 @@ mod tests {
         assert_eq!((exp(0.0), exp(-86.5), exp(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
         assert!([0.0, 1e-30, 0.4, 3.0, f32::INFINITY].into_iter().all(|x| exp_bound(x) >= 1.0));
         assert!([-100.0, f32::NEG_INFINITY, f32::NAN].into_iter().all(|x| exp_bound(x) < 1e-30));
-    }
-
-    #[test]
-    fn noise_is_finite_and_keeps_its_distance_from_both_ends() {
-        for word in [0, 1, u32::MAX, u32::MAX - 1, 1 << 9, 1 << 31, (1 << 31) - 1] {
-            let (u, g) = (unit(word), gumbel_of(unit(word)));
-            assert!(u > 0.0 && u < 1.0 && g.is_finite() && g < GUMBEL_MAX && g > -2.82, "{word}: {u} {g}");
-        }
-        assert_eq!((unit(0), unit(u32::MAX)), (1.0 / 16_777_216.0, 1.0 - 1.0 / 16_777_216.0));
-    }
-
-    #[test]
-    fn purposes_positions_sequences_and_seeds_are_unrelated() {
-        let base = uniform(1, 2, 3, Stream::Sample, 4);
-        let others = [
-            uniform(2, 2, 3, Stream::Sample, 4),
-            uniform(1 | 1 << 32, 2, 3, Stream::Sample, 4),
-            uniform(1, 3, 3, Stream::Sample, 4),
-            uniform(1, 2 | 1 << 32, 3, Stream::Sample, 4),
-            uniform(1, 2, 4, Stream::Sample, 4),
-            uniform(1, 2, 3, Stream::Draft, 4),
-            uniform(1, 2, 3, Stream::Accept, 4),
-            uniform(1, 2, 3, Stream::Correct, 4),
-            uniform(1, 2, 3, Stream::Sample, 5),
-        ];
-        assert!(others.iter().all(|other| *other != base));
-        // 100,000 numbers in sixteen cells: chi-square with 15 degrees of freedom exceeds 45 with probability below 1 in
-        // 10,000.
-        let mut cells = [0.0; 16];
-        (0..100_000).for_each(|i| cells[(uniform(9, 0, 7, Stream::Sample, i) * 16.0) as usize] += 1.0);
-        let chi: f64 = cells.iter().map(|n: &f64| (n - 6_250.0).powi(2) / 6_250.0).sum();
-        assert!(chi < 45.0, "{chi}");
     }
 
     #[test]

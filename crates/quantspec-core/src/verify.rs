@@ -1,7 +1,8 @@
 //! Acceptance rules: how many drafted tokens are accepted, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::sample::{Accept, Sampler, Stream, argmax, check_left, choose, choose_with_margin, draw, uniform, warp};
+use crate::noise::{Stream, uniform};
+use crate::sample::{Accept, Sampler, argmax, check_left, choose, choose_with_margin, draw, warp};
 
 /// Outcome of a round for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -487,7 +487,7 @@ mod tests {
 
     /// Weights that are nearly normal.
     fn normal(count: usize) -> Vec<f32> {
-        let uniform = |i: usize| crate::sample::uniform(3, 0, i, crate::sample::Stream::Sample, 0);
+        let uniform = |i: usize| crate::noise::uniform(3, 0, i, crate::noise::Stream::Sample, 0);
         (0..count).map(|i| (0..12).map(|j| uniform(12 * i + j)).sum::<f32>() - 6.0).collect()
     }
 

@@ -5,7 +5,8 @@
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
-use quantspec_core::sample::{self, Accept, Sampler, Stream};
+use quantspec_core::noise::{self, Stream};
+use quantspec_core::sample::{self, Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cpu::bench::logits;
 
@@ -54,7 +55,7 @@ fn argmax(bencher: Bencher) {
 #[divan::bench]
 fn gumbel(bencher: Bencher) {
     bencher.counter(ItemsCount::new(VOCAB)).bench_local(|| {
-        (0..VOCAB as u64).map(|id| sample::gumbel(black_box(7), 0, 5, Stream::Sample, id)).fold(0.0, f32::max)
+        (0..VOCAB as u64).map(|id| noise::gumbel(black_box(7), 0, 5, Stream::Sample, id)).fold(0.0, f32::max)
     });
 }
 

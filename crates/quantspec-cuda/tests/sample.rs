@@ -4,7 +4,8 @@
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
-use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_margin};
+use quantspec_core::noise::Stream;
+use quantspec_core::sample::{Accept, Sampler, argmax, choose, choose_with_margin};
 use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};

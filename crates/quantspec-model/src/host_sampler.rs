@@ -2,7 +2,8 @@
 
 use crate::network::Step;
 use crate::sampler::{TokenSampler, Turn};
-use quantspec_core::sample::{Stream, check_left, choose};
+use quantspec_core::noise::Stream;
+use quantspec_core::sample::{check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;

@@ -1,7 +1,7 @@
 //! A simulated machine that decodes a text with drafts.
 
+use quantspec_core::noise::{Stream, uniform};
 use quantspec_core::policy::Policy;
-use quantspec_core::sample::{Stream, uniform};
 use quantspec_core::stop::Stop;
 
 /// Acceptance probability of drafted tokens, as a function of the tokens emitted so far.
