@@ -215,6 +215,9 @@ def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> N
     assert outcome.code == 3
     assert "does not fit" in outcome.stdout
     assert len(outcome.stderr.splitlines()) == 2
+    assert outcome.stderr.endswith(" or less, or --weights int8 or int4\n")
+    outcome = quantspec("plan", "-m", path, "--device", "cpu", "--weights", "int8")
+    assert (outcome.code, "--weights" in outcome.stderr) == (3, False)
 
 
 def test_a_context_beyond_the_models_is_exit_3_with_the_longest(quantspec: Run) -> None:

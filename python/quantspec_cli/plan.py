@@ -269,9 +269,11 @@ def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
         )
     fewer = found["largest_batch"]
     ways = [f"-c {longest} or less"] * bool(longest) + [f"--batch {fewer} or less"] * bool(fewer)
-    hint = "not even a short text fits; use fewer sequences, a smaller model, or a machine with more memory"
-    if ways:
-        hint = f"use {' or '.join(ways)}"
+    smaller = ["--weights int8 or int4"] * (context <= most and found["weights"] == "checkpoint")
+    hint = f"use {', or '.join([*ways, *smaller])}"
+    if not ways:
+        hint = ", ".join(["not even a short text fits; use fewer sequences", *smaller, "a smaller model"])
+        hint += ", or a machine with more memory"
     error = DoesNotFitError(message, hint)
     error.kept = dict(found)
     return error
