@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _LOOP_TOKENS = 12
 # Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_OF_SAMPLED = _SAMPLING[1:]
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
+# Sampling that greedy text ignores.
+_IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 # Keys that change a text and are not supported, each with the value that has no effect; and those of sampled texts alone.
 _UNSUPPORTED = {
     "suppress_tokens": [],
@@ -154,7 +155,7 @@ def resolve_defaults(
     if options.temperature == 0:
         idle = [
             f"--{name.replace('_', '-')}"
-            for name in _OF_SAMPLED
+            for name in _IDLE_IF_GREEDY
             if name not in unset and getattr(options, name) != getattr(GenerateOptions, name)
         ]
         if idle:
