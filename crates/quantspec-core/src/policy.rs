@@ -287,8 +287,8 @@ impl Policy {
             own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.1 < JUDGED)
         };
         let own = |index: usize| &self.candidates[index];
-        let may_pay = |index: usize| own(index).forecast > self.rate && (drafts || self.may_pay(index));
-        let new = self.usable().filter(|&index| is_new(own(index)) && may_pay(index));
+        let new = self.usable().filter(|&index| is_new(own(index)) && own(index).forecast > self.rate);
+        let new = new.filter(|&index| drafts || self.may_pay(index));
         let highest = |a: &Candidate, b: &Candidate| b.forecast.total_cmp(&a.forecast).then(a.last.cmp(&b.last));
         let candidate = new.min_by(|&a, &b| highest(own(a), own(b)))?;
         if drafts && candidate == fastest.candidate {
@@ -335,10 +335,10 @@ impl Policy {
     /// False if a candidate would not be faster than plain decoding even if all its tokens were accepted, by the seconds of at
     /// least two drafts and two verifications. Always true for a fixed γ.
     fn may_pay(&self, candidate: usize) -> bool {
-        let more = || self.verify.0.range(self.batch + 1..).any(|(_, more)| more.recent.len() >= RELIABLE);
-        let timed = !self.fixed && self.candidates[candidate].step.recent.len() >= RELIABLE && more();
-        let best = self.best(candidate, ALPHA_MAX).zip(self.verify.seconds(self.batch)).filter(|_| timed);
-        best.is_none_or(|((_, rate), plain)| rate * plain > 1.0)
+        let verified = self.verify.0.range(self.batch + 1..).any(|(_, more)| more.recent.len() >= RELIABLE);
+        let timed = verified && self.candidates[candidate].step.recent.len() >= RELIABLE;
+        let best = self.best(candidate, ALPHA_MAX).zip(self.verify.seconds(self.batch));
+        self.fixed || !timed || best.is_none_or(|((_, rate), plain)| rate * plain > 1.0)
     }
 
     /// A candidate's best γ ≥ 1 and its tokens per second of one sequence; `None` before it was timed. γ is limited to at most

@@ -376,7 +376,7 @@ fn race<const MARGIN: bool>(
         let (mut scaled, mut may_win) = ([0.0; CHUNK], [false; CHUNK]);
         for (at, &logit) in logits.iter().enumerate() {
             scaled[at] = kept.z(logit);
-            may_win[at] = 1.0 - unit(words[at]) <= exp_bound(scaled[at] - bar);
+            may_win[at] = may_reach(bar, scaled[at], unit(words[at]));
         }
         for (at, _) in may_win.iter().enumerate().filter(|(_, may_win)| **may_win) {
             let candidate = ((first + at) as u32, scaled[at]);
@@ -403,8 +403,7 @@ impl<const MARGIN: bool> Race<MARGIN> {
 
     /// Enters a token with its scaled logit and its noise.
     fn enter(&mut self, (id, z): Candidate, u: f32) {
-        // −ln(−ln u) ≤ −ln(1 − u): one exponential, with a margin for rounding, excludes tokens that cannot win.
-        if (MARGIN && id == self.most_likely) || 1.0 - u > (z - self.bar()).exp() * 1.000_1 {
+        if (MARGIN && id == self.most_likely) || !may_reach(self.bar(), z, u) {
             return;
         }
         let score = z + gumbel_of(u);
@@ -418,6 +417,12 @@ impl<const MARGIN: bool> Race<MARGIN> {
     fn result(&self) -> (u32, f32) {
         (self.winner.0, self.winner.1 - self.second)
     }
+}
+
+/// False only if z plus the Gumbel noise of u is below the bar. As −ln(−ln u) ≤ −ln(1 − u), one exponential decides, without
+/// logarithms.
+fn may_reach(bar: f32, z: f32, u: f32) -> bool {
+    1.0 - u <= exp_bound(z - bar)
 }
 
 /// At least eˣ for x < 0, by at most 7 % above −80, and at least 1 for x ≥ 0. −∞ and NaN give a number below 10⁻³⁰.
