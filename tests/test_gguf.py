@@ -95,18 +95,25 @@ def permuted(values: Array) -> Array:
     return per_head.swapaxes(1, 2).reshape(values.shape)
 
 
+# Types that the `gguf` package reads but cannot encode: bytes of a block that are scales, and a scale that gives values of
+# a network's usual size.
+RANDOM_SCALES = {
+    Kind.Q2_K: ((80, 82), 2e-3),
+    Kind.Q3_K: ((108,), 5e-4),
+    Kind.Q4_K: ((0, 2), 1e-4),
+    Kind.Q5_K: ((0, 2), 5e-5),
+    Kind.Q6_K: ((208,), 2e-5),
+    Kind.IQ4_NL: ((0,), 5e-4),
+    Kind.IQ4_XS: ((0,), 2e-5),
+}
+
+
 def random_blocks(values: Array, kind: Kind) -> Array:
-    """Blocks of random codes, with scales that give values of a network's usual size."""
+    """Blocks of random codes."""
     rng = np.random.default_rng(values.size)
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (values.size // size, block_bytes), dtype=np.uint8)
-    at, scale = {
-        Kind.Q2_K: ((80, 82), 2e-3),
-        Kind.Q3_K: ((108,), 5e-4),
-        Kind.Q4_K: ((0, 2), 1e-4),
-        Kind.Q5_K: ((0, 2), 5e-5),
-        Kind.Q6_K: ((208,), 2e-5),
-    }[kind]
+    at, scale = RANDOM_SCALES[kind]
     for start in at:
         blocks[:, start : start + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     return blocks.reshape(values.shape[0], -1)
@@ -133,7 +140,7 @@ def add_tokenizer(writer: Any, inner: Inner, *, pre: str, bos: int, eos: int, ad
 def write_demo(path: Path, kind: Kind, *, template: str | None = None, pre: str = "smollm") -> dict[str, Array]:
     """The demo model as GGUF, and its weights as the `gguf` package reads them.
 
-    K-quants have random codes, as the package cannot encode them. Matrices whose rows are not whole blocks are Q8_0.
+    Types of RANDOM_SCALES have random codes. Matrices whose rows are not whole blocks are Q8_0.
     """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(CONFIG["num_hidden_layers"])
@@ -158,7 +165,7 @@ def write_demo(path: Path, kind: Kind, *, template: str | None = None, pre: str 
             read[name] = values
             continue
         own = kind if values.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else Kind.Q8_0
-        raw = random_blocks(stored, own) if own.name.endswith("_K") else gguf.quants.quantize(stored, own)
+        raw = random_blocks(stored, own) if own in RANDOM_SCALES else gguf.quants.quantize(stored, own)
         writer.add_tensor(NAMES[name], raw, raw_dtype=own)
         known = gguf.quants.dequantize(raw, own).astype(np.float32).reshape(values.shape)
         if is_permuted:
@@ -189,7 +196,7 @@ def answer(quantspec: Run, model: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K".split(),
+    "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split(),
 )
 def test_the_tokens_are_those_of_safetensors_with_the_same_weights(quantspec: Run, tmp_path: Path, kind: str) -> None:
     weights = write_demo(tmp_path / "model.gguf", Kind[kind])
@@ -205,7 +212,7 @@ def test_the_tokens_are_those_of_safetensors_with_the_same_weights(quantspec: Ru
         assert all(np.array_equal(weights[name], values) for name, values in demo_weights().items())
     plain = answer(quantspec, tmp_path / "model.gguf", "--method", "ar")
     assert plain["results"][0]["tokens"] == ours["results"][0]["tokens"]
-    if not kind.endswith("_K"):
+    if Kind[kind] not in RANDOM_SCALES:
         drafted = answer(quantspec, tmp_path / "model.gguf", "--gamma", "3")
         assert drafted["results"][0]["tokens"] == ours["results"][0]["tokens"]
         assert drafted["stats"]["accepted_tokens"] > 0

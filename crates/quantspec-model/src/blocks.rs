@@ -35,9 +35,13 @@ pub enum Encoding {
     Q5K,
     /// 256 codes of 6 bits; scales of 8 bits for 16 codes each.
     Q6K,
+    /// 32 codes of 4 bits, which select from uneven levels; one scale.
+    Iq4Nl,
+    /// 256 such codes; scales of 6 bits for 32 codes each.
+    Iq4Xs,
 }
 
-/// Values of a k-quant's block.
+/// Values of a block of the types with sub-scales.
 const K: usize = 256;
 
 /// Supported types: number in the file, encoding, name, values and bytes of a block.
@@ -55,6 +59,8 @@ const READ: &[(u32, Encoding, &str, usize, usize)] = &[
     (12, Encoding::Q4K, "Q4_K", K, 144),
     (13, Encoding::Q5K, "Q5_K", K, 176),
     (14, Encoding::Q6K, "Q6_K", K, 210),
+    (20, Encoding::Iq4Nl, "IQ4_NL", 32, 18),
+    (23, Encoding::Iq4Xs, "IQ4_XS", K, 136),
 ];
 
 /// Known types that are not supported; errors print their names.
@@ -65,10 +71,8 @@ const OTHERS: &[(u32, &str)] = &[
     (17, "IQ2_XS"),
     (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (20, "IQ4_NL"),
     (21, "IQ3_S"),
     (22, "IQ2_S"),
-    (23, "IQ4_XS"),
     (24, "I8"),
     (25, "I16"),
     (26, "I32"),
@@ -129,6 +133,8 @@ impl Encoding {
             Encoding::Q4K => each(raw, out, q4_k),
             Encoding::Q5K => each(raw, out, q5_k),
             Encoding::Q6K => each(raw, out, q6_k),
+            Encoding::Iq4Nl => each(raw, out, iq4_nl),
+            Encoding::Iq4Xs => each(raw, out, iq4_xs),
         }
     }
 }
@@ -277,6 +283,29 @@ fn q6_k(raw: &[u8; 210], out: &mut [f32; K]) {
     }
 }
 
+/// What a code of the IQ4 types stands for: levels of ggml's `kvalues_iq4nl`, denser around zero.
+const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+/// Low nibbles are the first half of 32 values, high nibbles the second.
+fn levels(scale: f32, codes: &[u8], out: &mut [f32; 32]) {
+    for (i, &byte) in codes.iter().enumerate() {
+        out[i] = scale * f32::from(LEVELS[usize::from(byte & 15)]);
+        out[i + 16] = scale * f32::from(LEVELS[usize::from(byte >> 4)]);
+    }
+}
+
+fn iq4_nl(raw: &[u8; 18], out: &mut [f32; 32]) {
+    levels(half_at(raw, 0), &raw[2..], out);
+}
+
+fn iq4_xs(raw: &[u8; 136], out: &mut [f32; K]) {
+    let (d, high, low, codes) = (half_at(raw, 0), &raw[2..4], &raw[4..8], &raw[8..]);
+    for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        let scale = low[group / 2] >> (group % 2 * 4) & 15 | (high[group / 4] >> (group % 4 * 2) & 3) << 4;
+        levels(d * (f32::from(scale) - 32.0), &codes[group * 16..][..16], out);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -296,7 +325,7 @@ mod tests {
 
     #[test]
     fn other_types_have_names_or_are_unknown() {
-        assert_eq!(Encoding::of(23), Err(Some("IQ4_XS")));
+        assert_eq!(Encoding::of(21), Err(Some("IQ3_S")));
         assert_eq!(Encoding::of(4), Err(None));
         assert_eq!(Encoding::of(u32::MAX), Err(None));
     }
