@@ -177,6 +177,24 @@ def test_a_row_has_the_fields_of_its_page(rows: list[dict[str, Any]]) -> None:
         assert every <= row.keys() <= (every | generation if row["test"] == "tg" else every)
 
 
+def test_a_row_has_the_settings_that_its_method_reads(quantspec: Callable[..., Any]) -> None:
+    flags = "-p 0 -n 4 -r 1 -g 2 --methods ar-fp16,w4-fp16,kv4,draft-model,auto --draft-precision down"
+    drafting = "--draft-model demo --draft-model-kv fp16 --page-choice window --kv-rounding paper"
+    outcome = quantspec("bench", *flags.split(), *drafting.split(), "--json")
+    assert outcome.code == 0, outcome
+    fields = ("draft_precision", "draft_model", "draft_model_kv", "kv_rounding")
+    assert {
+        (row["method"], row["kv_target"]): {field: row[field] for field in fields if field in row}
+        for row in outcome.json
+    } == {
+        ("ar", "fp16"): {},
+        ("w4", "fp16"): {"draft_precision": "down"},
+        ("kv4", "int8"): {"kv_rounding": "paper"},
+        ("draft-model", "int8"): {"draft_model": "demo", "draft_model_kv": "fp16", "kv_rounding": "paper"},
+        ("auto", "int8"): {"draft_precision": "down", "draft_model": "demo", "kv_rounding": "paper"},
+    }
+
+
 def test_values_of_a_row(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         tokens = row["n_prompt"] or row["n_gen"]

@@ -86,7 +86,10 @@ def test_models_of_one_file_each_need_no_common_name(compare: Callable[..., Outc
         ("weights", "checkpoint", "int8"),
         ("page_choice", "best", "window"),
         ("draft_refresh", 0, 4),
+        ("draft_precision", "none", "down"),
+        ("draft_model", "small", "smaller"),
         ("draft_model_kv", "int8", "fp16"),
+        ("kv_rounding", "balanced", "paper"),
     ],
 )
 def test_other_settings_are_noted(compare: Callable[..., Outcome], field: str, one: Any, other: Any) -> None:

@@ -47,7 +47,10 @@ CONDITIONS = (
     "warm_up",
     "page_choice",
     "draft_refresh",
+    "draft_precision",
+    "draft_model",
     "draft_model_kv",
+    "kv_rounding",
 )
 # Combined standard deviations of single repetitions above which a difference counts as significant. Of equal pairs, 1 of 10
 # exceeds it with two repetitions each, and 1 of 500 with five.

@@ -367,7 +367,7 @@ def check_scores(name: str, pages: object, choice: str, target: str, draft_model
     if pages != "all" and choice == PAGE_CHOICES[0] and view == "fp16":
         raise UsageError(
             f"draft_pages is {shown(pages)}, and {cache} in FP16 has no scores to choose the best pages by",
-            "use --page-choice window, or --draft-pages all",
+            f"use --page-choice window, or {'--draft-pages all' if draft_model_kv is None else '--draft-model-kv int8'}",
             option="draft_pages",
         )
 

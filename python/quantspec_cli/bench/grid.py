@@ -27,7 +27,7 @@ from ..options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ..model import Model
     from ..options import EngineOptions
@@ -177,11 +177,16 @@ def page_choice(arguments: Arguments, method: str) -> str:
     return METHODS[method].page_choice or arguments.page_choice or PAGE_CHOICES[0]
 
 
+def quantises_cache(methods: Iterable[Method], draft_model_kv: str | None) -> bool:
+    """Whether the target, a draft or the draft model reads a quantised cache."""
+    views = {view for method in methods for view in (method.kv_target, METHODS[method.name].draft_view)}
+    return not views | {draft_model_kv} <= {None, "target", "fp16"}
+
+
 def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> None:
     """Refuses settings that no method reads."""
     methods_of = [METHODS[method.name] for method in grid.methods]
-    views = {view for method in grid.methods for view in (method.kv_target, METHODS[method.name].draft_view)}
-    quantised = not views | {arguments.draft_model_kv} <= {None, "target", "fp16"}
+    quantised = quantises_cache(grid.methods, arguments.draft_model_kv)
     # Setting, its value, values without effect, whether a method reads it, what such a method does, one of them.
     for option, value, harmless, read, does, method in (
         ("gamma", arguments.gamma, {"auto", "0"}, any(m.drafts for m in methods_of), "drafts", "quantspec"),

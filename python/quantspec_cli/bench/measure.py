@@ -12,7 +12,7 @@ from ..errors import InternalError, native_errors
 from ..options import METHODS
 from ..options import Method as Drafting
 from ..text import Text
-from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, tests
+from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, quantises_cache, tests
 from .samples import Sample, bandwidth_share, check_equal, pages_mean, speculation, speedup
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Bench:
             memory[model.name] = self._engine.stats()
             self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
             self._weights, self._precision = self._engine.info["weights"], self._engine.info["draft_precision"]
-        self._accept = options.accept
+        self._accept, self._kv_rounding = options.accept, options.kv_rounding
         self._info = self._engine.info
         render.note_of_drafts(self._info)
         self._bandwidth_now = 0.0
@@ -143,8 +143,14 @@ class Bench:
                 row["page_choice"] = page_choice(self._arguments, method.name)
             if drafts.page_choice == "snap":
                 row["draft_refresh"] = self._arguments.draft_refresh
+            if drafts.draft_weights:
+                row["draft_precision"] = self._precision
+            if drafts.draft_model or (drafts.chooses and self._arguments.draft_model):
+                row["draft_model"] = self._arguments.draft_model
             if drafts.draft_model:
                 row["draft_model_kv"] = self._arguments.draft_model_kv or method.kv_target
+            if quantises_cache({method}, self._arguments.draft_model_kv):
+                row["kv_rounding"] = self._kv_rounding
             yield row
 
     def _configure(self, method: Method) -> None:
