@@ -33,9 +33,9 @@
   }
 // Blocks of half an SM make whole steps of one row slower. 16 computing warps, one arrival per warp, and SiLU or RoPE
 // in the epilogue do not make them faster.
-PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 4, 1, false, 104, 213728)
-PLANE_PIPELINE(both, 2, 2, 2, 1, 4, 7, 4, 2, false, 112, 196816)
-PLANE_PIPELINE(upper, 1, 1, 1, 4, 4, 8, 2, 1, false, 104, 221616)
+PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 3, 2, false, 104, 197192)
+PLANE_PIPELINE(both, 2, 2, 1, 2, 4, 7, 2, 2, false, 144, 196256)
+PLANE_PIPELINE(upper, 1, 1, 1, 2, 4, 14, 4, 2, false, 104, 203584)
 PLANE_PIPELINE(upper, 1, 2, 2, 2, 4, 8, 2, 2, true, PIPELINE_ENTRY, 221872)
 
 // linear_{both,upper}_{bf16,f16}_wide_{N}: the same for 17 and more rows, up to N per block, with x in panels in the

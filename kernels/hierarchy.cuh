@@ -74,19 +74,28 @@ struct GroupCodes {
   }
 };
 
-// acc[t] += codes times inputs of one group, for every row tile t.
+// d += codes times inputs of each group of every tile, for every row tile t. Matrix instructions of different groups
+// alternate, because those of one group wait for each other.
+template <class E, int PLANES, int TILES, int GROUPS, int NT>
+DEV void group_products(float (&d)[TILES][GROUPS][NT][4], const GroupCodes<PLANES> (&codes)[TILES][GROUPS],
+                        const GroupInput<E> (&in)[GROUPS][NT]) {
+#pragma unroll
+  for (int word = 0; word < 4; word++)
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int j = 0; j < GROUPS; j++) {
+        uint32_t a[4];
+        codes[i][j].fragment(a, word);
+#pragma unroll
+        for (int t = 0; t < NT; t++) E::mma(d[i][j][t], a, in[j][t].pairs[2 * word], in[j][t].pairs[2 * word + 1]);
+      }
+}
+
+// acc[t] += the products d of one group.
 template <class E, int PLANES, int NT>
-DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const GroupInput<E> (&in)[NT]) {
-  float d[NT][4];
-#pragma unroll
-  for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    uint32_t a[4];
-    codes.fragment(a, i);
-#pragma unroll
-    for (int t = 0; t < NT; t++) E::mma(d[t], a, in[t].pairs[2 * i], in[t].pairs[2 * i + 1]);
-  }
+DEV void group_add(float (&acc)[NT][4], const float (&d)[NT][4], const GroupCodes<PLANES>& codes,
+                   const GroupInput<E> (&in)[NT]) {
   const float2 p[2] = {unpack_half2(codes.params.x), unpack_half2(codes.params.y)};
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -113,7 +122,7 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
     if (PLANES == 2) codes[i].lower = ldg_stream(lower + block * LOWER_BLOCK + lane * 16);
   };
   auto add = [&](float (&acc)[NT][4], int i, const uint16_t* inputs, int rows) {
-    GroupInput<E> in[NT];
+    GroupInput<E> in[1][NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
       uint4 low = make_uint4(0, 0, 0, 0), high = low;
@@ -122,9 +131,11 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
         low = ldg_plain(row);
         high = ldg_plain(row + 8);
       }
-      in[t].set(low, high);
+      in[0][t].set(low, high);
     }
-    group_add<E, PLANES, NT>(acc, codes[i], in);
+    float d[1][1][NT][4] = {};
+    group_products<E, PLANES, 1, 1, NT>(d, {{codes[i]}}, in);
+    group_add<E, PLANES, NT>(acc, d[0][0], codes[i], in[0]);
   };
   warp_tiles<NT, DEPTH>(x, y, groups, 64, tiles, n, rows, pitch, load, add);
 }
@@ -148,8 +159,7 @@ struct PlanePieces {
 // `Multiply` of `pipelined_gemm`. A warp keeps its 64 DEEP inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
-  static constexpr bool READS_AGAIN = false, LATE = PLANES == 2 && R::NT == 1;  // LATE: where registers suffice
-  uint4 raw[R::DEEP][R::NT][2];
+  static constexpr bool READS_AGAIN = false;
   GroupInput<E> in[R::DEEP][R::NT];
   GroupCodes<PLANES> codes[R::TILES][R::DEEP];
   DEV uint32_t take(uint32_t x, int warp, int lane) {
@@ -159,19 +169,11 @@ struct MultiplyPlanes {
 #pragma unroll
       for (int t = 0; t < R::NT; t++) {
         const uint32_t row = x + (t * 8 + (lane >> 2)) * R::PITCH + (d * LINEAR_WARPS + warp) * 128 + (lane & 3) * 32;
-        raw[d][t][0] = lds128(row);
-        raw[d][t][1] = lds128(row + 16);
-        seen |= raw[d][t][0].w | raw[d][t][1].w;
-        if (!LATE) in[d][t].set(raw[d][t][0], raw[d][t][1]);
+        const uint4 low = lds128(row), high = lds128(row + 16);
+        in[d][t].set(low, high);
+        seen |= low.w | high.w;
       }
     return seen;
-  }
-  DEV void begin() {
-    if (!LATE) return;
-#pragma unroll
-    for (int d = 0; d < R::DEEP; d++)
-#pragma unroll
-      for (int t = 0; t < R::NT; t++) in[d][t].set(raw[d][t][0], raw[d][t][1]);
   }
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     uint32_t seen = 0;
@@ -194,11 +196,14 @@ struct MultiplyPlanes {
     return seen;
   }
   DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t, int, int, int left) const {
+    float products[R::TILES][R::DEEP][R::NT][4] = {};
+    group_products<E, PLANES, R::TILES, R::DEEP, R::NT>(products, codes, in);
 #pragma unroll
     for (int i = 0; i < R::TILES; i++)
 #pragma unroll
       for (int d = 0; d < R::DEEP; d++)
-        if (d == 0 || left > d * LINEAR_WARPS) group_add<E, PLANES, R::NT>(acc[first + i], codes[i][d], in[d]);
+        if (d == 0 || left > d * LINEAR_WARPS)
+          group_add<E, PLANES, R::NT>(acc[first + i], products[i][d], codes[i][d], in[d]);
     return 0;
   }
 };

@@ -303,7 +303,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 // released the shared memory. Memory thus stays busy during norms and other small kernels, whose blocks fit in the
 // remaining registers. A second producer warp copies x once per pass, i.e. for as many tiles as registers have sums
 // for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the weights, and L2
-// bandwidth is little more than that of memory. From nine rows on, two blocks of a cluster share the copies of x.
+// bandwidth is little more than that of memory. Two blocks of a cluster share the copies of x from nine rows on, and
+// with planes always: a block with two tiles of both planes reads half as many bytes of eight rows as of weights.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft
 // weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp,
@@ -539,8 +540,7 @@ static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread 
 //
 // `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs, `load` its weights, `add` adds the products
 // of those that exist to the sums of TILES tiles. Each returns bits of what it read (`release_stage`). READS_AGAIN:
-// `add` reads x, so that the stage of x is released only after the last tile. LATE: `begin` prepares the inputs after
-// the first chunk of weights is loaded, so that both overlap.
+// `add` reads x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply>
 DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int pieces, int own_tiles, int passes,
                         int n, int rows, int warp, int lane, int g, int c) {
@@ -562,22 +562,18 @@ DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int 
       const uint32_t x = at.x_stages + x_stage * R::X_CHUNK;
       mbar_wait(at.x_full + x_stage * 8, x_phase);
       uint32_t seen = multiply.take(x, warp, lane);
-      if (!Multiply::READS_AGAIN && (!Multiply::LATE || count == 0)) release_stage(at.x_empty + x_stage * 8, seen);
+      if (!Multiply::READS_AGAIN) release_stage(at.x_empty + x_stage * 8, seen);
 #pragma unroll
       for (int i = 0; i < T; i += R::TILES)
         if (i < count) {
           mbar_wait(at.full + stage * 8, phase);
           const uint32_t loaded = multiply.load(at.stages + stage * R::CHUNK, warp, lane);
-          if (Multiply::LATE && i == 0) release_stage(at.x_empty + x_stage * 8, seen);
           release_stage(at.empty + stage * 8, loaded);
           if (++stage == R::STAGES) {
             stage = 0;
             phase ^= 1;
           }
-          if (left > 0) {
-            if (Multiply::LATE && i == 0) multiply.begin();
-            seen |= multiply.add(acc, i, x, warp, lane, left);
-          }
+          if (left > 0) seen |= multiply.add(acc, i, x, warp, lane, left);
         }
       if (Multiply::READS_AGAIN) release_stage(at.x_empty + x_stage * 8, seen);
       if (++x_stage == R::X_STAGES) {
@@ -637,7 +633,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
 // `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
 template <class E, class R>
 struct MultiplyFull {
-  static constexpr bool READS_AGAIN = false, LATE = false;
+  static constexpr bool READS_AGAIN = false;
   uint4 in[R::NT][2], a[4];
   DEV uint32_t take(uint32_t x, int warp, int lane) {
     uint32_t seen = 0;
@@ -650,7 +646,6 @@ struct MultiplyFull {
       }
     return seen;
   }
-  DEV void begin() {}
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3;
     const uint32_t atom = chunk + warp * R::PIECE;
@@ -683,12 +678,11 @@ struct MultiplyFull {
 // g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
-  static constexpr bool READS_AGAIN = true, LATE = false;
+  static constexpr bool READS_AGAIN = true;
   static constexpr int WORDS = BITS / 2;  // 16-byte words per lane and tile
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
-  DEV void begin() {}
   DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const uint32_t block = chunk + warp * R::PIECE;
     uint32_t seen = 0;
