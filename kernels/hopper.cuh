@@ -32,12 +32,12 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
 // Makes initialised barriers visible to TMA and to the cluster.
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full
-// after `filling` arrivals (one if TMA fills it), and free when `arrivals` threads have arrived. One thread per stage
-// would not be faster: a warp's addresses are processed one by one.
-DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals, int filling = 1) {
+// when TMA has filled it, and free when `arrivals` threads have arrived. One thread per stage would not be faster: a
+// warp's addresses are processed one by one.
+DEV void mbar_init_stages(uint32_t full, uint32_t empty, int stages, int arrivals) {
 #pragma unroll 1
   for (int i = 0; i < stages; i++) {
-    mbar_init(full + i * 8, filling);
+    mbar_init(full + i * 8, 1);
     mbar_init(empty + i * 8, arrivals);
   }
 }

@@ -85,7 +85,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
                                                                   groups, tiles, n, rows, (size_t)groups * 128);  \
   }
 #define DRAFT_PIPELINES(BITS)                                    \
-  DRAFT_PIPELINE(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240) \
+  DRAFT_PIPELINE(BITS, 1, 4, 9, 5, 2, false, 96, 211848, 207240) \
   DRAFT_PIPELINE(BITS, 2, 4, 7, 4, 2, true, PIPELINE_ENTRY, 205008, 201424)
 DRAFT_PIPELINES(4)
 DRAFT_PIPELINES(8)

@@ -303,8 +303,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 // released the shared memory. Memory thus stays busy during norms and other small kernels, whose blocks fit in the
 // remaining registers. A second producer warp copies x once per pass, i.e. for as many tiles as registers have sums
 // for. Fewer tiles per pass would be slower: with two, x of 16 rows is half as many bytes as the weights, and L2
-// bandwidth is little more than that of memory. Two blocks of a cluster share the copies of x from nine rows on, and
-// with planes always: a block with two tiles of both planes reads half as many bytes of eight rows as of weights.
+// bandwidth is little more than that of memory. So two blocks of a cluster share the copies of x, unless x has up to
+// eight rows and weights have 16 bits.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft
 // weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp,
@@ -317,9 +317,8 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 
 // Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
-// first loads of a block compete with the end of the previous kernel, so fewer are allowed; even fewer in a draft step,
-// whose small kernels wait for latencies.
-constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3, PIPELINE_AHEAD_FIRST_DRAFT = 2;
+// first loads of a block compete with the end of the previous kernel, so fewer are allowed.
+constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
 // Registers per thread: of the four loading warps after they release theirs, of the eight computing warps after
 // that, and of all at entry.
 constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
@@ -352,9 +351,6 @@ struct Pipeline {
   static constexpr int PITCH = PIECES * 128 + PAD_;
   static constexpr int SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0;
   static constexpr int X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
-  // Activations with scales are copied in pieces of 16 bytes (`fill_inputs`).
-  static constexpr bool X_PIECES = CLUSTER == 1 && SCALES > 0;
-  static constexpr int AHEAD_FIRST = X_PIECES ? PIPELINE_AHEAD_FIRST_DRAFT : PIPELINE_AHEAD_FIRST;
   // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums
   // [PIPELINE_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK;
@@ -363,8 +359,7 @@ struct Pipeline {
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
   static_assert(DEEP == 1 || SCALES == 0);
-  static_assert(STAGES >= PIPELINE_AHEAD && PIPELINE_AHEAD >= AHEAD_FIRST,
-                "a chunk in flight must not be overwritten by a later one");
+  static_assert(STAGES >= PIPELINE_AHEAD, "a chunk in flight must not be overwritten by a later one");
 };
 
 // Shared-memory addresses of a pipeline's stages and barriers: of weights [STAGES], of x [X_STAGES].
@@ -383,7 +378,7 @@ struct PipelineShared {
   // By one thread of the block.
   DEV void init_barriers() const {
     mbar_init_stages(full, empty, R::STAGES, LINEAR_WARPS * 32);
-    mbar_init_stages(x_full, x_empty, R::X_STAGES, LINEAR_WARPS * 32, R::X_PIECES ? 32 : 1);
+    mbar_init_stages(x_full, x_empty, R::X_STAGES, LINEAR_WARPS * 32);
     if (R::CLUSTER > 1)
       for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
     mbar_init_done();
@@ -443,9 +438,7 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
 }
 
 // Loads x into its pipeline stages: by one warp, a lane per row, `passes` times. x: bytes [row][pitch]; scales
-// [row][pieces]. In a cluster each block copies every other row to both blocks. X_PIECES: all lanes copy 16 bytes at a
-// time, because a warp issues the bulk copies of its lanes one after another, which takes longer. The loop over rows is
-// short, so that its instructions are loaded soon.
+// [row][pieces]. In a cluster each block copies every other row to both blocks.
 template <class R>
 DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShared<R>& at, int pieces, int passes,
                      int rows, size_t pitch) {
@@ -465,33 +458,18 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShar
       const int count = min(PIECES, pieces - k);
       const uint32_t chunk = at.x_stages + stage * R::X_CHUNK, full = at.x_full + stage * 8;
       mbar_wait(at.x_empty + stage * 8, phase);
-      if constexpr (R::X_PIECES) {
-        static_assert(R::SCALES * PIECES == 64 && R::ROWS == 8, "a lane copies 16 bytes of the scales");
-        const uint8_t* codes = x + k * 128 + lane * 16;
-#pragma unroll 2
-        for (int row = 0; row < rows; row++, codes += pitch)
-#pragma unroll
-          for (int i = 0; i < PIECES / 4; i++)
-            if (i * 4 + lane / 8 < count) copy16(chunk + row * R::PITCH + i * 512 + lane * 16, codes + i * 512);
-        const int row = lane / 4, offset = lane % 4 * 16;
-        if (row < rows && offset < count * R::SCALES)
-          copy16(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH + offset,
-                 scales + ((size_t)row * pieces + k) * R::SCALES + offset);
-        copy_arrive(full);
-      } else {
-        if (lane == 0) mbar_expect(full, count * (128 + R::SCALES) * rows);
-        __syncwarp();
-        if (R::CLUSTER > 1) {
-          if (lane < R::CLUSTER) mbar_arrive_at(at.x_ready + stage * 8, lane);
-          mbar_wait(at.x_ready + stage * 8, phase ^ 1);
-        }
+      if (lane == 0) mbar_expect(full, count * (128 + R::SCALES) * rows);
+      __syncwarp();
+      if (R::CLUSTER > 1) {
+        if (lane < R::CLUSTER) mbar_arrive_at(at.x_ready + stage * 8, lane);
+        mbar_wait(at.x_ready + stage * 8, phase ^ 1);
+      }
 #pragma unroll 1
-        for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-          copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full);
-          if (R::SCALES)
-            copy(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
-                 count * R::SCALES, full);
-        }
+      for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
+        copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full);
+        if (R::SCALES)
+          copy(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
+               count * R::SCALES, full);
       }
       if (++stage == R::X_STAGES) {
         stage = 0;
@@ -611,8 +589,8 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
-      fill_weights<R::TILES, T, R::DEEP>(w, at.stages, at.full, at.empty, R::STAGES, pieces, own_tiles, R::AHEAD_FIRST,
-                                         PIPELINE_AHEAD);
+      fill_weights<R::TILES, T, R::DEEP>(w, at.stages, at.full, at.empty, R::STAGES, pieces, own_tiles,
+                                         PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
       next.prefetch(blockIdx.x, gridDim.x);
     }
     __syncwarp();
