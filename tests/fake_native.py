@@ -298,6 +298,7 @@ def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
         "kv_heads": config["num_key_value_heads"],
         "head_dim": config["head_dim"],
         "max_positions": config["max_position_embeddings"],
+        "quantised": False,
         "eos": eos if isinstance(eos, list) else [eos],
     }
 

@@ -218,6 +218,19 @@ def test_the_tokens_are_those_of_safetensors_with_the_same_weights(quantspec: Ru
         assert drafted["stats"]["accepted_tokens"] > 0
 
 
+def test_dequantised_weights_are_noted(quantspec: Run, tmp_path: Path, f16: Path) -> None:
+    write_demo(tmp_path / "demo.gguf", Kind.Q4_0)
+    note = "quantised weights are dequantised; --weights int8 or int4"
+    for model, flags, noted in (
+        (tmp_path / "demo.gguf", (), True),
+        (tmp_path / "demo.gguf", ("--weights", "int4"), False),
+        (tmp_path / "demo.gguf", ("-q",), False),
+        (f16, (), False),
+    ):
+        outcome = quantspec("run", "-m", str(model), "--text", TEXT, "-n", "2", *flags)
+        assert (outcome.code, note in outcome.stderr) == (0, noted), outcome
+
+
 def test_a_folder_with_one_file_is_that_model(quantspec: Run, tmp_path: Path, f16: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "demo.gguf").symlink_to(f16)

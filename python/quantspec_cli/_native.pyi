@@ -260,7 +260,8 @@ def methods() -> list[dict[str, Any]]:
     """Every method by name: about (its drafter), and the other fields of `options.Method`."""
 
 def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
-    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape.
+    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape;
+    `quantised`: whether the file's matrices are.
 
     `described`: only config.json of a directory is read, and weights may be absent.
     """

@@ -117,8 +117,10 @@ def note_of_prompts(engine: Engine) -> None:
         note(f"warning: {one_line(text)}")
 
 
-def note_of_weights(asked: str, info: dict[str, Any]) -> None:
-    """Notes the weights that `auto` chose if they are not the checkpoint's."""
+def note_of_weights(asked: str, model: Model, info: dict[str, Any]) -> None:
+    """Notes the weights that `auto` chose if they are not the checkpoint's, and that quantised ones are dequantised."""
+    if model.info["quantised"] and info["weights"] == "checkpoint":
+        note("the model's quantised weights are dequantised; --weights int8 or int4 takes less memory and time")
     if asked == "auto" and info["weights"] != "checkpoint":
         note(f"weights: {info['weights']}, because the checkpoint's do not fit into memory; they define the text")
 

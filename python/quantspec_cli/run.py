@@ -94,7 +94,7 @@ def _run(
         engine = engines.enter_context(_opened(arguments, model, engine_options, encoded, options, context=context))
         if not arguments.quiet:
             render.note_of_drafts(engine.info)
-            render.note_of_weights(engine_options.weights, engine.info)
+            render.note_of_weights(engine_options.weights, model, engine.info)
 
         sink: output.Sink = file or (stdout if stdout is not None and not arguments.as_json else output.NullSink())
         shown = [one_line(document.name) for document in documents if document.error is None]

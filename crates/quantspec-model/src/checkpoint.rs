@@ -177,6 +177,16 @@ impl Checkpoint {
         own.unwrap_or(self.config.dtype)
     }
 
+    /// Whether the file has quantised matrices, which are dequantised when they are read. False if only the configuration
+    /// was opened.
+    pub fn is_quantised(&self) -> bool {
+        match &self.weights {
+            Weights::SafeTensors { quantised, .. } => !quantised.is_empty(),
+            Weights::Gguf { locations, .. } => locations.values().any(|location| location.encoding.block().0 > 1),
+            Weights::StandIn => false,
+        }
+    }
+
     /// The type of a GGUF file's matrix.
     pub fn encoding(&self, part: Part) -> Option<Encoding> {
         match &self.weights {

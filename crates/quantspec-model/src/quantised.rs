@@ -508,6 +508,11 @@ impl Quantised {
         Quantised { matrices: HashMap::new(), dtype, kept: Mutex::new(Vec::new()) }
     }
 
+    /// True if no matrix is quantised.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.matrices.is_empty()
+    }
+
     /// The read format of a matrix; None if it is not quantised.
     pub(crate) fn dtype(&self, name: &str) -> Option<Dtype> {
         self.matrices.get(name).map(|_| self.dtype)

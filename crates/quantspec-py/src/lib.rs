@@ -85,7 +85,8 @@ mod _native {
     #[pyfunction]
     #[pyo3(signature = (path, *, described=false))]
     fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
-        let config = errors::detached(py, || Ok(super::plan::checkpoint_of(path, described)?.config().clone()))?;
+        let checkpoint = errors::detached(py, || super::plan::checkpoint_of(path, described))?;
+        let config = checkpoint.config();
         let out = PyDict::new(py);
         out.set_item("family", &config.family)?;
         out.set_item("vocab", config.vocab)?;
@@ -97,6 +98,7 @@ mod _native {
         out.set_item("head_dim", config.head_dim)?;
         out.set_item("max_positions", config.max_positions)?;
         out.set_item("eos", &config.eos)?;
+        out.set_item("quantised", checkpoint.is_quantised())?;
         Ok(out)
     }
 
