@@ -36,7 +36,7 @@ LOOP = (6e-6, 0.01, 60e-6)
 # Shares of the read bandwidth that GPU kernels reach, and further seconds per layer. Measured on one H200; see
 # docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step.
 # Those of the upper plane from 16 rows on.
-GPU_UPPER = ((16, 0.44), (32, 0.32), (64, 0.24), (128, 0.12))
+GPU_UPPER = ((16, 0.46), (32, 0.32), (64, 0.24), (128, 0.12))
 GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
     "checkpoint": {
         "weights": ((1, 1.0), (8, 0.96), (32, 0.86), (64, 0.79), (128, 0.64)),
@@ -44,7 +44,7 @@ GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
         "coarse_weights": ((1, 0.74),),
     },
     "int8": {
-        "weights": ((1, 0.82), (8, 0.74), (16, 0.73), (32, 0.54), (64, 0.43), (128, 0.22)),
+        "weights": ((1, 0.83), (8, 0.81), (16, 0.75), (32, 0.54), (64, 0.43), (128, 0.22)),
         "draft_weights": ((1, 0.74), *GPU_UPPER),
         "coarse_weights": ((1, 0.49),),
     },
