@@ -963,6 +963,31 @@ def test_run_reads_a_pdf_and_shows_what_is_missing(fake: object, quantspec: Run,
     assert quantspec(*arguments, "--quiet").stderr == ""
 
 
+def test_a_batch_shows_what_is_missing(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "case.pdf").write_bytes(pdf(lines("some words"), SCAN))
+    (docs / "scan.pdf").write_bytes(pdf(SCAN))
+    (docs / "text.txt").write_text("some words")
+    warning = "page 2 of 2 has no text"
+    page = tmp_path / "page.html"
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3"]
+    planned = quantspec(*command, "--dry-run")
+    assert f"\nwarning: case.pdf: {warning}\n" in planned.stdout
+    rows = quantspec(*command, "--dry-run", "--json").json["results"]
+    assert [row.get("warnings") for row in rows] == [[warning], None, None]
+    done = quantspec(*command, "--report", str(page))
+    assert [line for line in done.stderr.splitlines() if "warning" in line] == [f"warning: case.pdf: {warning}"]
+    assert warning in page.read_text()
+    again = quantspec(*command, "--no-resume", "--json", "--quiet")
+    assert {row["document"]: row.get("warnings") for row in again.json["results"]} == {
+        "case.pdf": [warning],
+        "scan.pdf": None,
+        "text.txt": None,
+    }
+    assert "warning" not in again.stderr
+
+
 def test_eval_and_bench_show_what_is_missing(fake: object, quantspec: Run, tmp_path: Path) -> None:
     path = tmp_path / "case.pdf"
     path.write_bytes(pdf(lines(*["some words"] * 40), SCAN))

@@ -107,6 +107,7 @@ def _counted(
                     "shared_tokens": job.shared,
                     "new_tokens": reader.options.max_new_tokens * job.calls,
                     "error": error and error.to_json()["error"],
+                    **({"warnings": list(job.warnings)} if job.warnings else {}),
                 }
             )
             if on_progress is not None:

@@ -78,10 +78,11 @@ class Reader:
         return self.context - self.options.max_new_tokens
 
     def read(self, job: Job, *, keep: bool = False) -> prompts.Document:
-        """The document's text; notes its hash. With `keep`, the next call need not extract it again."""
+        """The document's text; notes its hash and warnings. With `keep`, the next call need not extract it again."""
         raw = job.source.read()
         job.sha256 = hashlib.sha256(raw).hexdigest()
         document = self._forget(job) or prompts.from_bytes(job.source.shown, raw)
+        job.warnings = document.warnings
         size = sys.getsizeof(document.text)
         extracted = documents.kind(job.source.shown, raw) is not None
         if keep and extracted and self._kept_bytes + size <= KEPT_BYTES:

@@ -62,14 +62,12 @@ class Outcome:
         job: the document.
         seconds: from reading it to the end of its answer.
         answer: the call, or the tree of calls; None if it failed.
-        warnings: its reader's warnings.
         error: why it failed.
     """
 
     job: Job
     seconds: float
     answer: mapreduce.Call | None
-    warnings: Sequence[str]
     error: QuantspecError | None
 
     def to_json(self) -> dict[str, Any]:
@@ -90,8 +88,8 @@ class Outcome:
         }
         if generation and generation.thinking is not None:
             result["thinking"] = generation.thinking
-        if self.warnings:
-            result["warnings"] = list(self.warnings)
+        if self.job.warnings:
+            result["warnings"] = list(self.job.warnings)
         if self.answer and self.answer.parts:
             result["tree"] = self.answer.to_json()
         return result
@@ -124,8 +122,9 @@ class Run:
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
         self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
-        # Answers to be noted as cut.
+        # What is noted at the end: answers that were cut, and answered documents with warnings.
         self._cut = 0
+        self._doubtful: list[Job] = []
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
@@ -187,7 +186,7 @@ class Run:
             if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
                 self._waiting.append(job)
             else:
-                self._view.finished(self._finish(Outcome(job, 0.0, None, (), error)))
+                self._view.finished(self._finish(Outcome(job, 0.0, None, error)))
         return (_engine(arguments, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
 
     def _examined(self, opening: Opening | None) -> list[Job]:
@@ -200,7 +199,7 @@ class Run:
                 if error is None:
                     todo.append(job)
                 else:
-                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
+                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, error)))
                 if on_progress is not None:
                     on_progress(number, len(self.workload.todo))
                 started = time.perf_counter()
@@ -255,14 +254,13 @@ class Run:
     def _outcome(self, engine: Engine | Cluster, job: Job) -> Outcome:
         started = time.perf_counter()
         answer, failure = None, None
-        warnings: tuple[str, ...] = ()
         try:
-            answer, warnings = self._answer(engine, job)
+            answer = self._answer(engine, job)
         except OF_DOCUMENT as error:
             failure = error
-        return Outcome(job, time.perf_counter() - started, answer, warnings, failure)
+        return Outcome(job, time.perf_counter() - started, answer, failure)
 
-    def _answer(self, engine: Engine | Cluster, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
+    def _answer(self, engine: Engine | Cluster, job: Job) -> mapreduce.Call:
         reader, name = self.reader, job.source.shown
         prompt = None
         # One document at a time: threads that run Python, such as the reader of PDF, would take the GIL from the scheduler.
@@ -285,12 +283,10 @@ class Run:
                     return [self._generate(engine, job, reader.prompt(name, document.text))]
                 return self._level(engine, job, texts)
 
-            return mapreduce.answer(
-                name, document.text, budget=reader.budget, count=count, call=call
-            ), document.warnings
+            return mapreduce.answer(name, document.text, budget=reader.budget, count=count, call=call)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
-        return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
+        return mapreduce.Call(self._generate(engine, job, prompt))
 
     def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
         """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error is
@@ -405,8 +401,9 @@ class Run:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
                     error.hint = "free some space and run the command again: it resumes"
                     raise
-                outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
+                outcome = Outcome(job, outcome.seconds, None, error)
         self._cut += _is_cut(outcome, self.reader.options)
+        self._doubtful += [job] if outcome.answer is not None and job.warnings else []
         result = outcome.to_json()
         basis = self._fingerprints.of(result)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
@@ -478,6 +475,8 @@ class Run:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         batch_view.failures(failed)
         if not self.arguments.quiet:
+            for job in self._doubtful:
+                render.warn_of_document(job.source.shown, job.warnings)
             batch_view.summary(document, self.arguments.out)
             if interrupted:
                 without = "" if self.arguments.resume else " without --no-resume"

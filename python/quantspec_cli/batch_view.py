@@ -205,6 +205,7 @@ def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]
         else:
             name, answer = one_line(row["document"]), one_line(row["output"])
             yield f"do      {name}: {render.count(row['prompt_tokens'], 'prompt token')}, to {answer}"
+            yield from (f"warning: {name}: {warning}" for warning in row.get("warnings", ()))
     yield (
         f"{render.count(document['documents'], 'document')}: {document['to_do']:,} to do, "
         f"{document['refused']:,} would fail, {document['failed']:,} failed before, {document['skipped']:,} done before"

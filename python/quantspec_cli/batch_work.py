@@ -11,7 +11,7 @@ from . import render
 from .errors import QuantspecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from .batch import Arguments
     from .generation import Stream
@@ -47,6 +47,7 @@ class Job:
         shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
         calls: of the model, as planned.
         sha256: of its bytes, if known.
+        warnings: about missing or doubtful parts of its text, once it has been read.
         stage: "waiting" or "reading", of the document's bytes.
         running: its calls that have begun.
         known_calls: if it is answered in parts, its calls that have begun or wait for others.
@@ -61,6 +62,7 @@ class Job:
     shared: int = 0
     calls: int = 1
     sha256: str | None = None
+    warnings: Sequence[str] = ()
     stage: str = "waiting"
     running: list[RunningCall] = field(default_factory=list)
     known_calls: int = 0

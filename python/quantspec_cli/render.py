@@ -87,8 +87,13 @@ def warn_of_threads(threads: int | None) -> None:
 def warn_of_documents(documents: Iterable[Document]) -> None:
     """Warns about missing or doubtful text."""
     for document in documents:
-        for warning in document.warnings:
-            note(f"warning: {one_line(document.name)}: {warning}")
+        warn_of_document(document.name, document.warnings)
+
+
+def warn_of_document(name: str, warnings: Iterable[str]) -> None:
+    """Warns about missing or doubtful text of a document."""
+    for warning in warnings:
+        note(f"warning: {one_line(name)}: {warning}")
 
 
 def errors_of_documents(documents: Iterable[Document]) -> bool:

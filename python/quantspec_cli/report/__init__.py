@@ -168,7 +168,7 @@ def batch(document: Row, engine: Row) -> str:
             None,
             [],
             Table(
-                ["document", "status", "prompt tokens", "new tokens", "seconds", "ended by"],
+                ["document", "status", "prompt tokens", "new tokens", "seconds", "ended by", "warnings"],
                 [
                     [
                         row["document"],
@@ -177,6 +177,7 @@ def batch(document: Row, engine: Row) -> str:
                         f"{row['new_tokens']:,}",
                         f"{row['seconds']:.2f}",
                         row["stop_reason"] or (row["error"] or {}).get("message", "-"),
+                        "; ".join(row.get("warnings", ())),
                     ]
                     for row in listed
                 ],
