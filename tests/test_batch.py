@@ -363,6 +363,32 @@ def test_a_document_takes_one_line_of_a_terminal(toy_command: list[str], docs: P
     assert re.search(r"of 4 documents, prompts \S+ and answers \S+ tokens/s", seen)
 
 
+def test_a_small_terminal_shows_names_and_totals(toy_command: list[str], docs: Path, tmp_path: Path) -> None:
+    for number in range(9):
+        (docs / f"{number}.txt").write_text("The rain fell. " * 40)
+    names = {str(path.relative_to(docs)) for path in docs.rglob("*.*")}
+    terminal, end = pty.openpty()
+    # The system's size of the terminal is 0.
+    size = {"COLUMNS": "40", "LINES": "10"}
+    environment = {**os.environ, **size, "FAKE_NATIVE": json.dumps({"round_s": 0.1}), "TERM": "xterm"}
+    command = [*toy_command, "batch", str(docs), "--out", str(tmp_path / "out"), "-n", "9", "--parallel", "8"]
+    child = subprocess.Popen(command, stderr=end, env=environment)
+    os.close(end)
+    seen = rest_of(terminal).decode()
+    assert child.wait(timeout=30) == 0
+    frames = [
+        re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).splitlines()
+        for frame in seen.split("\x1b[1A")
+        if " of 12 doc" in frame
+    ]
+    assert frames
+    for frame in frames:
+        assert len(frame) < 10, frame
+        assert "tokens/s" in "".join(frame[-2:]), "the totals are whole"
+        rows = [row for row in frame if re.search(" (waiting|reading|decoding) ", row)]
+        assert all(row.split()[0] in names for row in rows), rows
+
+
 def test_an_encrypted_pdf_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     writer = pypdf.PdfWriter()
     writer.add_blank_page(100, 100)

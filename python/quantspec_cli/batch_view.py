@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # Most rows of running documents; fits a terminal of 24 lines.
 _ROWS = 16
+# Lines of a terminal that are left for the totals, the rest of the running documents and the cursor.
+_OTHER_LINES = 5
+# Columns that a narrow terminal keeps for the names.
+_NAME_COLUMNS = 16
 
 
 class View:
@@ -75,20 +79,22 @@ class View:
         # Prompts that wait for a slot come last.
         running = sorted(running, key=lambda job: _stage(job) == "waiting")
         table = Table.grid(padding=(0, 2))
-        table.add_column()
+        table.add_column(min_width=_NAME_COLUMNS)
         for _ in range(3):
             table.add_column(no_wrap=True)
-        for job in running[:_ROWS]:
+        rows = max(1, min(_ROWS, self._live.console.height - _OTHER_LINES))
+        for job in running[:rows]:
             tokens = "" if job.tokens is None else render.count(job.tokens, "prompt token")
             # A long name is cut, so that every document takes one line.
             name = Text(one_line(job.source.shown), no_wrap=True, overflow="ellipsis")
             table.add_row(name, Text(_stage(job)), Text(_progress(job)), Text(tokens))
-        if len(running) > _ROWS:
-            table.add_row(Text(f"and {len(running) - _ROWS} more"))
-        self._live.update(Group(table, Text(self.totals(running, waiting), style="dim")), refresh=True)
+        if len(running) > rows:
+            table.add_row(Text(f"and {len(running) - rows} more"))
+        totals = Text(self.totals(running, waiting), style="dim", no_wrap=False, overflow="fold")
+        self._live.update(Group(table, totals), refresh=True)
 
     def totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
-        """The documents so far, their rates, and the time left."""
+        """The documents so far, the time left, and the rates."""
         elapsed = time.perf_counter() - self._started
         parts = [f"{self._done + self._failed:,} of {render.count(self._documents, 'document')}"]
         if self._failed:
@@ -96,7 +102,6 @@ class View:
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
         new = self._new_tokens + sum(job.answer_tokens for job in running)
         new += sum(call.done for job in running for call in list(job.running) if call.stage == "decoding")
-        parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         # A copy, because workers take from the queue.
         left: float = sum(job.tokens or 0 for job in list(waiting))
         left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
@@ -104,6 +109,7 @@ class View:
         # also of a document's parts, show how long that is.
         if (self._answers or any(job.done_calls for job in running)) and left and read:
             parts.append(f"about {duration(elapsed * left / read)} left")
+        parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         return ", ".join(parts)
 
 
