@@ -36,6 +36,8 @@ def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run
     assert outcome.code == 0, outcome
     (result,) = [result for result in lines(out) if result["document"] == "long.txt"]
     tree = result["tree"]
+    last = f"{result['calls']} calls, the last with {result['prompt_tokens']} prompt tokens, "
+    assert f"done    long.txt: {last}{result['new_tokens']} new tokens (" in outcome.stderr
     assert len(tree["parts"]) > 1
 
     def count(node: dict[str, Any]) -> int:

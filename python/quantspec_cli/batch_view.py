@@ -152,11 +152,11 @@ def _line(result: Mapping[str, Any]) -> str:
     if result["status"] == "failed":
         return f"failed  {_failure(result)}"
     name = one_line(result["document"])
-    calls = f" of {result['calls']} calls" if result["calls"] > 1 else ""
+    calls = f"{result['calls']} calls, the last with " if result["calls"] > 1 else ""
     return (
-        f"done    {name}: {render.count(result['prompt_tokens'], 'prompt token')}, "
-        f"{render.count(result['new_tokens'], 'new token')}"
-        f"{calls} ({result['stop_reason']}), {render.seconds(result['seconds'])}"
+        f"done    {name}: {calls}{render.count(result['prompt_tokens'], 'prompt token')}, "
+        f"{render.count(result['new_tokens'], 'new token')} "
+        f"({result['stop_reason']}), {render.seconds(result['seconds'])}"
     )
 
 
