@@ -119,3 +119,4 @@ def test_invalid_standard_input_is_one_error(start: Callable[..., subprocess.Pop
     out, err = child.communicate(b"ab\xff", timeout=60)
     assert (child.returncode, out) == (1, b"")
     assert err.startswith(b"error: stdin is not UTF-8: byte 0xff at offset 2, line 1\nhint: ")
+    assert b" iconv -f CP1252 " in err

@@ -29,7 +29,8 @@ _MARKS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-_CONVERT = "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE"
+# CP1252 has all characters of LATIN1, and the quotation marks and the euro sign of Windows.
+_CONVERT = "convert it to UTF-8, for example: iconv -f CP1252 -t UTF-8 FILE"
 
 
 @dataclass(frozen=True)

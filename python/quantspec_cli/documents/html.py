@@ -66,7 +66,7 @@ def decode(name: str, raw: bytes) -> str:
     at = failure.start
     raise InputError(
         f"{name} is not {failure.encoding}: byte 0x{failure.object[at]:02x} at offset {at}",
-        "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE",
+        "convert it to UTF-8, for example: iconv -f CP1252 -t UTF-8 FILE",
     ) from failure
 
 
