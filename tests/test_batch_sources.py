@@ -34,7 +34,9 @@ def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, doc
     rows = [{"path": "docs/a.txt"}, {"path": str(docs / "b.md")}, {"id": "x/y", "text": "A literal."}]
     listed.write_text("\n".join(map(json.dumps, [*rows, {"id": "z", "path": "docs/a.txt"}])) + "\n\n")
     absolute = str(docs / "b.md").lstrip("/") + ".md"
-    assert found(str(listed)) == sorted(["docs/a.txt.md", absolute, "x/y.md", "z.md"])
+    expected = sorted(["docs/a.txt.md", absolute, "x/y.md", "z.md"])
+    assert found(str(listed)) == expected
+    assert found(str(listed.rename(tmp_path / "LIST.JSONL"))) == expected
 
 
 def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def _of_argument(argument: str, out: Path) -> Iterator[Source]:
         raise InputError(f"{argument} does not exist", "check the path; quote a glob")
     elif S_ISDIR(status.st_mode):
         yield from sorted(_walk(argument, _left_out(argument, out)), key=lambda source: source.name.split("/"))
-    elif argument.endswith(".jsonl"):
+    elif argument.lower().endswith(".jsonl"):
         yield from _listed(argument)
     else:
         yield Source(os.path.basename(argument), argument)
