@@ -65,6 +65,7 @@ def test_a_node_that_dies_loses_nothing(quantspec: Callable[..., Outcome], tmp_p
     assert (found["code"], report["done"], report["failed"]) == (0, 25, 0)
     assert 0 < found["at_kill"] < 25, "the node died when documents were under way"
     assert (report["stats"]["workers"], report["stats"]["workers_lost"]) == (2, 1)
+    assert "documents per hour\nwarning: 1 of 2 workers of the Ray cluster died\n" in done.stderr
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert sorted(line["document"] for line in lines) == sorted(path.name for path in docs.iterdir()), "each once"
     alone = tmp_path / "alone"

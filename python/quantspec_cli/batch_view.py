@@ -181,12 +181,19 @@ def summary(document: Mapping[str, Any], out: str) -> None:
     if left:
         parts.append(f"{left:,} not done")
     render.note(f"{render.count(document['documents'], 'document')}: {', '.join(parts)}; answers in {one_line(out)}")
-    if stats.get("rounds"):
-        render.note(
-            f"{duration(stats['wall_s'])}, {render.number(stats['documents_per_hour'])} documents per hour, "
-            f"prefill {render.rate(stats['prefill_tokens_per_s'])}, decode {render.rate(stats['decode_tokens_per_s'])}, "
-            f"{render.number(stats['batch_mean'])} at once on average"
-        )
+    speed = [duration(stats["wall_s"])]
+    if document["done"]:
+        speed.append(f"{render.number(stats['documents_per_hour'])} documents per hour")
+    if stats.get("rounds"):  # a cluster does not count them
+        speed += [
+            f"prefill {render.rate(stats['prefill_tokens_per_s'])}",
+            f"decode {render.rate(stats['decode_tokens_per_s'])}",
+        ]
+        speed.append(f"{render.number(stats['batch_mean'])} at once on average")
+    if len(speed) > 1:
+        render.note(", ".join(speed))
+    if lost := stats.get("workers_lost"):
+        render.note(f"warning: {lost} of {render.count(stats['workers'], 'worker')} of the Ray cluster died")
 
 
 def note_of_cuts(answers: int, options: GenerateOptions) -> None:
