@@ -121,8 +121,8 @@ def test_a_pdf_in_double_spacing_is_one_paragraph() -> None:
     assert text_of(pdf(lines("one", "two", "three", leading=28))) == "one\ntwo\nthree"
 
 
-def test_non_latin_text_of_a_pdf_is_read() -> None:
-    words = "Привет 世界 𝒳 ﬁn"
+def pdf_in_unicode(words: str) -> bytes:
+    """A page of one line; its glyphs are drawn in the order of these characters."""
     codes = {character: index for index, character in enumerate(dict.fromkeys(words), 1)}
     named = b"".join(
         b"<%04x> <%s>\n" % (code, character.encode("utf-16-be").hex().encode()) for character, code in codes.items()
@@ -137,8 +137,22 @@ def test_non_latin_text_of_a_pdf_is_read() -> None:
         b"/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> >>"
     )
     shown = b"BT /F 12 Tf 72 720 Td <%s> Tj ET" % "".join(f"{codes[c]:04x}" for c in words).encode()
+    return pdf(shown, font=font, more=[descendant, stream(cmap)])
+
+
+def test_non_latin_text_of_a_pdf_is_read() -> None:
     # The ligature becomes two letters; the mathematical letter, which is no ligature, is kept.
-    assert text_of(pdf(shown, font=font, more=[descendant, stream(cmap)])) == "Привет 世界 𝒳 fin"
+    assert text_of(pdf_in_unicode("Привет 世界 𝒳 ﬁn")) == "Привет 世界 𝒳 fin"
+
+
+def test_right_to_left_text_of_a_pdf_is_read_in_its_order() -> None:
+    """A PDF draws it from the left, and Arabic letters in the shape that they have in their word."""
+    shapes = "\ufee3\ufeae\ufea3\ufe92\ufe8e \ufef3\ufe8e \ufefb"
+    found = prompts.from_bytes("x.pdf", pdf_in_unicode(shapes[::-1]))
+    assert (found.text, found.warnings) == ("مرحبا يا لا", ())
+    found = prompts.from_bytes("x.pdf", pdf_in_unicode("ימים 12 שלום"[::-1]))
+    assert found.warnings == ("page 1 of 1: right-to-left lines with numbers or Latin words may be out of order",)
+    assert prompts.from_bytes("x.pdf", pdf_in_unicode("12 days")).warnings == ()
 
 
 def test_pages_without_text_are_a_warning() -> None:

@@ -45,11 +45,12 @@ _REFUSED: tuple[tuple[bytes, str, str], ...] = (
     (b"Rar!\x1a\x07", "a binary file, a RAR archive", "unpack it"),
 )
 
-# Ligatures of the presentation forms (Latin, Armenian, Hebrew, Arabic), which fonts use and models do not.
-_LIGATURES = {
+# Presentation forms that fonts use and models do not: ligatures (Latin, Armenian, Hebrew, Arabic), and the shapes of Arabic
+# letters within a word.
+_FORMS = {
     code: unicodedata.normalize("NFKC", chr(code))
-    for code in range(0xFB00, 0xFE00)
-    if "LIGATURE" in unicodedata.name(chr(code), "")
+    for code in range(0xFB00, 0xFF00)
+    if re.search("LIGATURE|ARABIC LETTER", unicodedata.name(chr(code), ""))
 }
 # A soft hyphen is drawn in a PDF. Elsewhere it is a place where a line may end, in some books within every long word.
 _SOFT_HYPHEN: dict[bool, dict[int, str | None]] = {True: {0xAD: "-"}, False: {0xAD: None}}
@@ -92,7 +93,7 @@ def extract(which: str, name: str, raw: bytes, limit: int) -> tuple[str, tuple[s
         raise InputError(
             f"{name} is damaged: {_short_message(error)}", "open it in its program and save it again"
         ) from error
-    text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES)
+    text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_FORMS)
     text = text.translate(_SOFT_HYPHEN[which == "pdf"]).strip("\n")
     if not text or text.isspace():
         raise InputError(

@@ -31,6 +31,8 @@ _INK = re.compile(r"\S")
 # Names of glyphs that are numbers alone. pypdf shows them as text.
 _NUMBERED = re.compile(r"/(?!u(?:ni)?[0-9A-F]{4,6}\Z)(?:\.notdef|[A-Za-z_.]*[0-9]+)")
 _WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
+_RIGHT_TO_LEFT = re.compile("[\u0590-\u065f\u066a-\u06ef\u06fa-\u08ff\ufb1d-\ufdff\ufe70-\ufefe]")
+_LEFT_TO_RIGHT = re.compile("[A-Za-z0-9\u0660-\u0669\u06f0-\u06f9]")
 # Factor over the page's usual line distance from which a gap separates paragraphs.
 _GAP = 1.3
 # A page with a page-sized picture and fewer words than this is probably a scan with a stamp.
@@ -142,8 +144,15 @@ def _warnings(pages: Sequence[_Page], log: _Log) -> Iterator[str]:
         yield f"{_ranges(scanned)} of {count}: a picture of the whole page and fewer than {_SCAN_WORDS} words"
     if unnamed := [page.number for page in pages if "\N{REPLACEMENT CHARACTER}" in page.text]:
         yield f"{_ranges(unnamed)} of {count}: characters that the fonts do not name are U+FFFD"
+    if mixed := [page.number for page in pages if any(map(_is_mixed, page.text.split("\n")))]:
+        yield f"{_ranges(mixed)} of {count}: right-to-left lines with numbers or Latin words may be out of order"
     if doubtful := [page.number for page in pages if page.doubtful]:
         yield f"{_ranges(doubtful)} of {count} may be incomplete: {log.summary()}"
+
+
+def _is_mixed(line: str) -> bool:
+    """True for right-to-left text with parts that are written from left to right, which pypdf may misplace."""
+    return bool(_RIGHT_TO_LEFT.search(line) and _LEFT_TO_RIGHT.search(line))
 
 
 def _text(page: PageObject) -> str:
