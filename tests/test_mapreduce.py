@@ -177,6 +177,20 @@ def test_a_part_that_fails_fails_its_document_alone(fake: Any, quantspec: Run, t
     assert results(again) == results(calm)
 
 
+def test_a_partial_answer_that_was_cut_is_counted(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    """The whole answer may end well without what was cut."""
+    (tmp_path / "docs").mkdir()
+    for number in range(8):
+        (tmp_path / f"docs/{number}.txt").write_text(f"{number} " + "word " * 2700)
+    outcome = quantspec(
+        "batch", str(tmp_path / "docs"), *SPLIT, "--stop", " a", "--json", "--out", str(tmp_path / "out")
+    )
+    trees = [[result["tree"], *result["tree"]["parts"]] for result in outcome.json["results"]]
+    cut = [[call["stop_reason"] == "length" for call in tree] for tree in trees]
+    assert sum(map(any, cut)) > sum(last for last, *_ in cut)
+    assert f"{sum(map(any, cut))} answers were cut" in outcome.stderr
+
+
 def test_an_interrupt_ends_all_parts(start: Callable[..., Child], fake: Any, quantspec: Run, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("word " * 5000)
     command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--json", "--parallel", "3", "--out", str(tmp_path / "out")]
@@ -363,7 +377,7 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
         return [Generation(words(text), [1], f"answer {len(calls)}", "eos") for text in texts]
 
     tree = mapreduce.answer("it", "word " * 2000, budget=30, count=words, call=call)
-    assert tree.count() == len(calls)
+    assert len(list(tree.tree())) == len(calls)
     depth, node = 0, tree
     while node.parts:
         depth, node = depth + 1, node.parts[0]

@@ -83,7 +83,7 @@ class Outcome:
             "tokens": generation.tokens if generation else [],
             "stop_reason": generation.stop_reason if generation else None,
             "seconds": round(self.seconds, 6),
-            "calls": self.answer.count() if self.answer else 0,
+            "calls": len(list(self.answer.tree())) if self.answer else 0,
             "error": self.error and self.error.to_json()["error"],
         }
         if generation and generation.thinking is not None:
@@ -498,9 +498,10 @@ def _switching() -> Iterator[None]:
 
 
 def _is_cut(outcome: Outcome, options: GenerateOptions) -> bool:
-    """True if the token limit cut an answer, or a stop string a JSON."""
+    """True if the token limit cut an answer or one that it was made from, or a stop string a JSON."""
     reasons = {"length"} if options.json_schema is None else {"length", "stop"}
-    return outcome.answer is not None and outcome.answer.generation.stop_reason in reasons
+    calls = outcome.answer.tree() if outcome.answer else ()
+    return any(call.generation.stop_reason in reasons for call in calls)
 
 
 def _cluster(

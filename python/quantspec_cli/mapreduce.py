@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .generation import Generation
 
@@ -40,9 +40,11 @@ class Call:
     generation: Generation
     parts: Sequence[Call] = field(default_factory=list)
 
-    def count(self) -> int:
-        """Calls of the tree."""
-        return 1 + sum(part.count() for part in self.parts)
+    def tree(self) -> Iterator[Call]:
+        """This call, and all that its input depends on."""
+        yield self
+        for part in self.parts:
+            yield from part.tree()
 
     def to_json(self) -> dict[str, Any]:
         """The node for results.jsonl. It includes the texts of partial answers, which have no files."""
