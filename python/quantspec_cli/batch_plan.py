@@ -79,14 +79,14 @@ def room(
     most = arguments.parallel or PARALLEL[alone["device"].partition(":")[0]]
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
-    lengths = [(job.tokens or context) + new_tokens for job in todo]
-    # A document beyond the context is refused, or split into parts that decode together.
-    lengths = [
-        min(length, context)
-        for length in lengths
-        if length <= context or reader.may_split
-        for _ in range(min(-(-(length - new_tokens) // max(context - new_tokens, 1)), most))
-    ]
+    lengths: list[int] = []
+    for job in todo:
+        tokens = job.tokens or context
+        if tokens + new_tokens <= context:
+            lengths.append(tokens + new_tokens)
+        elif reader.may_split:  # into parts that decode together; otherwise it is refused
+            parts = -(-tokens // max(context - new_tokens, 1))
+            lengths += [context] * min(parts, most)
     return Room(context, *together(plan_of, context, lengths or [context], most), wanted)
 
 

@@ -443,16 +443,8 @@ class Run:
             stats = dict(engine.statistics())
             if not self.arguments.quiet:
                 render.note_of_prompts(engine)
-            kinds = ("prefill_tokens_per_s", "decode_tokens_per_s")
-            if all(stats[kind] for kind in kinds):
-                rates = {kind: stats[kind] for kind in kinds}
-                # Few documents, which decode alone, are slower than the whole folder.
-                most = 2 * done >= len(found)
-                try:
-                    self.journal.keep_rates(engine.info["device"], self._fingerprints.model, rates, replace=most)
-                except FileError as error:  # only `--dry-run` reads them
-                    if not self.arguments.quiet:
-                        render.note(f"warning: the rates of this run are not kept: {error.message}")
+            # Few documents, which decode alone, are slower than the whole folder.
+            self._keep_rates(engine.info["device"], stats, replace=2 * done >= len(found))
         stats |= {
             "count_s": self._count_s,
             "wall_s": wall_s,
@@ -484,6 +476,17 @@ class Run:
             batch_view.note_of_cuts(self._cut, self.reader.options)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.arguments.as_json else output.Done(code)
+
+    def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
+        """Keeps the rates of this run for later predictions of `--dry-run`."""
+        rates = {kind: stats[kind] for kind in ("prefill_tokens_per_s", "decode_tokens_per_s")}
+        if not all(rates.values()):
+            return
+        try:
+            self.journal.keep_rates(device, self._fingerprints.model, rates, replace=replace)
+        except FileError as error:
+            if not self.arguments.quiet:
+                render.note(f"warning: the rates of this run are not kept: {error.message}")
 
 
 @contextmanager
