@@ -524,6 +524,16 @@ def test_breaks_that_a_tracked_change_deletes_join_paragraphs() -> None:
     )
 
 
+def test_symbols_of_a_form_are_read() -> None:
+    def symbol(font: str, code: str) -> str:
+        return f'<w:r><w:sym w:font="{font}" w:char="{code}"/></w:r>'
+
+    boxes = [symbol("Wingdings", code) for code in ("F0A8", "F0FE", "00FD")] + [symbol("Wingdings 2", "F052")]
+    raw = word(f"<w:p>{''.join(boxes)}{symbol('Symbol', 'F0B3')}</w:p>")
+    assert prompts.from_bytes("x", raw) == prompts.Document("x", "☐☑☒☑≥")
+    assert prompts.from_bytes("x", word(f"<w:p>{symbol('Webdings', 'F0FE')}</w:p>")).warnings == ("1 symbol not read",)
+
+
 def test_choices_in_a_form_are_read() -> None:
     def field(data: str) -> str:
         return f'<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:name w:val="f"/>{data}</w:ffData></w:fldChar></w:r>'

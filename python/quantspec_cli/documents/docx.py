@@ -6,6 +6,7 @@ Word computes, are computed here.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,13 @@ _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
 # Elements whose content is not shown: deletions, previous properties, tab stops, field codes.
 _UNSEEN = frozenset({"w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tabs", "w:instrText", "w:delText"})
 _INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
+# Characters of symbol fonts, by their number in the font: boxes, ticks and arrows of forms, and signs of arithmetic.
+_SYMBOLS = {
+    "wingdings": dict(zip(bytes.fromhex("6f7172a878fdfefbfcdfe0e8"), "☐☐☐☐☒☒☑✗✓←→→", strict=True)),
+    "wingdings 2": dict(zip(bytes.fromhex("a3515354524f50"), "☐☒☒☒☑✗✓", strict=True)),
+    "symbol": dict(zip(bytes.fromhex("a3b3b9bbb0b1b4b7d7a5aede"), "≤≥≠≈°±×•⋅∞→⇒", strict=True)),
+}
+_UNNAMED = re.compile("[\ue000-\uf8ff]")
 _SEPARATORS = {"separator", "continuationSeparator", "continuationNotice"}
 _DEPTH_MAX = 20
 # Parts that may contain text and are not read.
@@ -63,8 +71,9 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
     body = story(main)
     ends = [story(path) for kind in ("footnotes", "endnotes") for path in parts.get(kind, [])]
     footers = dict.fromkeys(story(path) for path in parts.get("footer", []))
+    text = "\n\n".join(filter(None, [*headers, body, *ends, *footers]))
     warnings = [warning for kind, what in _UNREAD.items() for warning in unread(len(parts.get(kind, [])), what)]
-    return "\n\n".join(filter(None, [*headers, body, *ends, *footers])), tuple(warnings)
+    return text, (*warnings, *unread(len(_UNNAMED.findall(text)), "symbol"))
 
 
 @dataclass
@@ -265,7 +274,7 @@ class _Story:
         elif name in {"w:checkBox", "w:ddList"}:
             self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
-            self._write(_symbol(_attribute(values, "char")))
+            self._write(_symbol(_attribute(values, "font"), _attribute(values, "char")))
         elif name in {"w:footnoteReference", "w:endnoteReference"}:
             self._write(f"[^{self._number(name.removesuffix('Reference'), _attribute(values, 'id'))}]")
         elif name == "w:pStyle":
@@ -399,9 +408,11 @@ def _outline(text: str) -> int:
     return int(text) + 1 if text.isascii() and text.isdecimal() and int(text[:4]) < 9 else 0
 
 
-def _symbol(code: str) -> str:
-    """A character of a symbol font, by its number in hexadecimal."""
+def _symbol(font: str, code: str) -> str:
+    """A character of a symbol font, by its number in hexadecimal: as it is shown, if known."""
     try:
-        return chr(int(code, 16))
+        number = int(code, 16)
+        # Word adds 0xF000 to most numbers.
+        return _SYMBOLS.get(font.lower(), {}).get(number % 0xF000) or chr(number)
     except (ValueError, OverflowError):
         return "\N{REPLACEMENT CHARACTER}"
