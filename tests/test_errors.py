@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind
+from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind, one_line
 
 
 def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +40,8 @@ def test_an_error_survives_a_pickle(error: QuantspecError, again: Callable[[Quan
     assert type(found) is type(error)
     assert (str(found), found.exit_code, found.to_json()) == (str(error), error.exit_code, error.to_json())
     assert "so far" in str(found.to_json())
+
+
+def test_foreign_text_keeps_its_words_and_no_control_character() -> None:
+    family, persian = "\U0001f468\u200d\U0001f467", "\u0645\u06cc\u200c\u0634\u0648\u062f"
+    assert one_line(f"{family} {persian}\n\x1b[31m\u202e") == f"{family} {persian} \ufffd[31m\ufffd"

@@ -22,6 +22,9 @@ EXIT_INTERRUPTED = 130
 # 128 + SIGPIPE, as a shell reports a program that the signal ended: the reader of the output has gone.
 EXIT_PIPE_CLOSED = 141
 
+# Not printable, but part of words in some scripts, and of emoji.
+_JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+
 
 class QuantspecError(Exception):
     """Base of all errors of quantspec.
@@ -195,4 +198,7 @@ def reason(error: OSError) -> str:
 def one_line(text: str) -> str:
     """Makes foreign text (a template's message, the name of a tensor or file) one line without control characters."""
     folded = " ".join(text.split()) if not text.isprintable() else text
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in folded)
+    return "".join(
+        character if character.isprintable() or character in _JOINERS else "\N{REPLACEMENT CHARACTER}"
+        for character in folded
+    )
