@@ -78,7 +78,7 @@ def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], t
     (tmp_path / "a.txt").write_text("A text.")
     outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1")
     assert outcome.code == 1
-    assert outcome.stderr.splitlines()[0].startswith("error: no Ray cluster at '127.0.0.1:1'")
+    assert outcome.stderr.splitlines()[0].startswith("error: no Ray cluster at '127.0.0.1:1': connection refused")
     assert not (tmp_path / "out").exists(), "no document was counted"
     outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:100000")
     outcome.assert_error(1, "no Ray cluster at '127.0.0.1:100000'")

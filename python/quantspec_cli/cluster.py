@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
 from .engine import Engine
-from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
+from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal, reason
 from .model import Model, planned
 from .slots import PARALLEL, BeyondMemoryError
 
@@ -315,8 +315,9 @@ def _package() -> Any:
 
 
 def _absent(address: str, error: Exception) -> DeviceError:
+    why = reason(error) if isinstance(error, OSError) else error
     return DeviceError(
-        f"no Ray cluster at {address!r:.100}: {error}"[:300], "start one with: ray start --head, or correct --ray"
+        f"no Ray cluster at {address!r:.100}: {why}"[:300], "start one with: ray start --head, or correct --ray"
     )
 
 
