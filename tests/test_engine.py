@@ -184,6 +184,10 @@ def test_errors_of_prompts_may_stand_in_place_of_their_answers(engine: Engine, f
         engine.generate_batch(["one", bad])
     with pytest.raises(DoesNotFitError, match=r"^prompts\[1\] "):
         engine.generate_batch(["one", "word " * 2000])
+    with pytest.raises(UsageError, match=r"^prompts\[1\] has 0 tokens"):
+        engine.generate_batch(["one", Prompt([])])
+    with pytest.raises(UsageError, match=r"^a\.txt has 0 tokens"):
+        engine.generate_batch(["one", Prompt([], name="a.txt")])
     with pytest.raises(UsageError, match="a prompt is 5"):
         engine.generate_batch(["one", 5], return_exceptions=True)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="return_exceptions is 1"):
@@ -744,7 +748,7 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
         with pytest.raises(UsageError, match="a prompt is"):
             engine.generate(prompt)  # type: ignore[arg-type]
     for prompts in ("text", b"text", None, 5, Prompt([1])):
-        with pytest.raises(UsageError, match="a prompt is"):
+        with pytest.raises(UsageError, match=r"^prompts is .* generate and stream take one prompt"):
             engine.generate_batch(prompts)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a prompt is 5"):
         engine.generate_batch(["one"] * 50 + [5])  # type: ignore[list-item]
@@ -754,6 +758,12 @@ def test_values_out_of_range_are_refused_before_the_engine(engine: Engine) -> No
     for method in ("stream", "generate", "generate_batch"):
         with pytest.raises(TypeError, match=rf"^Engine\.{method}\(\) got an unexpected keyword argument 'max_tokens'"):
             getattr(engine, method)("one", max_tokens=3)
+    # What programs pass that use other engines: several texts, token ids, a conversation.
+    for given in (["one", "two"], [1, 2], [{"role": "user", "content": "one"}]):
+        with pytest.raises(UsageError, match=r"Prompt\(ids\); generate_batch takes several"):
+            engine.generate(given)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="messages="):
+            engine.model.prompt(given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no prompt"):
         engine.generate_batch([])
     with pytest.raises(UsageError, match="0 tokens"):

@@ -8,6 +8,7 @@ print(answer.text, engine.statistics()["acceptance_rate"])
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
@@ -318,9 +319,14 @@ class Engine:
         self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
         given = as_list(prompts)
-        if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
-            wrong = prompts if given is None else next(one for one in given if not isinstance(one, str | Prompt))
-            raise UsageError(f"a prompt is {shown(wrong):.60}", "give texts, or what engine.model.prompt returns")
+        if given is None:
+            raise UsageError(f"prompts is {shown(prompts):.60}", "give a list; generate and stream take one prompt")
+        for prompt in given:
+            if not isinstance(prompt, str | Prompt):
+                raise UsageError(
+                    f"a prompt is {shown(prompt):.60}",
+                    "give a text, engine.model.prompt(...) or Prompt(ids); generate_batch takes several",
+                )
         if not given:
             raise UsageError("no prompt", "give at least one prompt")
         names = ["the prompt"] if len(given) == 1 else [f"prompts[{index}]" for index in range(len(given))]
@@ -328,7 +334,10 @@ class Engine:
 
     def _encoded(self, name: str, given: str | Prompt, options: GenerateOptions) -> Prompt:
         """The prompt as token ids. Raises the error of one that cannot be answered."""
-        prompt = self.model.prompt(given, name=name, context=self.context) if isinstance(given, str) else given
+        if isinstance(given, str):
+            prompt = self.model.prompt(given, name=name, context=self.context)
+        else:
+            prompt = replace(given, name=name) if given.name == Prompt.name else given
         _check_ids(prompt, self.model.info["vocab"])
         self.model.check_fits(prompt, options.max_new_tokens, self.context)
         if options.json_schema is not None:

@@ -252,7 +252,7 @@ class Model:
             if not (document is None and instruction is None and system_prompt is None):
                 raise UsageError("messages and a document exclude each other", "put all of it into messages")
             document = "".join(turn["content"] for turn in turns)
-        check_text(name, document)
+        check_text(name, document, "give a text, or messages=[...] for a conversation")
         document = cast("str", document)
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:

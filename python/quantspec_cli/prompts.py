@@ -169,10 +169,10 @@ def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
 
 
-def check_text(name: str, text: object) -> None:
-    """Refuses what is no text, or has lone surrogates."""
+def check_text(name: str, text: object, hint: str = "give a text") -> None:
+    """Refuses what is no text, or has lone surrogates; `hint` is for the first."""
     if not isinstance(text, str):
-        raise UsageError(f"{name} is {shown(text):.60}", "give a text")
+        raise UsageError(f"{name} is {shown(text):.60}", hint)
     check_utf8(name, text)
 
 
