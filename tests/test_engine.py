@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -409,6 +410,16 @@ def test_a_fork_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     for work in late:
         with pytest.raises(UsageError, match=f"belongs to process {process}, this is its fork {process + 1}"):
             work()
+
+
+def test_an_engine_is_not_passed_to_another_process(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="load an engine in every process"):
+        pickle.dumps(engine)
+    # As `Pool.map` would pass it.
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(engine.generate)
+    answer = engine.generate("one", max_new_tokens=5)
+    assert pickle.loads(pickle.dumps(answer)) == answer
 
 
 FORK = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, cast, overload
 
 from . import schema, settings
 from .errors import QuantspecError, UsageError, native_errors
@@ -294,6 +294,9 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("an engine cannot be pickled or copied", "load an engine in every process")
 
     def close(self) -> None:
         """Ends running sequences and frees the memory, from any thread but a callback's. Closing twice has no effect."""
