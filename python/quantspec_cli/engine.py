@@ -371,16 +371,18 @@ class Engine:
 
         Args:
             prompt: a text, or `engine.model.prompt(document, instruction=...)` to apply the chat template.
-            max_new_tokens: most tokens of the answer.
-            temperature: 0 is greedy.
+            max_new_tokens: most tokens of the answer, at least 1.
+            temperature: 0 is greedy; at most 100.
             top_k: keep the k most likely tokens; 0 is off.
             top_p: keep the most likely tokens with this total probability; 1 is off.
             min_p: drop tokens below this share of the highest probability; 0 is off.
-            repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies the others; 1 is off.
-            frequency_penalty: subtracted from a token's logit once per occurrence in the answer; 0 is off.
-            presence_penalty: subtracted once from the logit of each token in the answer; 0 is off.
-            no_repeat_ngram: length of the n-grams that may not repeat in prompt and answer; 0 is off.
-            seed: same seed, same text, whatever the method.
+            repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies the others; 0.01 to 100, 1
+                is off.
+            frequency_penalty: subtracted from a token's logit once per occurrence in the answer; -2 to 2, 0 is off.
+            presence_penalty: subtracted once from the logit of each token in the answer; -2 to 2, 0 is off.
+            no_repeat_ngram: length of the n-grams that may not repeat in prompt and answer, 2 to 100; 0 is off.
+            seed: same seed, same text, whatever the method. With the engine's `accept="rejection"` only if gamma, pages and
+                method are fixed.
             stop: a string, or several, that end the text; they are not emitted.
             ignore_eos: continue after an end-of-text token.
             logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
@@ -388,6 +390,10 @@ class Engine:
             json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens or a stop
                 string cut it. Needs the package llguidance, `pip install "quantspec[schema]"`.
             on_prefill: called with (rows done, total rows) during prefill; a row is a token in a layer.
+
+        Raises:
+            QuantspecError: a value is wrong, or the prompt cannot be read or does not fit; from the iterator, the engine
+                failed or was closed.
         """
         options = GenerateOptions(
             max_new_tokens=max_new_tokens,
@@ -410,7 +416,7 @@ class Engine:
     def generate(
         self, prompt: str | Prompt, *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> Generation:
-        """Decodes one prompt to its end. Takes the options of `stream`."""
+        """Decodes one prompt to its end. Takes the options of `stream`, and raises its errors."""
         return self.start([prompt], _checked_options("generate", options), on_prefill=on_prefill).finished()[0]
 
     @overload
@@ -441,7 +447,8 @@ class Engine:
         on_prefill: OnProgress | None = None,
         **options: Unpack[Arguments],
     ) -> Sequence[Generation | QuantspecError]:
-        """Decodes any number of prompts, `batch` at a time; answers in their order. Takes the options of `stream`.
+        """Decodes any number of prompts, `batch` (of `load`) at a time; answers in their order. Takes the options of
+        `stream`.
 
         The error of one prompt ends all answers and is raised. With `return_exceptions`, as in `asyncio.gather`, it stands
         in the place of that prompt's answer, and the others are finished.
@@ -476,6 +483,9 @@ class Engine:
 
         The text is teacher-forced through the cache as in `quantspec eval`, under the target's view (`kv_target`), with
         any method. It waits for a free slot, and other sequences wait until it is done.
+
+        Raises:
+            QuantspecError: the text has fewer than 2 tokens, or more than the context; or the engine failed.
         """
         import numpy as np
 

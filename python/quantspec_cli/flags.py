@@ -298,7 +298,14 @@ def sampling_flags(command: Command) -> Command:
             help="Forbid tokens that would repeat N tokens of prompt or answer; 0 is off.  "
             "[default: 0; with a chat template, from generation_config.json]",
         ),
-        click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
+        click.option(
+            "-s",
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Same seed, same text. With --accept rejection only if gamma, pages and method are fixed.",
+        ),
         click.option("--ignore-eos", is_flag=True, help="Continue after an end-of-text token."),
         click.option(
             "--json-schema",

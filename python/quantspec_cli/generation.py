@@ -39,13 +39,13 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished answer.
+    """An answer, or a stream's answer so far.
 
     Attributes:
         prompt_tokens: length of the prompt.
         tokens: emitted ids, including those of a thinking block, without the one that ended the text.
         text: the emitted text, without a thinking block.
-        stop_reason: "length", "eos", "stop" or "interrupted".
+        stop_reason: "length", "eos", "stop" or "interrupted"; the last one also until a stream's answer ends.
         thinking: text of the thinking block; None if the answer has none.
         logprobs: one for every token; None if they were not requested.
     """
