@@ -378,7 +378,7 @@ def test_tags_of_the_tokenizer_alone_leave_room_for_a_schema(fake: Any, tmp_path
 def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: Path) -> None:
     place = tmp_path / "schema.json"
     place.write_text(json.dumps(DIGITS))
-    quantspec("run", "--text", "A", "--json-schema", str(place), "--ignore-eos").assert_error(2, "exclude each other")
+    quantspec("run", "--text", "A", "--json-schema", str(place), "--ignore-eos").assert_error(2, "--ignore-eos is True")
     thinker = chat_model(tmp_path / "m", "{{ messages[0].content }}{% if enable_thinking %}{% endif %}</think>")
     arguments = [
         "run",

@@ -302,7 +302,9 @@ class GenerateOptions:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.ignore_eos:
                 raise UsageError(
-                    "ignore_eos and a JSON schema exclude each other", "leave one of them out", option="ignore_eos"
+                    "ignore_eos is True, and a JSON schema decides where the answer ends",
+                    "leave one of them out",
+                    option="ignore_eos",
                 )
         stops = [self.stop] if isinstance(self.stop, str) else as_list(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
