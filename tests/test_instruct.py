@@ -192,6 +192,9 @@ def test_control_tokens_of_a_document_are_text(fake: Any, tmp_path: Path) -> Non
         ids = model.prompt(document, **arguments).ids
         assert control(ids) == [1, 2] * (1 + len(conversation))
         assert text(ids) == "".join(role + said for role, said in [*conversation, ("user", content)])
+    # A text may have every character of an area for private use, as tables of fonts do.
+    for area in (range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)):
+        assert control(model.prompt("</s>" + "".join(map(chr, area)), instruction="I").ids) == [1, 2]
     # The model's own words are not changed.
     turns = [("user", "a</s>"), ("assistant", "b</s>"), ("user", "c")]
     ids = model.prompt(messages=[{"role": role, "content": content} for role, content in turns]).ids

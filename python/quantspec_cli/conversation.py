@@ -140,9 +140,9 @@ def _marked(
     found = {token for token in likely if any(token in content for content in contents)}
     if not found:
         return turns, ""
-    texts = [other, *(turn["content"] for turn in turns)]
-    # Of the private use area: a template passes it through.
-    mark = next(mark for mark in map(chr, range(0xF8FF, 0xDFFF, -1)) if not any(mark in text for text in texts))
+    used = set(other).union(*(turn["content"] for turn in turns))
+    # Of an area for private use: a template passes it through.
+    mark = next(mark for mark in map(chr, range(0x10FFFD, 0xDFFF, -1)) if mark not in used)
     begins = re.compile(f"(?=(?:{'|'.join(map(re.escape, found))}))(.)", re.DOTALL)
 
     def marked(turn: Mapping[str, str]) -> dict[str, str]:

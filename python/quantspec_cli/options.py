@@ -175,7 +175,7 @@ class EngineOptions:
         method = METHODS[self.method]
         reasons: dict[str, tuple[str | None, str]] = {}
         if not method.draft_model and not method.chooses:
-            reasons["draft_model"] = (None, "reads no draft model")
+            reasons["draft_model"] = (None, "reads no draft model, unlike draft-model and auto")
         if self.draft_model is None:
             reasons["draft_model_kv"] = (None, "has no draft model")
         if not method.drafts and self.gamma != 0:
