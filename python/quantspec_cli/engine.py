@@ -151,6 +151,11 @@ class Engine:
     """A model on a device, ready to decode. Use `Engine.load`.
 
     Threads may share it: all streams decode together, round by round.
+
+    Attributes:
+        model: the checkpoint with its tokenizer; `model.prompt` makes prompts.
+        options: what the engine was loaded with.
+        context: most tokens of a sequence, prompt and answer together.
     """
 
     def __init__(

@@ -83,6 +83,8 @@ class Model:
     Attributes:
         name: the name it was requested by.
         directory: absolute path of its files, or of the one GGUF file (the first of a split one).
+        info: its configuration, as `_native.model_info` returns it.
+        tokenizer: text to ids, and ids to bytes.
         offline: a draft model is looked up in the download cache only.
     """
 
@@ -205,6 +207,9 @@ class Model:
 
         `template_args` are arguments of the chat template: {"enable_thinking": True} turns on thinking in models that
         support it. A document that cannot fit the context (by default the model's) is refused before it is encoded.
+
+        Raises:
+            QuantspecError: an argument is wrong, a text is not UTF-8 or does not fit, or the chat template failed.
         """
         written = self.written(
             document,
