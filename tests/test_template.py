@@ -164,6 +164,12 @@ def test_the_process_is_kept_and_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     assert "assistant" in render(CHATML), "someone ended the process"
 
 
+def test_a_program_may_search_imports_in_a_path_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    template._Child.end()
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert "assistant" in render(CHATML)
+
+
 def test_a_fork_has_a_process_of_its_own() -> None:
     program = (
         "import os\n"

@@ -159,7 +159,9 @@ class _Child:
         """The process; a new one if there is none, or if it was killed."""
         if cls._process is None or cls._process.poll() is not None:
             cls.end()
-            command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
+            # A program may have added a Path, which Python's imports ignore.
+            places = [place for place in sys.path if isinstance(place, str)]
+            command = [sys.executable, "-I", "-c", _CHILD, json.dumps(places)]
             try:
                 cls._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             except OSError as error:
