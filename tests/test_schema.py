@@ -397,6 +397,9 @@ def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: P
     assert not fake.engines
     with pytest.raises(UsageError, match="not valid JSON"):
         GenerateOptions(json_schema={"const": object()})
+    # A pydantic model is a class.
+    with pytest.raises(UsageError, match="model_json_schema"):
+        GenerateOptions(json_schema=type("Model", (), {}))
     with pytest.raises(UsageError, match="no object"):
         GenerateOptions(json_schema=3)
     looped: dict[str, Any] = {}

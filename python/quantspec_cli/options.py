@@ -341,6 +341,8 @@ def schema_text(schema: object) -> str:
         found = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(found, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, TypeError):
+            hint = "give a dictionary or JSON text; a pydantic model has model_json_schema()"
         raise UsageError(f"the JSON schema is not valid JSON: {error}", hint, option="json_schema") from error
     if not isinstance(found, dict):
         raise UsageError(f"the JSON schema is {text:.60}, and no object", hint, option="json_schema")
