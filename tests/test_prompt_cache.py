@@ -52,6 +52,20 @@ def test_a_second_question_reads_the_question_only(quantspec: Run, document: Pat
     assert not list(folder.iterdir())
 
 
+def test_the_folder_may_be_in_the_home_directory(
+    quantspec: Run, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shell expands a variable or a setting."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QUANTSPEC_PROMPT_CACHE", "~/prompts")
+    assert quantspec("run", str(document), "-n", "2").code == 0
+    (kept,) = (tmp_path / "prompts").iterdir()
+    assert [file["path"] for file in quantspec("cache", "--json").json["prompts"]["files"]] == [str(kept)]
+    with Engine.load(context=2000, prompt_cache="~/prompts") as engine:
+        engine.generate(document.read_text(), max_new_tokens=2)
+        assert engine.statistics()["reused_tokens"] > 0
+
+
 def test_a_batch_of_another_question_processes_only_the_difference(
     quantspec: Run, document: Path, tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @stop_flag
-@prompt_cache_flag
+@prompt_cache_flag()
 @click.option(
     "--logprobs",
     type=int,
@@ -235,7 +235,7 @@ def run(
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @stop_flag
-@prompt_cache_flag
+@prompt_cache_flag()
 @engine_flags
 @device_flags
 @json_flag
@@ -315,7 +315,7 @@ def doctor(as_json: bool) -> Done:
 @click.option(
     "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the listed files; they are recreated when needed."
 )
-@click.option("--prompt-cache", metavar="DIR", help="Also list the prompts in this folder.")
+@prompt_cache_flag("Also list the prompts in this folder.")
 @json_flag
 def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """List the draft weights and prompts on disk: size, last use, model."""

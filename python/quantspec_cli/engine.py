@@ -290,6 +290,7 @@ class Engine:
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
         if not isinstance(folder, bool):
             check_folder(folder)
+            folder = settings.expanded(folder)
         opened = Model.open(_model_name("the model", model), revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, prompt_cache=folder, on_loading=on_loading)

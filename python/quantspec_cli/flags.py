@@ -349,8 +349,13 @@ stop_flag = click.option(
     help="End before this text, even inside a token. Repeatable.",
 )
 
-prompt_cache_flag = click.option(
-    "--prompt-cache",
-    metavar="DIR",
-    help="Keep processed prompts in this folder: a second question about a document skips its prefill.",
-)
+
+def prompt_cache_flag(
+    text: str = "Keep processed prompts in this folder: a second question about a document skips its prefill.",
+) -> Callable[[Command], Command]:
+    """--prompt-cache, with its help."""
+
+    def expanded(_ctx: click.Context, _parameter: click.Parameter, folder: str | None) -> str | None:
+        return folder and settings.expanded(folder)
+
+    return click.option("--prompt-cache", metavar="DIR", callback=expanded, help=text)

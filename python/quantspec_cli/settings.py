@@ -55,10 +55,11 @@ _NO_SETTING = {
 def default_path() -> Path:
     """The settings file if none is named."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(_expanded(home)) / "quantspec" / "config.toml"
+    return Path(expanded(home)) / "quantspec" / "config.toml"
 
 
-def _expanded(path: str) -> str:
+def expanded(path: str) -> str:
+    """A path with the home directory for "~", which no shell replaces in a variable or in the settings file."""
     # Not Path.expanduser: it raises for an unknown user, or if no home directory is known.
     return os.path.expanduser(path)  # noqa: PTH111
 
@@ -71,7 +72,7 @@ def draft_cache() -> Path | None:
     if wanted == "off":
         return None
     if wanted:
-        return Path(_expanded(wanted))
+        return Path(expanded(wanted))
     folder = Path(hub.hub_settings().HF_ASSETS_CACHE) / "quantspec" / "drafts"
     return None if folder.parts[0] == "~" else folder
 
