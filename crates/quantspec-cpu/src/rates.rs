@@ -2,7 +2,7 @@
 //! `quantspec plan` adds them up.
 
 use crate::CpuBackend;
-use crate::bench::{PromptAttention, PromptMatrix, SPREAD, logits, machine};
+use crate::bench::{SPREAD, logits};
 use crate::panel::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
@@ -10,7 +10,7 @@ use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Sensitive
 use quantspec_core::noise::Stream;
 use quantspec_core::plan::full_page_bytes;
 use quantspec_core::sample::{Accept, Sampler, choose};
-use quantspec_model::backend::{Branch, DraftConfig, Hooks, KvCache, Network, Options, Pass, Row, Step};
+use quantspec_model::backend::{Block, Branch, DraftConfig, Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -31,9 +31,11 @@ const MEASURING_TIME: Duration = Duration::from_millis(700);
 /// Most bytes of the pages of one view. A longer context costs the same per page.
 const CACHE_BYTES: usize = 256 << 20;
 
-/// Prompt rows that are timed, and most tokens before them.
+/// Prompt rows that are timed, most tokens before them, and the fewest and longest measurements.
 const PROMPT_ROWS: usize = 256;
-const PROMPT_CONTEXT: usize = 8192;
+const PROMPT_BEFORE: usize = 4096;
+const PROMPT_ROUNDS: usize = 3;
+const PROMPT_TIME: Duration = Duration::from_millis(150);
 
 /// What to time.
 #[derive(Clone, Debug)]
@@ -74,7 +76,7 @@ pub struct Rates {
     pub many_s: Vec<f64>,
     /// Seconds to choose a token.
     pub token_s: f64,
-    /// Floating-point operations per second of a prompt's GEMMs.
+    /// Floating-point operations of a prompt's GEMMs per second of all its operations but attention.
     pub prompt_matrix: f64,
     /// Floating-point operations per second of a prompt's attention.
     pub prompt_attention: f64,
@@ -126,9 +128,8 @@ pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
     let many_s = (many.iter().zip(&drafts))
         .map(|(times, [_, later])| cost(times, Pages::All).matrices_s.max(later.matrices_s))
         .collect();
-    let mut poll = || stand_in.backend.poll();
-    let (token_s, [prompt_matrix, prompt_attention]) =
-        (token_s(work.config.vocab, &mut poll)?, prompt(work, &mut poll)?);
+    let [prompt_matrix, prompt_attention] = stand_in.prompt(prompt_before(work))?;
+    let token_s = token_s(work.config.vocab, &mut || stand_in.backend.poll())?;
     Ok(Rates { target: found, drafts, many_s, token_s, prompt_matrix, prompt_attention })
 }
 
@@ -159,8 +160,7 @@ struct Small {
 
 impl Small {
     fn new(all: &ModelConfig, context: usize) -> Small {
-        let width = 2 * (all.q_width() + all.kv_width()) + 3 * all.intermediate;
-        let (layer, row) = (all.hidden * width * all.dtype.bytes(), all.hidden * all.dtype.bytes());
+        let (layer, row) = (layer_weights(all) * all.dtype.bytes(), all.hidden * all.dtype.bytes());
         let vocab = all.vocab.min((SPREAD / 4 / row).next_multiple_of(PANEL));
         let room = (SPREAD - (vocab * row).min(SPREAD / 4)) / layer.max(1);
         let layers = room.max(if all.local.is_some() { 2 } else { 1 }).min(all.layers);
@@ -243,30 +243,59 @@ impl StandIn {
             (0..rows).map(|offset| Row { slot: 0, offset, position: self.small.position + offset }).collect();
         // The attention of a prompt's end, by which Snap chooses, is not known; as many other pages cost the same.
         let pages = if let Pages::Snap { pages, .. } = pages { Pages::Window(pages) } else { pages };
-        let step = Step { weights, view, pages, choose_pages, rows: &rows };
-        let (pass, mut times, mut clock) = (Pass::Step(&step), Times::default(), Instant::now());
+        self.pass(&Pass::Step(&Step { weights, view, pages, choose_pages, rows: &rows }))
+    }
+
+    fn pass(&mut self, pass: &Pass) -> Result<Times> {
+        let (mut times, mut clock) = (Times::default(), Instant::now());
         let mut lap = |sum: &mut f64| {
             let now = Instant::now();
             *sum += (now - clock).as_secs_f64();
             clock = now;
         };
         let backend = &mut self.backend;
-        backend.embed(&pass)?;
+        backend.embed(pass)?;
         for layer in 0..backend.config().layers {
-            backend.qkv(layer, &pass)?;
+            backend.qkv(layer, pass)?;
             lap(&mut times.layers);
-            backend.attend(layer, &pass)?;
+            backend.attend(layer, pass)?;
             lap(&mut times.attention[usize::from(backend.config().reach(layer).is_some())]);
-            backend.output(layer, &pass)?;
-            backend.reduce_residual(layer, Branch::Attention, &pass)?;
-            backend.gate_up(layer, &pass)?;
-            backend.down(layer, &pass)?;
-            backend.reduce_residual(layer, Branch::Mlp, &pass)?;
+            backend.output(layer, pass)?;
+            backend.reduce_residual(layer, Branch::Attention, pass)?;
+            backend.gate_up(layer, pass)?;
+            backend.down(layer, pass)?;
+            backend.reduce_residual(layer, Branch::Mlp, pass)?;
             lap(&mut times.layers);
         }
-        backend.head(&pass)?;
+        backend.head(pass)?;
         lap(&mut times.head);
         Ok(times)
+    }
+
+    /// Operations per second of a prompt's GEMMs and of its attention, with `before` tokens before the timed ones.
+    fn prompt(&mut self, before: usize) -> Result<[f64; 2]> {
+        let config = self.small.config.clone();
+        let tokens: Vec<u32> = (0..before + PROMPT_ROWS).map(|token| (token % config.vocab) as u32).collect();
+        let block = |start| Pass::Prefill(Block { slot: 0, prompt: &tokens, start, rows: PROMPT_ROWS });
+        // Warms up, and makes the keys and values that are stored.
+        self.pass(&block(0))?;
+        let (began, mut times) = (Instant::now(), Vec::new());
+        while times.len() < PROMPT_ROUNDS || began.elapsed() < PROMPT_TIME {
+            self.backend.poll()?;
+            let mut found = self.pass(&block(before))?;
+            let started = Instant::now();
+            (0..config.layers).try_for_each(|layer| self.backend.store(layer, 0, PROMPT_ROWS))?;
+            found.layers += started.elapsed().as_secs_f64();
+            times.push(found);
+        }
+        let global = (0..config.layers).filter(|layer| config.reach(*layer).is_none()).count();
+        let matrices = 2 * PROMPT_ROWS * config.layers * layer_weights(&config);
+        let seen = PROMPT_ROWS * before + PROMPT_ROWS * (PROMPT_ROWS + 1) / 2;
+        let attention = 4 * config.q_width() * seen * global;
+        Ok([
+            matrices as f64 / median(&times, |times| times.layers),
+            attention as f64 / median(&times, |times| times.attention[0]),
+        ])
     }
 
     /// The whole model's cost. A step that reads selected pages costs the same after a longer context.
@@ -282,17 +311,27 @@ impl StandIn {
     }
 }
 
+/// Weights of a layer's matrices.
+fn layer_weights(config: &ModelConfig) -> usize {
+    config.hidden * (2 * (config.q_width() + config.kv_width()) + 3 * config.intermediate)
+}
+
+/// Tokens before the timed rows of a prompt: half of the context, which a token sees on average.
+fn prompt_before(work: &Workload) -> usize {
+    (work.context / 2).min(PROMPT_BEFORE).next_multiple_of(PROMPT_ROWS)
+}
+
 /// A backend of made-up weights with room for a sequence of this many tokens and a round.
 fn load(work: &Workload, config: ModelConfig, tokens: usize, hooks: Hooks) -> Result<CpuBackend> {
     let capacity = (tokens.max(BUFFER_TOKENS) + MOST).next_multiple_of(G) + G;
     let options = Options {
-        prompt_capacity: G,
+        prompt_capacity: prompt_before(work) + PROMPT_ROWS,
         planes: Planes { upper: true, lower: work.view == View::Both, full: work.view == View::Full },
         weights: work.weights,
         draft_weights: DraftWeights::Int4,
         sensitive: work.sensitive,
         step_rows: MOST,
-        block_rows: G,
+        block_rows: PROMPT_ROWS,
         threads: work.threads,
         ..Options::new(1, capacity)
     };
@@ -313,18 +352,6 @@ fn token_s(vocab: usize, poll: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
         black_box(choose(&logits, &sampler, position, Stream::Sample));
         Ok(())
     })
-}
-
-/// Operations per second of a prompt's GEMMs and of its attention.
-fn prompt(work: &Workload, poll: &mut dyn FnMut() -> Result<()>) -> Result<[f64; 2]> {
-    let (config, machine) = (work.config, machine()?.with_threads(work.threads));
-    let k = config.hidden.next_multiple_of(G);
-    let n = (2 * config.intermediate).min(SPREAD / 8 / (2 * k)).next_multiple_of(PANEL);
-    let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
-    let before = (work.context.min(PROMPT_CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
-    let heads = (config.heads, config.group(), config.head_dim);
-    let mut block = PromptAttention::new(machine, heads, before, PROMPT_ROWS)?;
-    Ok([matrix.flops() as f64 / timed(poll, || matrix.call())?, block.flops() as f64 / timed(poll, || block.call())?])
 }
 
 /// Seconds of a call after a warm-up.
