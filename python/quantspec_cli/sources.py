@@ -155,7 +155,9 @@ def _matches(pattern: str, out: Path) -> Iterator[Source]:
     found = {
         path: problem
         for path, problem in _expanded(root, parts[len(fixed) :], left_out)
-        if (problem is not None or not os.path.isdir(path)) and not _is_below(path, left_out)
+        if (problem is not None or not os.path.isdir(path))
+        and not _is_by_product(os.path.basename(path))
+        and not _is_below(path, left_out)
     }
     if not found:
         raise InputError(f"no file matches {pattern}", "check the pattern; ** stands for any folders")
@@ -218,6 +220,7 @@ def _folders(
     try:
         status = os.stat(folder)
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        entries = [entry for entry in entries if not _is_by_product(entry.name)]
     except OSError as error:
         yield folder, FileError(f"folder {folder} cannot be listed: {reason(error)}", "check its permissions")
         return
@@ -231,6 +234,11 @@ def _folders(
     for entry in entries:
         if _is_directory(entry) and not _is_below(entry.path, left_out):
             yield from _folders(entry.path, left_out, (*above, me))
+
+
+def _is_by_product(name: str) -> bool:
+    """Whether Word made the file while a document was open, or Windows made it to show a folder."""
+    return name.startswith("~$") or name.lower() in {"thumbs.db", "desktop.ini"}
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

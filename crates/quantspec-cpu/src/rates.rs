@@ -31,7 +31,8 @@ const MEASURING_TIME: Duration = Duration::from_millis(700);
 /// Most bytes of the pages of one view. A longer context costs the same per page.
 const CACHE_BYTES: usize = 256 << 20;
 
-/// Prompt rows that are timed, most tokens before them, and the fewest and longest measurements.
+/// Prompt rows that are timed, most tokens before them, the fewest measurements, and the time after which no further one
+/// starts.
 const PROMPT_ROWS: usize = 256;
 const PROMPT_BEFORE: usize = 4096;
 const PROMPT_ROUNDS: usize = 3;
@@ -246,6 +247,7 @@ impl StandIn {
         self.pass(&Pass::Step(&Step { weights, view, pages, choose_pages, rows: &rows }))
     }
 
+    /// A pass, timed by part.
     fn pass(&mut self, pass: &Pass) -> Result<Times> {
         let (mut times, mut clock) = (Times::default(), Instant::now());
         let mut lap = |sum: &mut f64| {
