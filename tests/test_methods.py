@@ -236,8 +236,11 @@ def test_measured_settings_without_effect_are_refused(quantspec: Any) -> None:
     quantspec(*bench, "--methods", "ar,w4-fp16").assert_error(
         2, "--draft-pages is 4", no_scores, "--page-choice window"
     )
-    model = ("--methods", "ar,auto", "--draft-model", str(DEMO), "--draft-model-kv", "fp16")
-    quantspec(*bench, *model).assert_error(2, "draft model's cache in FP16 has no scores")
+    kept = ("--draft-model", str(DEMO), "--draft-model-kv", "fp16")
+    model = ("--methods", "ar,auto", *kept)
+    quantspec(*bench, *model).assert_error(2, "draft model's cache in FP16 has no scores", "--draft-model-kv int8")
+    # The view of the draft model's cache is no remedy for the target's.
+    quantspec(*bench, "--methods", "w4-fp16,auto", *kept).assert_error(2, no_scores, "or --draft-pages all")
     window = ("--page-choice", "window", "--methods")
     quantspec(*bench, *window, "ar").assert_error(2, "--draft-pages is 4", "no method of --methods drafts by pages")
     choice = ("no method of --methods chooses pages", "--draft-pages N")

@@ -363,15 +363,17 @@ def check_scores(name: str, pages: object, choice: str, target: str, draft_model
     the view of a draft model's cache, None for the target's.
     """
     method = METHODS[name]
-    of_draft_model = draft_model_kv or (target if method.draft_model else None)
+    all_pages = "--draft-pages all"
     if method.draft_model or method.chooses:
-        cache, view = "the draft model's cache", of_draft_model
+        cache, view = "the draft model's cache", draft_model_kv or (target if method.draft_model else None)
+        # `auto` chooses pages of its own.
+        remedy = all_pages if draft_model_kv is None else "--draft-model-kv int8"
     else:
-        cache, view = "the cache", target if method.draft_view == "target" else None
+        cache, view, remedy = "the cache", target if method.draft_view == "target" else None, all_pages
     if pages != "all" and choice == PAGE_CHOICES[0] and view == "fp16":
         raise UsageError(
             f"draft_pages is {shown(pages)}, and {cache} in FP16 has no scores to choose the best pages by",
-            f"use --page-choice window, or {'--draft-pages all' if draft_model_kv is None else '--draft-model-kv int8'}",
+            f"use --page-choice window, or {remedy}",
             option="draft_pages",
         )
 
