@@ -66,14 +66,6 @@ pub struct Machine {
     threads: usize,
 }
 
-impl Machine {
-    /// The same path with this number of threads.
-    #[must_use]
-    pub fn with_threads(self, threads: usize) -> Machine {
-        Machine { threads: threads.max(1), ..self }
-    }
-}
-
 /// The path of [`choose`], and `QUANTSPEC_THREADS` threads, by default one per core.
 ///
 /// # Errors

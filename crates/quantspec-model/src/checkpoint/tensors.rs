@@ -30,7 +30,8 @@ const QUANTISED: [&str; 13] = [
     ".activation_scale",
 ];
 
-fn is_quantised(name: &str) -> bool {
+/// Returns true for a name of a quantised matrix's tensor.
+fn is_of_quantised(name: &str) -> bool {
     QUANTISED.iter().any(|end| name.ends_with(end))
 }
 
@@ -59,7 +60,7 @@ pub(super) fn refuse_foreign(
     };
     // Sorted, so that the first refusal is the same in every run. A quantised matrix explains the bias next to it.
     let mut sorted: Vec<&String> = names.keys().collect();
-    sorted.sort_unstable_by_key(|name| (!is_quantised(name), *name));
+    sorted.sort_unstable_by_key(|name| (!is_of_quantised(name), *name));
     let of_cache = |name: &str| !schemes.is_empty() && quantised::is_of_cache(name);
     for name in sorted.into_iter().filter(|name| !of_matrix(name) && !of_cache(name)) {
         if let Some(refusal) = refusal(config, name)
@@ -83,7 +84,7 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
             weights.any(|weight| *name != weight && module(name) == module(&weight)).then_some(name)?
         }
     };
-    if is_quantised(suffix) {
+    if is_of_quantised(suffix) {
         return Some(Error::model(
             format!(
                 "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
