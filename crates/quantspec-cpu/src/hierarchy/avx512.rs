@@ -41,18 +41,15 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
         for g in 0..part.groups {
             let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().wrapping_add(g * LOWER));
             let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
+            // Not between the products: each branch would make the compiler keep inputs of the following ones on the stack.
             if let Some(prefetch) = prefetch {
-                prefetch.line(tile);
+                (0..UPPER).step_by(64).for_each(|line| prefetch.line(tile.wrapping_add(line)));
+                if BOTH {
+                    (0..LOWER).step_by(64).for_each(|line| prefetch.line(lower.wrapping_add(line)));
+                }
             }
             for v in 0..VECTORS {
-                let c = tile.add(PARAMS + v * 64);
-                if let Some(prefetch) = prefetch {
-                    prefetch.line(c);
-                    if BOTH {
-                        prefetch.line(lower.add(v * 64));
-                    }
-                }
-                let c = _mm512_loadu_si512(c.cast());
+                let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
                 let (c0, c1) = if BOTH {
                     let d = _mm512_loadu_si512(lower.add(v * 64).cast());
                     // 0xe2: selects bits of the third operand where the mask (the second) is 0, and of the first where it
