@@ -7,6 +7,9 @@ use divan::Bencher;
 use divan::counter::BytesCount;
 use quantspec_cpu::bench::{Gemm, Read, SPREAD, Stored, machine};
 
+/// Rows of a step.
+const ROWS: [usize; 6] = [1, 2, 4, 5, 8, 16];
+
 fn main() {
     divan::main();
 }
@@ -22,32 +25,32 @@ fn gemm(bencher: Bencher, stored: Stored, rows: usize) {
     bencher.counter(BytesCount::new(gemm.bytes())).bench_local(|| gemm.call().unwrap());
 }
 
-#[divan::bench(args = [1, 2, 5, 8, 16])]
+#[divan::bench(args = ROWS)]
 fn bf16(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::Bf16, rows);
 }
 
-#[divan::bench(args = [1, 2, 5, 8, 16])]
+#[divan::bench(args = ROWS)]
 fn f16(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::F16, rows);
 }
 
-#[divan::bench(args = [1, 2, 5, 8, 16])]
+#[divan::bench(args = ROWS)]
 fn planes_both(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::Both, rows);
 }
 
-#[divan::bench(args = [1, 4])]
+#[divan::bench(args = ROWS)]
 fn planes_upper(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::Upper, rows);
 }
 
-#[divan::bench(args = [1, 4])]
+#[divan::bench(args = ROWS)]
 fn int4(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::Int4, rows);
 }
 
-#[divan::bench(args = [1, 4])]
+#[divan::bench(args = ROWS)]
 fn int8(bencher: Bencher, rows: usize) {
     gemm(bencher, Stored::Int8, rows);
 }

@@ -50,7 +50,10 @@ const UPPER: usize = PARAMS + LOWER;
 const _: () = assert!(GROUP == 32 && UPPER == 320 && LOWER == 256);
 
 /// Rows that share one pass.
-const ROWS: usize = 6;
+const ROWS: usize = 8;
+
+/// Rows of f32 activations that share one pass: ten sums and their operands fill AVX2's sixteen registers.
+const SINGLE_ROWS: usize = 5;
 
 /// Tiles of a panel, one above the other.
 const HALVES: usize = PANEL / TILE_ROWS;
@@ -151,14 +154,18 @@ impl Planes {
         }
     }
 
-    /// Multiplies one panel by m rows of f32 activations, `stride` apart and zero after k: `out[m][32]`.
+    /// Multiplies one panel by m rows of f32 activations, `stride` apart and zero after k up to a whole group: `out[m][32]`.
     pub(crate) fn panel_f32(&self, simd: Simd, index: usize, x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
-        let k = self.k;
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
-            for (first, m) in groups(m, ROWS) {
+            for (first, m) in groups(m, SINGLE_ROWS) {
                 let (x, out) = (&x[first * stride..], &mut out[first * PANEL + half * TILE_ROWS..]);
-                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, k: usize, m: usize, out: &mut [f32]));
+                #[cfg(target_arch = "x86_64")]
+                if simd == Simd::Avx2 {
+                    avx2::rows(upper, lower, x, stride, m, out);
+                    continue;
+                }
+                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
             }
         }
     }

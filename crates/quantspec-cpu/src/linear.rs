@@ -132,7 +132,7 @@ pub(crate) fn run(
         }
         (Weight::Tiles(w), Input::Int8(x)) => x.fits(w, m),
         (Weight::Planes(w, read), Input::F32(x, stride)) => {
-            read.takes_f32(simd) && stride >= w.k && x.len() >= m * stride
+            read.takes_f32(simd) && stride >= row_stride(w.k) && x.len() >= m * stride
         }
         (Weight::Planes(w, read), Input::Limbs(x)) => !read.takes_f32(simd) && x.fits(w, m),
         _ => false,

@@ -44,7 +44,7 @@ pub(crate) const TILE_ROWS: usize = 16;
 pub(crate) const PARAMS: usize = 2 * 2 * TILE_ROWS;
 
 /// Rows that share one pass.
-const ROWS: usize = 4;
+const ROWS: usize = 8;
 
 /// Bits of a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +147,11 @@ impl Operands<'_> {
                     1 => avx512::column::<1>(self, out.as_mut_ptr()),
                     2 => avx512::column::<2>(self, out.as_mut_ptr()),
                     3 => avx512::column::<3>(self, out.as_mut_ptr()),
-                    _ => avx512::column::<4>(self, out.as_mut_ptr()),
+                    4 => avx512::column::<4>(self, out.as_mut_ptr()),
+                    5 => avx512::column::<5>(self, out.as_mut_ptr()),
+                    6 => avx512::column::<6>(self, out.as_mut_ptr()),
+                    7 => avx512::column::<7>(self, out.as_mut_ptr()),
+                    _ => avx512::column::<ROWS>(self, out.as_mut_ptr()),
                 };
             },
             // SAFETY: as above.

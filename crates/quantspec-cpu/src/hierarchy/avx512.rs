@@ -19,14 +19,16 @@ pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operand
             3 => tiles::<BOTH, LIMBS, 3>(part, out),
             4 => tiles::<BOTH, LIMBS, 4>(part, out),
             5 => tiles::<BOTH, LIMBS, 5>(part, out),
-            _ => tiles::<BOTH, LIMBS, 6>(part, out),
+            6 => tiles::<BOTH, LIMBS, 6>(part, out),
+            7 => tiles::<BOTH, LIMBS, 7>(part, out),
+            _ => tiles::<BOTH, LIMBS, 8>(part, out),
         }
     }
 }
 
-/// `vpdpbusd` on codes. High nibbles are summed separately if registers allow it, which hides the latency of one row;
-/// sums are exact integers, so no bit changes. High nibbles of the upper plane alone are used in place, 16 times too
-/// large.
+/// `vpdpbusd` on codes. High nibbles are summed separately, which hides the latency of one row; sums are exact integers, so no
+/// bit changes. Separate high nibbles of the upper plane alone are used in place, 16 times too large. If registers do not
+/// suffice, all nibbles have one sum.
 ///
 /// # Safety
 /// As [`column`], for M rows.
@@ -36,7 +38,7 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
     // SAFETY: offsets are within the lengths that the caller guarantees.
     unsafe {
         let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::choose(M > 1));
-        let second = if !BOTH || M <= 2 { 1 } else { 0 };
+        let second = if M <= 2 || !BOTH && LIMBS * M <= 10 { 1 } else { 0 };
         let mut acc = [_mm512_setzero_ps(); M];
         for g in 0..part.groups {
             let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().wrapping_add(g * LOWER));
@@ -57,8 +59,10 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
                     let pick =
                         |high: __m512i, low_nibbles: __m512i| _mm512_ternarylogic_epi32::<0xe2>(low_nibbles, low, high);
                     (pick(_mm512_slli_epi16::<4>(c), d), pick(c, _mm512_srli_epi16::<4>(d)))
-                } else {
+                } else if second == 1 {
                     (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
+                } else {
+                    (_mm512_and_si512(c, low), _mm512_and_si512(_mm512_srli_epi16::<4>(c), low))
                 };
                 for j in 0..M {
                     let at = (j * part.groups + g) * GROUP + v * 8;

@@ -1,6 +1,6 @@
 //! Sums and values of a column of tiles in plain Rust.
 
-use super::{GROUP, Operands, PARAMS, ROWS, Read, TILE_ROWS, UPPER, lower_tile, param};
+use super::{GROUP, Operands, PARAMS, Read, SINGLE_ROWS, TILE_ROWS, UPPER, lower_tile, param};
 #[cfg(any(target_arch = "x86_64", test))]
 use crate::lanes::bf16_bits;
 use crate::lanes::{madd, sum16};
@@ -56,24 +56,12 @@ pub(super) fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
 
 /// M rows of f32 activations against a column of tiles: codes times activations are summed over a group, k upwards.
 #[inline(always)]
-fn singles<const FMA: bool, const M: usize>(
-    upper: &[u8],
-    lower: &[u8],
-    x: &[f32],
-    stride: usize,
-    k: usize,
-    out: &mut [f32],
-) {
+fn singles<const FMA: bool, const M: usize>(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, out: &mut [f32]) {
     let mut acc = [[0f32; TILE_ROWS]; M];
     for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
         let lower = lower_tile(lower, g);
-        let mut q = [[0f32; GROUP]; M];
-        let mut sums = [0f32; M];
-        let here = GROUP.min(k - g * GROUP);
-        for (j, q) in q.iter_mut().enumerate() {
-            q[..here].copy_from_slice(&x[j * stride + g * GROUP..][..here]);
-            sums[j] = sum16(std::array::from_fn(|i| q[i] + q[16 + i]));
-        }
+        let q: [&[f32]; M] = std::array::from_fn(|j| &x[j * stride + g * GROUP..][..GROUP]);
+        let sums = q.map(|q| sum16(std::array::from_fn(|i| q[i] + q[16 + i])));
         let mut dots = [[0f32; TILE_ROWS]; M];
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
             for (h, words) in code_words(upper, lower).iter().enumerate() {
@@ -109,17 +97,15 @@ pub(super) fn singles_body<const FMA: bool>(
     lower: &[u8],
     x: &[f32],
     stride: usize,
-    k: usize,
     m: usize,
     out: &mut [f32],
 ) {
     match m {
-        1 => singles::<FMA, 1>(upper, lower, x, stride, k, out),
-        2 => singles::<FMA, 2>(upper, lower, x, stride, k, out),
-        3 => singles::<FMA, 3>(upper, lower, x, stride, k, out),
-        4 => singles::<FMA, 4>(upper, lower, x, stride, k, out),
-        5 => singles::<FMA, 5>(upper, lower, x, stride, k, out),
-        _ => singles::<FMA, ROWS>(upper, lower, x, stride, k, out),
+        1 => singles::<FMA, 1>(upper, lower, x, stride, out),
+        2 => singles::<FMA, 2>(upper, lower, x, stride, out),
+        3 => singles::<FMA, 3>(upper, lower, x, stride, out),
+        4 => singles::<FMA, 4>(upper, lower, x, stride, out),
+        _ => singles::<FMA, SINGLE_ROWS>(upper, lower, x, stride, out),
     }
 }
 

@@ -1,5 +1,6 @@
 use super::*;
 use crate::lanes::{bf16_bits, f16_bits};
+use crate::linear::row_stride;
 use crate::testing::{Noise, bits, distance, paths};
 use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
@@ -120,11 +121,16 @@ fn codes_are_those_of_core_and_come_back_as_core_s_values() {
     }
 }
 
+/// Rows of k with the stride of a linear layer.
+fn padded(x: &[f32], k: usize) -> Vec<f32> {
+    x.chunks_exact(k).flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0.0, row_stride(k) - k))).collect()
+}
+
 /// GEMM of m rows with panel 0.
 fn gemms(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
     let (k, mut y) = (planes.k, vec![f32::NAN; m * PANEL]);
     if read.takes_f32(simd) {
-        planes.panel_f32(simd, 0, x, k, m, &mut y);
+        planes.panel_f32(simd, 0, &padded(x, k), row_stride(k), m, &mut y);
     } else {
         let mut acts = Acts::zeros(m, k).unwrap();
         acts.quantize(simd, read, x, k, m, k);
@@ -164,6 +170,32 @@ fn gemms_are_those_of_core_s_values_and_rows_do_not_affect_each_other() {
             for m in 1..=13 {
                 let y = gemms(simd, &planes, read, &x[..m * k], m);
                 assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
+            }
+        }
+    }
+}
+
+/// So neither the kernel nor the number of rows that share its pass can change a token.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn f32_activations_have_the_bits_of_the_portable_kernel() {
+    if !paths().contains(&Simd::Avx2) {
+        return;
+    }
+    let mut noise = Noise::new(38);
+    for (k, both) in [7, 64, 100, 704].into_iter().flat_map(|k| [(k, true), (k, false)]) {
+        let planes = planes(Simd::Scalar, &weights(&mut noise, PANEL, k), k, both);
+        for m in 1..=SINGLE_ROWS {
+            let x = padded(&noise.normals(m * k), k);
+            let mut y = vec![f32::NAN; m * PANEL];
+            planes.panel_f32(Simd::Avx2, 0, &x, row_stride(k), m, &mut y);
+            for half in 0..HALVES {
+                let (upper, lower) = planes.column(0, half);
+                let mut want = vec![f32::NAN; m * PANEL];
+                singles_body::<true>(upper, lower, &x, row_stride(k), m, &mut want);
+                for (y, want) in y.chunks_exact(PANEL).zip(want.chunks_exact(PANEL)) {
+                    assert_eq!(bits(&y[half * TILE_ROWS..][..TILE_ROWS]), bits(&want[..TILE_ROWS]), "k {k}, {m} rows");
+                }
             }
         }
     }
@@ -213,7 +245,7 @@ fn the_last_panels_alone_may_have_both_planes() {
             for (index, rows, both, read_alone) in [(0, first, false, read), (1, last, true, of_last)] {
                 let mut y = vec![f32::NAN; m * PANEL];
                 if read.takes_f32(simd) {
-                    mixed.panel_f32(simd, index, &x, k, m, &mut y);
+                    mixed.panel_f32(simd, index, &padded(&x, k), row_stride(k), m, &mut y);
                 } else {
                     mixed.panel(simd, read, index, &acts, m, &mut y);
                 }

@@ -1,7 +1,7 @@
 //! Panels with AVX-512: BF16 by `vdpbf16ps`, F16 and F32 with f32 activations.
 
 use super::{F16, F32, GROUP, Matrix, PANEL, groups};
-use crate::dispatch::Prefetch;
+use crate::dispatch::{Prefetch, fetch_far};
 use std::arch::x86_64::*;
 
 /// Pairs per chunk if rows take several passes: 16 KiB of weights, which stay in L1 after the first pass.
@@ -15,23 +15,23 @@ pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [
     let pairs = w.len() / (2 * PANEL);
     assert!(w.len() == Matrix::panel_len(2 * pairs) && x.len() >= (m - 1) * stride + 2 * pairs);
     assert!(chains.len() >= m * CHAINS && out.len() == m * PANEL);
-    let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(m > GROUP));
+    let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(false));
     for first in (0..pairs).step_by(chunk) {
         let count = chunk.min(pairs - first);
-        for (row, rows) in groups(m, GROUP) {
+        for (pass, (row, rows)) in groups(m, GROUP).enumerate() {
             let w = w[first * 2 * PANEL..].as_ptr();
             let x = x[row * stride + 2 * first..].as_ptr();
             let chains = chains[row * CHAINS..].as_mut_ptr();
+            let ahead = Ahead::of_pass(w, count, pass, m, prefetch);
             // SAFETY: `run` allows BF16 activations on the AVX-512 path only; the lengths were checked above.
             unsafe {
-                let prefetch = prefetch.filter(|_| row == 0);
                 match rows {
-                    1 => panel::<1>(w, count, x, stride, chains, first > 0, prefetch),
-                    2 => panel::<2>(w, count, x, stride, chains, first > 0, prefetch),
-                    3 => panel::<3>(w, count, x, stride, chains, first > 0, prefetch),
-                    4 => panel::<4>(w, count, x, stride, chains, first > 0, prefetch),
-                    5 => panel::<5>(w, count, x, stride, chains, first > 0, prefetch),
-                    _ => panel::<GROUP>(w, count, x, stride, chains, first > 0, prefetch),
+                    1 => panel::<1>(w, count, x, stride, chains, first > 0, &ahead),
+                    2 => panel::<2>(w, count, x, stride, chains, first > 0, &ahead),
+                    3 => panel::<3>(w, count, x, stride, chains, first > 0, &ahead),
+                    4 => panel::<4>(w, count, x, stride, chains, first > 0, &ahead),
+                    5 => panel::<5>(w, count, x, stride, chains, first > 0, &ahead),
+                    _ => panel::<GROUP>(w, count, x, stride, chains, first > 0, &ahead),
                 }
             }
         }
@@ -39,6 +39,36 @@ pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [
     for (chains, out) in chains.chunks_exact(CHAINS).zip(out.chunks_exact_mut(PANEL)) {
         let (even, odd) = chains.split_at(PANEL);
         out.iter_mut().zip(even).zip(odd).for_each(|((out, even), odd)| *out = even + odd);
+    }
+}
+
+/// What a pass over a chunk prefetches.
+struct Ahead<T> {
+    /// Its own weights, in the first pass.
+    own: Option<Prefetch>,
+    /// Half of the following chunk, from here on, if rows take several passes: memory is busy during all of them.
+    next: Option<*const T>,
+}
+
+impl<T> Ahead<T> {
+    /// Of pass `pass` of m rows over `pairs` pairs at `w`.
+    fn of_pass(w: *const T, pairs: usize, pass: usize, m: usize, own: Option<Prefetch>) -> Ahead<T> {
+        let passes = m.div_ceil(GROUP);
+        let next = (passes > 1).then(|| w.wrapping_add((pairs + pairs * pass / passes) * 2 * PANEL));
+        Ahead { own: own.filter(|_| pass == 0), next }
+    }
+
+    /// Before `numbers` numbers of the chunk, from number `at` on, are read.
+    #[inline(always)]
+    fn prefetch(&self, w: *const T, at: usize, numbers: usize) {
+        if let Some(own) = self.own {
+            for line in (0..numbers).step_by(64 / size_of::<T>()) {
+                own.line(w.wrapping_add(at + line));
+            }
+        }
+        if let Some(next) = self.next {
+            fetch_far(next.wrapping_add(at / 2));
+        }
     }
 }
 
@@ -55,7 +85,7 @@ unsafe fn panel<const M: usize>(
     stride: usize,
     chains: *mut f32,
     add: bool,
-    prefetch: Option<Prefetch>,
+    ahead: &Ahead<u16>,
 ) {
     // SAFETY: all offsets are within the caller's promise; a prefetch may have any address.
     unsafe {
@@ -71,10 +101,7 @@ unsafe fn panel<const M: usize>(
             }
         }
         let step = |acc: &mut [[__m512; M]; 2], pair: usize| {
-            if let Some(prefetch) = prefetch {
-                prefetch.line(w.wrapping_add(pair * 64));
-                prefetch.line(w.wrapping_add(pair * 64 + 32));
-            }
+            ahead.prefetch(w, pair * 2 * PANEL, 2 * PANEL);
             let w0: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64).cast()));
             let w1: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64 + 32).cast()));
             for j in 0..M {
@@ -112,20 +139,20 @@ pub(super) fn single_rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, 
     let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(m > 2));
     for first in (0..pairs).step_by(chunk) {
         let k = 2 * chunk.min(pairs - first);
-        for (row, rows) in groups(m, GROUP) {
+        for (pass, (row, rows)) in groups(m, GROUP).enumerate() {
             let w = w[first * 2 * PANEL..].as_ptr();
             let x = x[row * stride + 2 * first..].as_ptr();
             let (out, add) = (out[row * PANEL..].as_mut_ptr(), first > 0);
-            let prefetch = prefetch.filter(|_| row == 0);
+            let ahead = Ahead::of_pass(w, k / 2, pass, m, prefetch);
             // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
             unsafe {
                 match rows {
-                    1 => singles::<KIND, T, 1>(w, k, x, stride, out, add, prefetch),
-                    2 => singles::<KIND, T, 2>(w, k, x, stride, out, add, prefetch),
-                    3 => singles::<KIND, T, 3>(w, k, x, stride, out, add, prefetch),
-                    4 => singles::<KIND, T, 4>(w, k, x, stride, out, add, prefetch),
-                    5 => singles::<KIND, T, 5>(w, k, x, stride, out, add, prefetch),
-                    _ => singles::<KIND, T, GROUP>(w, k, x, stride, out, add, prefetch),
+                    1 => singles::<KIND, T, 1>(w, k, x, stride, out, add, &ahead),
+                    2 => singles::<KIND, T, 2>(w, k, x, stride, out, add, &ahead),
+                    3 => singles::<KIND, T, 3>(w, k, x, stride, out, add, &ahead),
+                    4 => singles::<KIND, T, 4>(w, k, x, stride, out, add, &ahead),
+                    5 => singles::<KIND, T, 5>(w, k, x, stride, out, add, &ahead),
+                    _ => singles::<KIND, T, GROUP>(w, k, x, stride, out, add, &ahead),
                 }
             }
         }
@@ -144,9 +171,9 @@ unsafe fn singles<const KIND: u8, T, const M: usize>(
     stride: usize,
     out: *mut f32,
     add: bool,
-    prefetch: Option<Prefetch>,
+    ahead: &Ahead<T>,
 ) {
-    // SAFETY: all offsets are within the caller's promise.
+    // SAFETY: all offsets are within the caller's promise; a prefetch may have any address.
     unsafe {
         let mut acc = [[_mm512_setzero_ps(); 2]; M];
         if add {
@@ -155,12 +182,8 @@ unsafe fn singles<const KIND: u8, T, const M: usize>(
             }
         }
         for c in 0..k {
+            ahead.prefetch(w, c * PANEL, PANEL);
             let at = w.add(c * PANEL);
-            if let Some(prefetch) = prefetch {
-                for line in (0..PANEL).step_by(64 / size_of::<T>()) {
-                    prefetch.line(at.wrapping_add(line));
-                }
-            }
             let values = [0, 16].map(|lane| match KIND {
                 F16 => _mm512_cvtph_ps(_mm256_loadu_si256(at.add(lane).cast())),
                 _ => _mm512_loadu_ps(at.add(lane).cast()),
