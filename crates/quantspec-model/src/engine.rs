@@ -23,8 +23,8 @@ use quantspec_core::page_pool::{PagePool, Prefix};
 use quantspec_core::penalty::{self, History};
 use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
-use quantspec_core::report::Stats;
 use quantspec_core::sample::Sampler;
+use quantspec_core::stats::Stats;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
