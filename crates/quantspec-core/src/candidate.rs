@@ -33,10 +33,16 @@ pub(crate) struct Candidate {
 
 impl Candidate {
     pub(crate) fn new() -> Candidate {
-        // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
-        let (acceptance, margins) = (Ratio(4.0, 5.0), Ratio(2.0, 2.0 / MARGIN_SCALE));
-        let (prior, forecast, step) = (None, f64::INFINITY, Timings::default());
-        Candidate { prior, forecast, step, acceptance, margins, rounds: 0, last: 0 }
+        Candidate {
+            prior: None,
+            forecast: f64::INFINITY,
+            step: Timings::default(),
+            // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
+            acceptance: Ratio { numerator: 4.0, denominator: 5.0 },
+            margins: Ratio { numerator: 2.0, denominator: 2.0 / MARGIN_SCALE },
+            rounds: 0,
+            last: 0,
+        }
     }
 
     pub(crate) fn stop(&self, min_acceptance: f64) -> Stop {
@@ -47,14 +53,15 @@ impl Candidate {
 /// α of a candidate, at most [`ALPHA_MAX`]. Rejections of others with the same weights count, scaled by the priors, as at most
 /// [`POOLED`] tokens: a few tokens of its own would rank candidates by chance.
 pub(crate) fn acceptance(candidates: &[Candidate], index: usize) -> f64 {
-    let Candidate { prior, acceptance: Ratio(accepted, judged), .. } = candidates[index];
+    let Candidate { prior, acceptance: Ratio { numerator: accepted, denominator: judged }, .. } = candidates[index];
     let (mut rejected, mut expected, mut tokens) = (0.0, 0.0, 0.0);
     for (at, other) in candidates.iter().enumerate().filter(|(_, other)| other.rounds > 0) {
         let (Some(prior), Some(known)) = (prior, other.prior) else { continue };
         if at != index && known.weights == prior.weights {
-            rejected += other.acceptance.1 - other.acceptance.0;
-            expected += other.acceptance.1 * known.rejections / prior.rejections;
-            tokens += other.acceptance.1;
+            let Ratio { numerator: accepted, denominator: judged } = other.acceptance;
+            rejected += judged - accepted;
+            expected += judged * known.rejections / prior.rejections;
+            tokens += judged;
         }
     }
     let pooled = f64::min(tokens, POOLED);
@@ -70,7 +77,8 @@ mod tests {
     fn rejections_of_others_count_as_a_few_tokens() {
         let of = |rejections, weights, accepted, judged| {
             let prior = Some(Prior { bytes: 0.2, alpha: 0.95, rejections, weights });
-            Candidate { prior, acceptance: Ratio(accepted, judged), rounds: 9, ..Candidate::new() }
+            let acceptance = Ratio { numerator: accepted, denominator: judged };
+            Candidate { prior, acceptance, rounds: 9, ..Candidate::new() }
         };
         // Ten tokens of its own, all accepted. Of a hundred of a candidate that reads more a tenth was rejected, so here it
         // would have been a fifth: 4 of 20 tokens.

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-/// Timings kept of a quantity, and timings after which it counts regardless of its neighbours.
+/// Timings kept of a quantity.
 const KEPT: usize = 7;
+/// Timings from which on a quantity is reliable: the first may be slow.
 pub(crate) const RELIABLE: usize = 2;
 /// Cost of one more row, relative to the only timed row count. Optimistic for one sequence, so that drafting is tried.
 const SLOPE: f64 = 0.02;
@@ -28,19 +29,26 @@ impl Timings {
             (self.seconds, self.round) = (sorted[(sorted.len() - 1) / 4], round);
         }
     }
+
+    /// Returns true after [`RELIABLE`] timings.
+    pub(crate) fn is_reliable(&self) -> bool {
+        self.recent.len() >= RELIABLE
+    }
 }
 
 /// Timings of verification by rows, over all sequences.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Costs(pub(crate) BTreeMap<usize, Timings>);
+pub(crate) struct Costs {
+    pub(crate) by_rows: BTreeMap<usize, Timings>,
+}
 
 impl Costs {
     /// Measured seconds, or those interpolated between the neighbours. A single timing may be a slow first call: it is
     /// limited to the line through row counts that were timed more often.
     pub(crate) fn seconds(&self, rows: usize) -> Option<f64> {
-        match self.0.get(&rows) {
+        match self.by_rows.get(&rows) {
             None => self.line(rows, 1),
-            Some(own) if own.recent.len() >= RELIABLE => Some(own.seconds),
+            Some(own) if own.is_reliable() => Some(own.seconds),
             Some(own) => Some(self.line(rows, RELIABLE).map_or(own.seconds, |line| line.min(own.seconds))),
         }
     }
@@ -52,8 +60,8 @@ impl Costs {
     /// which must not seem fast. For the same reason, no line through more rows limits a timing of fewer.
     fn line(&self, rows: usize, times: usize) -> Option<f64> {
         let point = |(&at, own): (&usize, &Timings)| (own.recent.len() >= times).then_some((at as f64, own.seconds));
-        let mut below = self.0.range(..rows).rev().filter_map(point);
-        let mut above = self.0.range(rows..).filter_map(point);
+        let mut below = self.by_rows.range(..rows).rev().filter_map(point);
+        let mut above = self.by_rows.range(rows..).filter_map(point);
         let (left, right) = match (below.next(), above.next()) {
             (Some(left), None) => below.next().map_or((left, None), |before| (before, Some(left))),
             (Some(left), right) => (left, right),
@@ -68,15 +76,20 @@ impl Costs {
 
 /// A ratio of two sums that forget exponentially.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ratio(pub(crate) f64, pub(crate) f64);
+pub(crate) struct Ratio {
+    pub(crate) numerator: f64,
+    pub(crate) denominator: f64,
+}
 
 impl Ratio {
     pub(crate) fn value(self) -> f64 {
-        self.0 / self.1.max(f64::MIN_POSITIVE)
+        self.numerator / self.denominator.max(f64::MIN_POSITIVE)
     }
 
-    pub(crate) fn add(&mut self, above: f64, below: f64, keep: f64) {
-        *self = Ratio(self.0 * keep + above, self.1 * keep + below);
+    /// Adds to both sums, after both are multiplied by `keep`.
+    pub(crate) fn add(&mut self, numerator: f64, denominator: f64, keep: f64) {
+        self.numerator = self.numerator * keep + numerator;
+        self.denominator = self.denominator * keep + denominator;
     }
 }
 
@@ -88,12 +101,12 @@ mod tests {
     fn more_rows_limit_a_plain_step_to_their_own_time() {
         let mut costs = Costs::default();
         for (rows, seconds) in [(2, 12.0), (2, 12.0), (4, 20.0), (4, 20.0)] {
-            costs.0.entry(rows).or_default().observe(seconds, 0);
+            costs.by_rows.entry(rows).or_default().observe(seconds, 0);
         }
         // The line through them is 8 at one row.
         for (timed, expected) in [(10.0, 10.0), (30.0, 12.0)] {
-            costs.0.insert(1, Timings::default());
-            costs.0.get_mut(&1).unwrap().observe(timed, 0);
+            costs.by_rows.insert(1, Timings::default());
+            costs.by_rows.get_mut(&1).unwrap().observe(timed, 0);
             assert_eq!(costs.seconds(1), Some(expected));
         }
     }

@@ -140,7 +140,7 @@ impl Policy {
     /// before two of its drafts were timed, as the first may be slow.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
-        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.recent.len() >= RELIABLE);
+        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|_| own.step.is_reliable());
         self.candidates.iter().map(|own| Some((known(own)?, own.acceptance.value()))).collect()
     }
 
@@ -199,7 +199,7 @@ impl Policy {
         self.batch = rows.saturating_sub(self.drafted).max(1);
         let (round, few) = (self.round, 2 * self.batch);
         self.time(rows, seconds);
-        self.verify.0.retain(|&rows, own| rows <= few || round - own.round < STALE_ROUNDS);
+        self.verify.by_rows.retain(|&rows, own| rows <= few || round - own.round < STALE_ROUNDS);
         let copied = self.only_copied();
         let candidate = &mut self.candidates[self.next.candidate];
         if self.next.gamma > 0 && !copied {
@@ -221,7 +221,7 @@ impl Policy {
         self.cold = self.plain.is_some() && !settled;
         if usable && (settled || !plain) {
             let limited = before.map_or(seconds, |(_, last)| seconds.min(last / SETTLED));
-            self.verify.0.entry(rows).or_default().observe(limited, self.round);
+            self.verify.by_rows.entry(rows).or_default().observe(limited, self.round);
         }
     }
 
@@ -236,11 +236,11 @@ impl Policy {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
         let candidate = &self.candidates[self.next.candidate];
         // A step reads less than a plain one, so it is slower only at first, for example while a GPU records a graph.
-        let slowest = if candidate.step.recent.len() < RELIABLE { plain } else { f64::INFINITY };
+        let slowest = if candidate.step.is_reliable() { f64::INFINITY } else { plain };
         let cost = (candidate.step.seconds.min(slowest) * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
         // Two timings may both be interrupted by chance: until a third, one round costs only a part of the initial credit.
-        let unsure = self.verify.0.get(&rows).is_some_and(|own| own.recent.len() <= RELIABLE);
+        let unsure = self.verify.by_rows.get(&rows).is_some_and(|own| own.recent.len() <= RELIABLE);
         let least = if unsure { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
@@ -278,13 +278,13 @@ impl Policy {
     fn explore(&self, fastest: Choice, drafts: bool) -> Option<Choice> {
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
         // If the first drafts did not pay, the plain step that they are compared with is timed again.
-        let once = self.verify.0.get(&self.batch).is_some_and(|plain| plain.recent.len() < RELIABLE);
+        let once = self.verify.by_rows.get(&self.batch).is_some_and(|plain| !plain.is_reliable());
         let compared = !drafts && self.candidates.iter().any(|own| own.rounds > 0);
         if !self.fixed && (self.ledger < least || once && compared) {
             return None;
         }
         let is_new = |own: &Candidate| {
-            own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.1 < JUDGED)
+            own.rounds < EXPLORED || !drafts && (own.step.recent.is_empty() || own.acceptance.denominator < JUDGED)
         };
         let own = |index: usize| &self.candidates[index];
         let new = self.usable().filter(|&index| is_new(own(index)) && own(index).forecast > self.rate);
@@ -307,8 +307,8 @@ impl Policy {
         let known = |index: usize| own(index).forecast > self.rate || !drafts && own(index).rounds > 0;
         let others = || self.usable().filter(|&index| known(index) && (!drafts || index != fastest.candidate));
         let (plain_idle, plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
-        let timed = self.verify.0.get(&self.batch);
-        let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);
+        let timed = self.verify.by_rows.get(&self.batch);
+        let more = || self.verify.by_rows.range(self.batch + 1..).map(|(_, more)| more.seconds);
         let unsure = |plain: f64| self.rate < UNSURE || more().any(|more| more < FASTER * plain);
         let retime = timed.is_some_and(|plain| plain.recent.len() < RETIMED && unsure(plain.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
@@ -335,8 +335,8 @@ impl Policy {
     /// False if a candidate would not be faster than plain decoding even if all its tokens were accepted, by the seconds of at
     /// least two drafts and two verifications. Always true for a fixed γ.
     fn may_pay(&self, candidate: usize) -> bool {
-        let verified = self.verify.0.range(self.batch + 1..).any(|(_, more)| more.recent.len() >= RELIABLE);
-        let timed = verified && self.candidates[candidate].step.recent.len() >= RELIABLE;
+        let verified = self.verify.by_rows.range(self.batch + 1..).any(|(_, more)| more.is_reliable());
+        let timed = verified && self.candidates[candidate].step.is_reliable();
         let best = self.best(candidate, ALPHA_MAX).zip(self.verify.seconds(self.batch));
         self.fixed || !timed || best.is_none_or(|((_, rate), plain)| rate * plain > 1.0)
     }
@@ -344,7 +344,7 @@ impl Policy {
     /// A candidate's best γ ≥ 1 and its tokens per second of one sequence; `None` before it was timed. γ is limited to at most
     /// twice the rows of any timed verification: a line through two noisy timings is wrong farther away.
     fn best(&self, candidate: usize, alpha: f64) -> Option<(Choice, f64)> {
-        let longest = self.verify.0.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
+        let longest = self.verify.by_rows.last_key_value().map_or(1, |(rows, _)| rows / self.batch).max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
         let rate = |gamma| Some(expected_tokens(alpha, gamma) / self.round_s(candidate, gamma)?);
         let choices = gammas.filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)));
@@ -367,7 +367,7 @@ impl Policy {
     fn min_acceptance(&self) -> f64 {
         let Choice { gamma, candidate, probe } = self.next;
         // In a batch the steps are shared. A row count that was timed once is timed again.
-        let once = self.verify.0.get(&(gamma + 1)).is_some_and(|own| own.recent.len() < RELIABLE);
+        let once = self.verify.by_rows.get(&(gamma + 1)).is_some_and(|own| !own.is_reliable());
         if probe || once || gamma == 0 || self.fixed || self.batch > 1 {
             return 0.0;
         }
