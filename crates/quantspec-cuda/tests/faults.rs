@@ -187,9 +187,10 @@ fn an_evaluation_that_overflows_is_an_error() {
     let checkpoint = LLAMA.overflowing(9, 7, [2e4, 0.0]);
     let mut text: Vec<u32> = (0..300).map(|i| 20 + i % 50).collect();
     let options = Options { threads: 1, ..evaluate::options(300, Rounding::Balanced, 1) };
-    let score = |text: &[u32]| {
+    let score = |tokens: &[u32]| {
         let mut backend = load(&device, &checkpoint, &options);
-        evaluate::evaluate(&mut backend, None, text, 200, options.block_rows, &[], &mut |_, _| ())
+        let text = evaluate::Text { tokens, context: 200, block_rows: options.block_rows };
+        evaluate::evaluate(&mut backend, None, text, &[], &mut |_, _| ())
     };
     assert!(score(&text).is_ok());
     for at in [100, 250] {

@@ -23,14 +23,42 @@ const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
-/// A target view: name, view, slot.
-type TargetView = (&'static str, View, usize);
+/// A view of the target, and the slot whose cache is read in it.
+struct Target {
+    name: &'static str,
+    view: View,
+    slot: usize,
+}
 
 /// The target views, in report order.
-const TARGETS: [TargetView; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
+const TARGETS: [Target; 3] = [
+    Target { name: "fp16", view: View::Full, slot: 0 },
+    Target { name: "int8", view: View::Both, slot: INT8 },
+    Target { name: "int4", view: View::Upper, slot: 2 },
+];
 
 /// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
+
+/// A text to score.
+#[derive(Clone, Copy, Debug)]
+pub struct Text<'a> {
+    /// Token ids.
+    pub tokens: &'a [u32],
+    /// Number of leading tokens that are prefilled. At least two tokens follow; the first of them is only fed.
+    pub context: usize,
+    /// Rows of a prefill block: [`crate::backend::Options::block_rows`] of the backend.
+    pub block_rows: usize,
+}
+
+/// What is scored on a text.
+struct Scoring<'a> {
+    /// Target views, INT8 among them.
+    targets: &'a [Target],
+    drafts: Vec<ScoredDraft>,
+    /// Numbers of pages at which choices of pages are compared, each with some of the drafts.
+    budgets: &'a [usize],
+}
 
 /// A draft to be scored.
 struct ScoredDraft {
@@ -148,14 +176,11 @@ pub fn bytes(config: &ModelConfig) -> usize {
 /// As [`evaluate`].
 pub fn acceptance<B: Backend>(
     backend: &mut B,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
+    text: Text,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<DraftScore> {
     let drafts = drafts(&[], false).into_iter().take(1).collect();
-    let views = &TARGETS[INT8..=INT8];
-    let scored = score_views(backend, None, tokens, context, block_rows, (views, drafts, &[]), progress)?;
+    let scored = score_text(backend, None, text, Scoring::of_drafts(drafts), progress)?;
     let score = scored.drafts.first().map(|&(_, score)| score);
     score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
 }
@@ -167,29 +192,23 @@ pub fn acceptance<B: Backend>(
 /// As [`evaluate`].
 pub fn acceptance_by_matrix<B: Backend>(
     backend: &mut B,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
+    text: Text,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<[f64; Sensitive::KINDS.len()]>> {
     let matrices =
         (0..backend.config().layers).flat_map(|layer| (0..Sensitive::KINDS.len()).map(move |kind| (layer, kind)));
     let with =
         |exact| drafts(&[], false).into_iter().take(1).map(move |draft| ScoredDraft { exact: Some(exact), ..draft });
-    let drafts = matrices.flat_map(with).collect();
-    let scored =
-        score_views(backend, None, tokens, context, block_rows, (&TARGETS[INT8..=INT8], drafts, &[]), progress)?;
+    let scored = score_text(backend, None, text, Scoring::of_drafts(matrices.flat_map(with).collect()), progress)?;
     let scores: Vec<f64> = scored.drafts.iter().map(|(_, score)| score.acceptance).collect();
     Ok(scores.as_chunks().0.to_vec())
 }
 
-/// Scores `tokens` on a backend loaded with [`options`].
+/// Scores a text on a backend loaded with [`options`].
 ///
 /// If its weights are not the checkpoint's, `checkpoint` is a backend loaded with [`checkpoint_options`], and both are
-/// compared. The first `context` tokens are prefilled in blocks of `block_rows`, as at the backend's load. At least two
-/// tokens follow; the first of them is fed, and every later one is predicted. `progress` is called with tokens done and
-/// tokens in total: the context once per target, and the scored positions. Each of `budgets` is a number of pages at which
-/// choices of pages are scored, too.
+/// compared. Each of `budgets` is a number of pages at which choices of pages are scored, too. `progress` is called with
+/// tokens done and tokens in total: the context once per target, and the scored positions.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens after the context, [`quantspec_core::ErrorKind::Model`] for
@@ -198,26 +217,23 @@ pub fn acceptance_by_matrix<B: Backend>(
 pub fn evaluate<B: Backend>(
     backend: &mut B,
     checkpoint: Option<&mut B>,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
+    text: Text,
     budgets: &[usize],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     let drafts = drafts(budgets, backend.reads_tokens());
-    score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts, budgets), progress)
+    score_text(backend, checkpoint, text, Scoring { targets: &TARGETS, drafts, budgets }, progress)
 }
 
-/// [`evaluate`] for some target views, including INT8, some drafts and the budgets of some of them.
-fn score_views<B: Backend>(
+/// [`evaluate`] of some target views and drafts.
+fn score_text<B: Backend>(
     backend: &mut B,
     mut checkpoint: Option<&mut B>,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
-    (views, mut drafts, budgets): (&[TargetView], Vec<ScoredDraft>, &[usize]),
+    text: Text,
+    mut scoring: Scoring,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
+    let Text { tokens, context, .. } = text;
     if tokens.len() < context.saturating_add(2) {
         return Err(Error::usage(
             format!("the text has {} tokens, of which {context} are context", tokens.len()),
@@ -227,24 +243,24 @@ fn score_views<B: Backend>(
     check_ids(tokens, backend.config().vocab)?;
     // The last token is not fed.
     let end = tokens.len() - 1;
-    let read = views.len() * context;
+    let read = scoring.targets.len() * context;
     let total = read + end - context;
-    let mut extents = Vec::with_capacity(views.len());
-    for (index, &(_, _, slot)) in views.iter().enumerate() {
+    let mut extents = Vec::with_capacity(scoring.targets.len());
+    for (index, target) in scoring.targets.iter().enumerate() {
         // Rows are counted over all layers, tokens once.
         let mut rows = |done: usize, all: usize| progress(index * context + context * done / all, total);
-        extents.push(begin(backend, slot, tokens, context, block_rows, &mut rows)?);
+        extents.push(begin(backend, target.slot, text, &mut rows)?);
     }
     let mut checkpoint_extent = match checkpoint.as_deref_mut() {
-        Some(checkpoint) => begin(checkpoint, 0, tokens, context, block_rows, &mut |_, _| ())?,
+        Some(checkpoint) => begin(checkpoint, 0, text, &mut |_, _| ())?,
         None => Extent::default(),
     };
-    let mut targets = vec![TargetScore::default(); views.len()];
+    let mut targets = vec![TargetScore::default(); scoring.targets.len()];
     let mut weights = WeightsScore::default();
     for start in (context..end).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(end - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
-        let (full, int8) = score_targets(backend, views, &mut targets, start, window, next)?;
+        let (full, int8) = score_targets(backend, scoring.targets, &mut targets, start, window, next)?;
         if let Some(checkpoint) = checkpoint.as_deref_mut() {
             feed(checkpoint, 0, start, window, View::Full)?;
             weights.add(checkpoint, &full)?;
@@ -253,33 +269,32 @@ fn score_views<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            score_drafts(backend, &mut drafts, &int8[offset], Row { slot: INT8, offset, position: start + offset })?;
+            let row = Row { slot: INT8, offset, position: start + offset };
+            score_drafts(backend, &mut scoring.drafts, &int8[offset], row)?;
             backend.poll()?;
             progress(read + start + rows - offset - context, total);
         }
         // The target's keys and values replace the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
-        for (extent, &(_, _, slot)) in extents.iter_mut().zip(views) {
-            commit(backend, slot, extent, rows)?;
+        for (extent, target) in extents.iter_mut().zip(scoring.targets) {
+            commit(backend, target.slot, extent, rows)?;
         }
     }
-    for &(_, _, slot) in views {
-        backend.close(slot);
+    for target in scoring.targets {
+        backend.close(target.slot);
     }
     let compared = checkpoint.map(|checkpoint| {
         checkpoint.close(0);
         weights
     });
-    means(end - context, views, targets, (drafts, budgets), compared)
+    scoring.means(end - context, targets, compared)
 }
 
-/// Opens a slot for `tokens` and prefills the context. Returns what is committed.
+/// Opens a slot for the text and prefills its context. Returns what is committed.
 fn begin<B: Backend>(
     backend: &mut B,
     slot: usize,
-    tokens: &[u32],
-    context: usize,
-    block_rows: usize,
+    Text { tokens, context, block_rows }: Text,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Extent> {
     let mut extent = Extent::default();
@@ -303,14 +318,14 @@ fn commit<B: Backend>(backend: &mut B, slot: usize, extent: &mut Extent, rows: u
 /// the two targets that others are compared with, FP16 and INT8; [`bytes`] counts these.
 fn score_targets<B: Backend>(
     backend: &mut B,
-    views: &[TargetView],
-    targets: &mut [TargetScore],
+    targets: &[Target],
+    scores: &mut [TargetScore],
     start: usize,
     window: &[u32],
     next: &[u32],
 ) -> Result<(Vec<Scored>, Vec<Scored>)> {
     let (mut full, mut int8) = (Vec::with_capacity(next.len()), Vec::with_capacity(next.len()));
-    for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
+    for (score, &Target { view, slot, .. }) in scores.iter_mut().zip(targets) {
         feed(backend, slot, start, window, view)?;
         for (row, &token) in next.iter().enumerate() {
             let found = Scored::new(backend.logits(row)?);
@@ -354,37 +369,44 @@ impl WeightsScore {
     }
 }
 
-/// The scores of `positions` positions from their sums, in the order of `views` and `drafts`.
-fn means(
-    positions: usize,
-    views: &[TargetView],
-    targets: Vec<TargetScore>,
-    (mut drafts, budgets): (Vec<ScoredDraft>, &[usize]),
-    weights: Option<WeightsScore>,
-) -> Result<Evaluation> {
-    let mean = |sum: f64| sum / positions as f64;
-    let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
-    let targets: Vec<_> = targets.into_iter().map(score).collect();
-    let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
-    drafts.iter_mut().for_each(|draft| draft.score = score(draft.score));
-    let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {
-        let wanted = drafts.iter().filter(|draft| draft.budget == budget);
-        wanted.map(|draft| (draft.name, draft.score)).collect()
-    };
-    let weights = weights.map(|sum| WeightsScore { kld: mean(sum.kld), top1: mean(sum.top1) });
-    let scores = targets.iter().flat_map(|score| [score.nll, score.kld]);
-    let scores = scores.chain(drafts.iter().map(|draft| draft.score.acceptance));
-    if !scores.chain(weights.map(|score| score.kld)).all(f64::is_finite) {
-        // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
-        return Err(Error::not_finite("logits are NaN or infinite"));
+impl Scoring<'_> {
+    /// These drafts alone.
+    fn of_drafts(drafts: Vec<ScoredDraft>) -> Scoring<'static> {
+        Scoring { targets: &TARGETS[INT8..=INT8], drafts, budgets: &[] }
     }
-    Ok(Evaluation {
-        positions,
-        targets: views.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
-        drafts: of_budget(None),
-        choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
-        weights,
-    })
+
+    /// The scores of `positions` positions from their sums; `targets` has those of the target views, in their order.
+    fn means(
+        mut self,
+        positions: usize,
+        targets: Vec<TargetScore>,
+        weights: Option<WeightsScore>,
+    ) -> Result<Evaluation> {
+        let mean = |sum: f64| sum / positions as f64;
+        let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
+        let targets: Vec<_> = targets.into_iter().map(score).collect();
+        for ScoredDraft { score, .. } in &mut self.drafts {
+            *score = DraftScore { acceptance: mean(score.acceptance), top1: mean(score.top1) };
+        }
+        let weights = weights.map(|sum| WeightsScore { kld: mean(sum.kld), top1: mean(sum.top1) });
+        let scores = targets.iter().flat_map(|score| [score.nll, score.kld]);
+        let scores = scores.chain(self.drafts.iter().map(|draft| draft.score.acceptance));
+        if !scores.chain(weights.map(|score| score.kld)).all(f64::is_finite) {
+            // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
+            return Err(Error::not_finite("logits are NaN or infinite"));
+        }
+        let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {
+            let wanted = self.drafts.iter().filter(|draft| draft.budget == budget);
+            wanted.map(|draft| (draft.name, draft.score)).collect()
+        };
+        Ok(Evaluation {
+            positions,
+            targets: self.targets.iter().map(|target| target.name).zip(targets).collect(),
+            drafts: of_budget(None),
+            choices: self.budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
+            weights,
+        })
+    }
 }
 
 /// Log-probabilities of `tokens` from the second on, each given the tokens before it, under one view of the target: `[tokens

@@ -9,7 +9,7 @@ use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::config::Rounding;
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::evaluate::{evaluate, options};
+use quantspec_model::evaluate::{Text, evaluate, options};
 use quantspec_model::reference::ReferenceBackend;
 
 #[test]
@@ -21,10 +21,9 @@ fn progress_goes_on_from_the_context_to_the_last_position() {
     for (context, block_rows) in [(0, 16), (50, 16), (50, 256), (118, 16)] {
         let mut backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
         let mut seen = Vec::new();
-        let scored = evaluate(&mut backend, None, &tokens, context, block_rows, &[2], &mut |done, total| {
-            seen.push((done, total))
-        })
-        .expect("scores");
+        let text = Text { tokens: &tokens, context, block_rows };
+        let scored = evaluate(&mut backend, None, text, &[2], &mut |done, total| seen.push((done, total)));
+        let scored = scored.expect("scores");
         // Each of three targets prefills the context; the first token after it is only fed.
         let total = 3 * context + scored.positions;
         assert_eq!(scored.positions, 119 - context);
@@ -45,7 +44,8 @@ fn an_ablation_with_the_engines_groups_changes_rounding_only() {
     let score = |ablation| {
         let options = Options { ablation, ..options(tokens.len(), Rounding::Balanced, 1) };
         let mut backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
-        evaluate(&mut backend, None, &tokens, 0, options.block_rows, &[], &mut |_, _| ()).expect("scores")
+        let text = Text { tokens: &tokens, context: 0, block_rows: options.block_rows };
+        evaluate(&mut backend, None, text, &[], &mut |_, _| ()).expect("scores")
     };
     let (engine, own) = (score(None), score(Some(Ablation::OWN)));
     let other = score(Some(Ablation { key_axis: Axis::Token, group: 4, ..Ablation::OWN }));

@@ -14,7 +14,7 @@ use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::evaluate::{self, DraftScore, Evaluation};
+use quantspec_model::evaluate::{self, DraftScore, Evaluation, Text};
 use std::path::PathBuf;
 
 /// Options of a backend that scores this many tokens.
@@ -76,15 +76,15 @@ pub(crate) fn scores<'py>(
         chosen.plan(models, &options, chosen.of_host(evaluate::bytes(checkpoint.config())).saturating_add(second))?;
         let (options, stored) = (chosen.adapt(&options), stored.map(|stored| chosen.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
-        let text = (&tokens[..], context, &pages[..]);
+        let text = Text { tokens: &tokens, context, block_rows: options.block_rows };
         let scored = match &chosen {
             ChosenDevice::Cpu => {
                 let load = |options: &Options, hooks| CpuBackend::load(&checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, &raised, text, &mut show)
+                score(load, (&options, stored.as_ref()), hooks, &raised, (text, &pages), &mut show)
             }
             ChosenDevice::Cuda { gpu, .. } => {
                 let load = |options: &Options, hooks| CudaBackend::load_on(gpu, &checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, &raised, text, &mut show)
+                score(load, (&options, stored.as_ref()), hooks, &raised, (text, &pages), &mut show)
             }
         };
         Ok(((chosen.name(), chosen.hardware()), options.sensitive, scored?))
@@ -151,19 +151,19 @@ fn describe(scored: &Evaluation, weights: TargetWeights, out: &Bound<'_, PyDict>
     Ok(())
 }
 
-/// [`evaluate::evaluate`] of (tokens, context, page budgets) on a backend; `stored` are the options of one with the checkpoint's
-/// weights, if both are compared. Exceptions that end its load are kept in `raised`.
+/// [`evaluate::evaluate`] of a text and page budgets on a backend; `stored` are the options of one with the checkpoint's weights, if
+/// both are compared. Exceptions that end its load are kept in `raised`.
 fn score<B: Backend>(
     load: impl Fn(&Options, Hooks) -> Result<B>,
     (options, stored): (&Options, Option<&Options>),
     hooks: Hooks,
     raised: &Raised,
-    (tokens, context, pages): (&[u32], usize, &[usize]),
+    (text, pages): (Text, &[usize]),
     show: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     let mut backend = load(options, hooks)?;
     let mut stored = stored.map(|stored| load(stored, raised.hooks())).transpose()?;
-    evaluate::evaluate(&mut backend, stored.as_mut(), tokens, context, options.block_rows, pages, show)
+    evaluate::evaluate(&mut backend, stored.as_mut(), text, pages, show)
 }
 
 /// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The
@@ -247,21 +247,21 @@ fn score_kinds(
         let options = Options { sensitive, ..options.clone() };
         chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
         let options = chosen.adapt(&options);
-        let (rows, before) = (options.block_rows, of_matrices + index);
+        let (text, before) = (Text { tokens, context, block_rows: options.block_rows }, of_matrices + index);
         let score = match chosen {
             ChosenDevice::Cpu => {
                 let mut backend = CpuBackend::load(checkpoint, &options, raised.hooks())?;
                 if layers && sensitive == Sensitive::NONE {
                     let mut show = |done, all| show(of_matrices * done, whole * all);
-                    matrices = evaluate::acceptance_by_matrix(&mut backend, tokens, context, rows, &mut show)?;
+                    matrices = evaluate::acceptance_by_matrix(&mut backend, text, &mut show)?;
                 }
                 let mut show = |done, all| show(before * all + done, whole * all);
-                evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
+                evaluate::acceptance(&mut backend, text, &mut show)?
             }
             ChosenDevice::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, raised.hooks())?;
                 let mut show = |done, all| show(before * all + done, whole * all);
-                evaluate::acceptance(&mut backend, tokens, context, rows, &mut show)?
+                evaluate::acceptance(&mut backend, text, &mut show)?
             }
         };
         scores.push((name, score));
