@@ -224,8 +224,8 @@ pub struct SnapScores {
 }
 
 impl SnapScores {
-    /// Returns true if the choice must be refreshed in a round whose first row sees `visible` pages. Drops bounds of more
-    /// pages than that: the sequence was restarted at its prompt, and chooses by the prompt's masses.
+    /// Returns true if the choice must be refreshed in a round whose first row sees `visible` pages. Drops refreshed
+    /// scores of more pages than that: the sequence was restarted at its prompt, and chooses by the prompt's masses.
     pub fn is_due(&mut self, pages: Pages, visible: usize) -> bool {
         if self.refreshed.len() > visible {
             self.refreshed.clear();
@@ -249,14 +249,14 @@ pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::noise::{Stream, uniform};
+    use crate::noise::{Noise, Stream};
     use crate::quantize::quantize_page;
     use proptest::prelude::*;
 
     const D: usize = 16;
 
     fn noise(seed: u64, at: usize) -> f32 {
-        4.0 * uniform(seed, 0, at, Stream::Sample, 0) - 2.0
+        4.0 * Noise { seed, sequence: 0, position: at, stream: Stream::Sample }.uniform(0) - 2.0
     }
 
     /// All keys and values of a sequence, its quantised pages, and the ring before decoding `position`.

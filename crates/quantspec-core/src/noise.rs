@@ -37,58 +37,76 @@ fn next_key([k, l]: [u32; 2]) -> [u32; 2] {
     [k.wrapping_add(0x9E37_79B9), l.wrapping_add(0xBB67_AE85)]
 }
 
-/// The counter of block `block`.
-fn counter(sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
-    let purpose = ((sequence >> 32) as u32) << 2 | stream as u32;
-    [position as u32, sequence as u32, purpose, block as u32]
-}
-
-/// Noise of four consecutive indices, `4·block ..= 4·block + 3`, at one position.
-fn block(seed: u64, sequence: u64, position: usize, stream: Stream, block: u64) -> [u32; 4] {
-    philox(counter(sequence, position, stream, block), [seed as u32, (seed >> 32) as u32])
-}
-
 /// Tokens whose noise is computed together.
 pub(crate) const CHUNK: usize = 64;
 
-/// Noise of the indices `CHUNK·chunk ..= CHUNK·chunk + CHUNK − 1`, at one position: [`block`] in loops that compile to vectors.
-pub(crate) fn words(seed: u64, sequence: u64, position: usize, stream: Stream, chunk: usize) -> [u32; CHUNK] {
-    const BLOCKS: usize = CHUNK / 4;
-    let [position, sequence, purpose, _] = counter(sequence, position, stream, 0);
-    let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
-    for (at, d) in d.iter_mut().enumerate() {
-        *d = (chunk * BLOCKS + at) as u32;
-    }
-    let mut key = [seed as u32, (seed >> 32) as u32];
-    for _ in 0..ROUNDS {
-        for i in 0..BLOCKS {
-            [a[i], b[i], c[i], d[i]] = round([a[i], b[i], c[i], d[i]], key);
-        }
-        key = next_key(key);
-    }
-    let mut words = [0; CHUNK];
-    for (i, words) in words.chunks_exact_mut(4).enumerate() {
-        words.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
-    }
-    words
-}
-
-/// The middle of one of 2²³ equal cells of (0, 1): exact in f32, never 0 or 1.
-pub(crate) fn unit(word: u32) -> f32 {
-    (2 * (word >> 9) + 1) as f32 * (1.0 / 16_777_216.0)
-}
-
-/// Uniform noise in (0, 1), at least 2⁻²⁴ from both ends.
+/// The random numbers of one purpose at one position of a sequence, by index: a token, or 0 for a single number.
 ///
 /// Philox counter: `[position, sequence low, sequence high << 2 | stream, index / 4]`, key: seed low and high. `index mod 4`
-/// selects the word; its upper 23 bits select a cell. Stateless, and the same on every platform.
-pub fn uniform(seed: u64, sequence: u64, position: usize, stream: Stream, index: u64) -> f32 {
-    unit(block(seed, sequence, position, stream, index / 4)[(index % 4) as usize])
+/// selects the word. Stateless, and the same on every platform.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Noise {
+    /// The user's seed.
+    pub seed: u64,
+    /// Distinguishes sequences of one seed by its low 62 bits.
+    pub sequence: u64,
+    /// Position of the token that is chosen or tested.
+    pub position: usize,
+    /// The purpose.
+    pub stream: Stream,
 }
 
-/// Standard Gumbel noise `−ln(−ln u)`, within (−2.82, 16.64).
-pub fn gumbel(seed: u64, sequence: u64, position: usize, stream: Stream, index: u64) -> f32 {
-    gumbel_of(uniform(seed, sequence, position, stream, index))
+impl Noise {
+    /// Uniform noise in (0, 1), at least 2⁻²⁴ from both ends.
+    pub fn uniform(self, index: u64) -> f32 {
+        unit(self.block(index / 4)[(index % 4) as usize])
+    }
+
+    /// Standard Gumbel noise `−ln(−ln u)`, within (−2.82, 16.64).
+    pub fn gumbel(self, index: u64) -> f32 {
+        gumbel_of(self.uniform(index))
+    }
+
+    /// The words of the indices `CHUNK·chunk ..= CHUNK·chunk + CHUNK − 1`: [`Noise::block`] in loops that compile to vectors.
+    pub(crate) fn words(self, chunk: usize) -> [u32; CHUNK] {
+        const BLOCKS: usize = CHUNK / 4;
+        let [position, sequence, purpose, _] = self.counter(0);
+        let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
+        for (at, d) in d.iter_mut().enumerate() {
+            *d = (chunk * BLOCKS + at) as u32;
+        }
+        let mut key = self.key();
+        for _ in 0..ROUNDS {
+            for i in 0..BLOCKS {
+                [a[i], b[i], c[i], d[i]] = round([a[i], b[i], c[i], d[i]], key);
+            }
+            key = next_key(key);
+        }
+        let mut words = [0; CHUNK];
+        for (i, words) in words.chunks_exact_mut(4).enumerate() {
+            words.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
+        }
+        words
+    }
+
+    /// The words of four consecutive indices, `4·block ..= 4·block + 3`.
+    fn block(self, block: u64) -> [u32; 4] {
+        philox(self.counter(block), self.key())
+    }
+
+    fn counter(self, block: u64) -> [u32; 4] {
+        let purpose = ((self.sequence >> 32) as u32) << 2 | self.stream as u32;
+        [self.position as u32, self.sequence as u32, purpose, block as u32]
+    }
+
+    fn key(self) -> [u32; 2] {
+        [self.seed as u32, (self.seed >> 32) as u32]
+    }
+}
+
+/// The middle of one of 2²³ equal cells of (0, 1), which a word's upper 23 bits select: exact in f32, never 0 or 1.
+pub(crate) fn unit(word: u32) -> f32 {
+    (2 * (word >> 9) + 1) as f32 * (1.0 / 16_777_216.0)
 }
 
 /// In f64, so that a platform's rounding of the logarithm almost never affects the f32 result.
@@ -96,12 +114,16 @@ pub(crate) fn gumbel_of(u: f32) -> f32 {
     -(-f64::from(u).ln()).ln() as f32
 }
 
-/// Upper bound of [`gumbel`]: −ln(−ln(1 − 2⁻²⁴)) = 16.6355.
+/// Upper bound of [`Noise::gumbel`]: −ln(−ln(1 − 2⁻²⁴)) = 16.6355.
 pub(crate) const GUMBEL_MAX: f32 = 16.64;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// All 32-bit words of key and counter differ from 0.
+    const ANY: Noise =
+        Noise { seed: 0x0123_4567_89ab_cdef, sequence: 0x3_0000_0007, position: 41, stream: Stream::Correct };
 
     #[test]
     fn philox_known_answers() {
@@ -122,22 +144,19 @@ mod tests {
 
     #[test]
     fn uniform_is_the_documented_function_of_its_counter() {
-        let (seed, sequence) = (0x0123_4567_89ab_cdef, 0x3_0000_0007);
+        let noise = Noise { stream: Stream::Accept, ..ANY };
         let words = philox([41, 7, 3 << 2 | 2, 5], [0x89ab_cdef, 0x0123_4567]);
         for (at, word) in words.into_iter().enumerate() {
             let want = (f64::from(word >> 9) + 0.5) / 8_388_608.0;
-            assert_eq!(f64::from(uniform(seed, sequence, 41, Stream::Accept, 20 + at as u64)), want);
+            assert_eq!(f64::from(noise.uniform(20 + at as u64)), want);
         }
     }
 
     #[test]
     fn noise_of_a_chunk_is_that_of_its_blocks() {
-        let (seed, sequence) = (0x0123_4567_89ab_cdef, 0x3_0000_0007);
         for chunk in [0, 1, 2_003] {
-            let words = words(seed, sequence, 41, Stream::Correct, chunk);
-            for (at, words) in words.chunks_exact(4).enumerate() {
-                let index = (chunk * CHUNK / 4 + at) as u64;
-                assert_eq!(words, block(seed, sequence, 41, Stream::Correct, index));
+            for (at, words) in ANY.words(chunk).chunks_exact(4).enumerate() {
+                assert_eq!(words, ANY.block((chunk * CHUNK / 4 + at) as u64));
             }
         }
     }
@@ -153,23 +172,23 @@ mod tests {
 
     #[test]
     fn purposes_positions_sequences_and_seeds_are_unrelated() {
-        let base = uniform(1, 2, 3, Stream::Sample, 4);
+        let base = Noise { seed: 1, sequence: 2, position: 3, stream: Stream::Sample };
         let others = [
-            uniform(2, 2, 3, Stream::Sample, 4),
-            uniform(1 | 1 << 32, 2, 3, Stream::Sample, 4),
-            uniform(1, 3, 3, Stream::Sample, 4),
-            uniform(1, 2 | 1 << 32, 3, Stream::Sample, 4),
-            uniform(1, 2, 4, Stream::Sample, 4),
-            uniform(1, 2, 3, Stream::Draft, 4),
-            uniform(1, 2, 3, Stream::Accept, 4),
-            uniform(1, 2, 3, Stream::Correct, 4),
-            uniform(1, 2, 3, Stream::Sample, 5),
+            Noise { seed: 2, ..base },
+            Noise { seed: 1 | 1 << 32, ..base },
+            Noise { sequence: 3, ..base },
+            Noise { sequence: 2 | 1 << 32, ..base },
+            Noise { position: 4, ..base },
+            Noise { stream: Stream::Draft, ..base },
+            Noise { stream: Stream::Accept, ..base },
+            Noise { stream: Stream::Correct, ..base },
         ];
-        assert!(others.iter().all(|other| *other != base));
+        assert!(others.iter().all(|other| other.uniform(4) != base.uniform(4)));
+        assert!(base.uniform(5) != base.uniform(4));
         // 100,000 numbers in sixteen cells: chi-square with 15 degrees of freedom exceeds 45 with probability below 1 in
         // 10,000.
         let mut cells = [0.0; 16];
-        (0..100_000).for_each(|i| cells[(uniform(9, 0, 7, Stream::Sample, i) * 16.0) as usize] += 1.0);
+        (0..100_000).for_each(|i| cells[(base.uniform(i) * 16.0) as usize] += 1.0);
         let chi: f64 = cells.iter().map(|n: &f64| (n - 6_250.0).powi(2) / 6_250.0).sum();
         assert!(chi < 45.0, "{chi}");
     }

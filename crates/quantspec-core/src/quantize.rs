@@ -234,9 +234,10 @@ pub(crate) fn named(error: Error, what: String) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::ErrorKind;
+    use crate::noise::{Noise, Stream};
     use proptest::prelude::*;
 
     const MODES: [Rounding; 2] = [Rounding::Paper, Rounding::Balanced];
@@ -252,8 +253,8 @@ mod tests {
     }
 
     /// Normal deviates by the sum of twelve uniforms, reproducible.
-    pub(super) fn normal(count: usize, seed: u64) -> Vec<f32> {
-        let u = |i: usize| crate::noise::uniform(seed, 0, i, crate::noise::Stream::Sample, 0);
+    pub(crate) fn normal(count: usize, seed: u64) -> Vec<f32> {
+        let u = |position: usize| Noise { seed, sequence: 0, position, stream: Stream::Sample }.uniform(0);
         (0..count).map(|i| (0..12).map(|j| u(12 * i + j)).sum::<f32>() - 6.0).collect()
     }
 

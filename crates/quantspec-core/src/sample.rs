@@ -7,7 +7,7 @@
 //! maximum is subtracted from the logits before the division, so that no temperature overflows.
 
 use crate::error::{Error, Result};
-use crate::noise::{CHUNK, GUMBEL_MAX, Stream, gumbel, gumbel_of, uniform, unit, words};
+use crate::noise::{CHUNK, GUMBEL_MAX, Noise, Stream, gumbel_of, unit};
 use crate::penalty::Penalties;
 
 /// How drafted tokens are accepted.
@@ -22,7 +22,7 @@ pub enum Accept {
     Rejection,
 }
 
-/// Sampling settings. Built by [`Sampler::new`], which checks the ranges.
+/// Sampling settings; [`Sampler::checked`] checks their ranges.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampler {
     /// Divides the logits; 0 is greedy.
@@ -44,20 +44,27 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A checked sampler without penalties.
+    /// Temperature 0, without penalties.
+    pub fn greedy() -> Sampler {
+        Sampler {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            sequence: 0,
+            accept: Accept::Greedy,
+            penalties: Penalties::default(),
+        }
+    }
+
+    /// These settings, if they are valid; [`Penalties::new`] checks the penalties.
     ///
     /// # Errors
     /// [`crate::ErrorKind::Usage`] if a value is outside its range, or if [`Accept::Greedy`] and temperature 0 do not occur
     /// together.
-    pub fn new(
-        temperature: f32,
-        top_k: usize,
-        top_p: f32,
-        min_p: f32,
-        seed: u64,
-        sequence: u64,
-        accept: Accept,
-    ) -> Result<Sampler> {
+    pub fn checked(self) -> Result<Sampler> {
+        let Sampler { temperature, top_p, min_p, accept, .. } = self;
         if !(temperature.is_finite() && temperature >= 0.0) {
             return Err(Error::usage(
                 format!("temperature is {temperature}"),
@@ -76,26 +83,12 @@ impl Sampler {
                 "use the greedy rule with temperature 0, replay or rejection with any other",
             ));
         }
-        Ok(Sampler { temperature, top_k, top_p, min_p, seed, sequence, accept, penalties: Penalties::default() })
+        Ok(self)
     }
 
-    /// Temperature 0, without penalties.
-    pub fn greedy() -> Sampler {
-        Sampler {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            seed: 0,
-            sequence: 0,
-            accept: Accept::Greedy,
-            penalties: Penalties::default(),
-        }
-    }
-
-    /// The same sampler with these penalties.
-    pub fn penalised(self, penalties: Penalties) -> Sampler {
-        Sampler { penalties, ..self }
+    /// The noise of one purpose at a position.
+    pub fn noise(&self, position: usize, stream: Stream) -> Noise {
+        Noise { seed: self.seed, sequence: self.sequence, position, stream }
     }
 
     /// The noise of a draft: the target's for replay, a separate stream for rejection.
@@ -159,7 +152,7 @@ pub fn check_left(logits: &[f32]) -> Result<()> {
     }
 }
 
-/// The k-th largest value, without sorting: keeps at most 2k candidates, halved by selection when full.
+/// The k-th largest value, without sorting: keeps at most 2k values, halved by selection when full.
 fn kth_largest(values: &[f32], k: usize) -> f32 {
     if k >= values.len() {
         return f32::NEG_INFINITY;
@@ -191,10 +184,10 @@ fn keep_largest(values: &mut Vec<f32>, k: usize) -> f32 {
 }
 
 /// A token with its scaled logit.
-type Candidate = (u32, f32);
+type Scaled = (u32, f32);
 
 /// Descending by scaled logit, ascending by id among equals.
-fn by_probability(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
+fn by_probability(a: &Scaled, b: &Scaled) -> std::cmp::Ordering {
     b.1.partial_cmp(&a.1).unwrap_or(std::cmp::Ordering::Equal).then(a.0.cmp(&b.0))
 }
 
@@ -235,8 +228,8 @@ struct Kept {
     temperature: f32,
     /// Least logit that top-k keeps.
     bar: f32,
-    /// Last candidate that top-p and min-p keep, in order of probability.
-    last: Candidate,
+    /// Last token that top-p and min-p keep, in order of probability.
+    last: Scaled,
 }
 
 impl Kept {
@@ -259,14 +252,14 @@ impl Kept {
     }
 
     /// Top-p and min-p keep the token.
-    fn keeps(&self, (id, z): Candidate) -> bool {
+    fn keeps(&self, (id, z): Scaled) -> bool {
         z > self.last.1 || (z == self.last.1 && id <= self.last.0)
     }
 
-    /// The last candidate of the smallest set of most probable tokens with at least `top_p` of the mass.
+    /// The last token of the smallest set of most probable tokens with at least `top_p` of the mass.
     ///
     /// Buckets of an eighth of a nat find the limit in one pass; only the bucket at the limit is sorted.
-    fn last_of_nucleus(&self, logits: &[f32], top_p: f32) -> Option<Candidate> {
+    fn last_of_nucleus(&self, logits: &[f32], top_p: f32) -> Option<Scaled> {
         const BUCKETS: usize = 256;
         // Adding 2²³ rounds to a whole number, and leaves it in the low bits.
         let bucket = |z: f32| ((-8.0 * z).min(255.0) + 8_388_608.0).to_bits() as usize % BUCKETS;
@@ -291,16 +284,16 @@ impl Kept {
             mass += masses[edge];
             edge += 1;
         }
-        let mut at_edge: Vec<Candidate> = Vec::new();
+        let mut at_edge: Vec<Scaled> = Vec::new();
         for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
             if bucket(self.z(maximum(logits))) <= edge {
-                let candidates = (chunk * CHUNK..).zip(logits).map(|(id, &logit)| (id as u32, self.z(logit)));
-                at_edge.extend(candidates.filter(|&(_, z)| z > f32::NEG_INFINITY && bucket(z) == edge));
+                let tokens = (chunk * CHUNK..).zip(logits).map(|(id, &logit)| (id as u32, self.z(logit)));
+                at_edge.extend(tokens.filter(|&(_, z)| z > f32::NEG_INFINITY && bucket(z) == edge));
             }
         }
         at_edge.sort_unstable_by(by_probability);
-        let reaches = |candidate: &&Candidate| {
-            mass += f64::from(exp(candidate.1));
+        let reaches = |(_, z): &&Scaled| {
+            mass += f64::from(exp(*z));
             mass >= goal
         };
         // If rounding leaves the sum just below the goal, the whole bucket is kept.
@@ -335,7 +328,7 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
     if sampler.temperature == 0.0 {
         return most_likely;
     }
-    race::<false>(logits, most_likely, sampler, position, stream).0
+    race::<false>(logits, most_likely, sampler, sampler.noise(position, stream)).0
 }
 
 /// [`choose`], and the token's margin to the second-best one, as a difference of logits with their noise. If the warpers keep
@@ -343,7 +336,7 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
 pub fn choose_with_margin(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> (u32, f32) {
     let most_likely = argmax(logits);
     if sampler.temperature > 0.0 {
-        let (token, margin) = race::<true>(logits, most_likely, sampler, position, stream);
+        let (token, margin) = race::<true>(logits, most_likely, sampler, sampler.noise(position, stream));
         if margin.is_finite() {
             return (token, margin * sampler.temperature);
         }
@@ -354,16 +347,10 @@ pub fn choose_with_margin(logits: &[f32], sampler: &Sampler, position: usize, st
 }
 
 /// The winner of the Gumbel race and, with `MARGIN`, its margin to the second.
-fn race<const MARGIN: bool>(
-    logits: &[f32],
-    most_likely: u32,
-    sampler: &Sampler,
-    position: usize,
-    stream: Stream,
-) -> (u32, f32) {
+fn race<const MARGIN: bool>(logits: &[f32], most_likely: u32, sampler: &Sampler, noise: Noise) -> (u32, f32) {
     let kept = Kept::of(logits, sampler);
     // Starts with the most probable token: its score excludes nearly all other tokens without computing their logarithms.
-    let first = gumbel(sampler.seed, sampler.sequence, position, stream, most_likely.into());
+    let first = noise.gumbel(most_likely.into());
     let mut race = Race::<MARGIN> { most_likely, winner: (most_likely, first), second: f32::NEG_INFINITY };
     for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
         let (first, bar) = (chunk * CHUNK, race.bar());
@@ -372,16 +359,16 @@ fn race<const MARGIN: bool>(
         if best + GUMBEL_MAX < bar || !kept.keeps((first as u32, best)) {
             continue;
         }
-        let words = words(sampler.seed, sampler.sequence, position, stream, chunk);
+        let words = noise.words(chunk);
         let (mut scaled, mut may_win) = ([0.0; CHUNK], [false; CHUNK]);
         for (at, &logit) in logits.iter().enumerate() {
             scaled[at] = kept.z(logit);
             may_win[at] = may_reach(bar, scaled[at], unit(words[at]));
         }
         for (at, _) in may_win.iter().enumerate().filter(|(_, may_win)| **may_win) {
-            let candidate = ((first + at) as u32, scaled[at]);
-            if kept.keeps(candidate) {
-                race.enter(candidate, unit(words[at]));
+            let token = ((first + at) as u32, scaled[at]);
+            if kept.keeps(token) {
+                race.enter(token, unit(words[at]));
             }
         }
     }
@@ -402,7 +389,7 @@ impl<const MARGIN: bool> Race<MARGIN> {
     }
 
     /// Enters a token with its scaled logit and its noise.
-    fn enter(&mut self, (id, z): Candidate, u: f32) {
+    fn enter(&mut self, (id, z): Scaled, u: f32) {
         if (MARGIN && id == self.most_likely) || !may_reach(self.bar(), z, u) {
             return;
         }
@@ -435,13 +422,11 @@ fn exp_bound(x: f32) -> f32 {
 
 /// A token drawn in proportion to `weights` (`[vocab]`, non-negative, any sum), by the same race: the largest weight over −ln u wins.
 /// Token 0 if no weight is positive.
-pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
+pub fn draw(weights: &[f32], noise: Noise) -> u32 {
     let score = |weight: f32, u: f32| f64::from(weight) / -f64::from(u).ln();
     // Starts with the heaviest, so that few others need noise.
     let heaviest = argmax(weights);
-    let first = weights.get(heaviest as usize).map_or(0.0, |&weight| {
-        score(weight, uniform(sampler.seed, sampler.sequence, position, stream, heaviest.into()))
-    });
+    let first = weights.get(heaviest as usize).map_or(0.0, |&weight| score(weight, noise.uniform(heaviest.into())));
     if first <= 0.0 {
         return 0;
     }
@@ -451,7 +436,7 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
         if f64::from(maximum(weights)) < winner.1 * 0.999_999 / 16_777_216.0 {
             continue;
         }
-        let words = words(sampler.seed, sampler.sequence, position, stream, chunk);
+        let words = noise.words(chunk);
         for (at, (&weight, &word)) in weights.iter().zip(&words).enumerate() {
             let (id, u) = ((chunk * CHUNK + at) as u32, unit(word));
             if weight > 0.0 && f64::from(weight) >= winner.1 * f64::from(1.0 - u) * 0.999_999 {
@@ -472,7 +457,8 @@ mod tests {
     use std::f32::consts::LN_2;
 
     fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> Sampler {
-        Sampler::new(temperature, top_k, top_p, min_p, seed, 0, Accept::Replay).unwrap()
+        let accept = Accept::Replay;
+        Sampler { temperature, top_k, top_p, min_p, seed, accept, ..Sampler::greedy() }.checked().unwrap()
     }
 
     proptest! {
@@ -486,9 +472,9 @@ mod tests {
             let (token, margin) = choose_with_margin(&logits, &sampler, 5, Stream::Sample);
             prop_assert_eq!(token, choose(&logits, &sampler, 5, Stream::Sample));
             let kept = Kept::of(&logits, &sampler);
-            let candidates = (0..).zip(&logits).map(|(id, &logit)| (id, kept.z(logit)));
-            let score = |(id, z): Candidate| z + gumbel(seed, 0, 5, Stream::Sample, id.into());
-            let mut scores: Vec<f32> = candidates.filter(|&candidate| kept.keeps(candidate)).map(score).collect();
+            let tokens = (0..).zip(&logits).map(|(id, &logit)| (id, kept.z(logit)));
+            let score = |(id, z): Scaled| z + sampler.noise(5, Stream::Sample).gumbel(id.into());
+            let mut scores: Vec<f32> = tokens.filter(|&token| kept.keeps(token)).map(score).collect();
             scores.sort_unstable_by(|a, b| b.total_cmp(a));
             let mut sorted = logits.clone();
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
@@ -517,7 +503,9 @@ mod tests {
 
     #[test]
     fn a_sampler_checks_its_ranges() {
-        let new = |t, p, m, accept| Sampler::new(t, 0, p, m, 0, 0, accept);
+        let new = |temperature, top_p, min_p, accept| {
+            Sampler { temperature, top_p, min_p, accept, ..Sampler::greedy() }.checked()
+        };
         assert_eq!(new(0.0, 1.0, 0.0, Accept::Greedy), Ok(Sampler::greedy()));
         for accept in [Accept::Replay, Accept::Rejection] {
             assert!(new(0.7, 0.9, 0.1, accept).is_ok());
@@ -619,7 +607,7 @@ mod tests {
         let sampler = sampler(1.0, 0, 1.0, 0.0, 3);
         let mut ties = 0;
         for position in 0..2_000 {
-            let noise = |id| gumbel(3, 0, position, Stream::Sample, id);
+            let noise = |id| sampler.noise(position, Stream::Sample).gumbel(id);
             // Token 1 has the larger logit, and token 0 noise that compensates exactly.
             let logit = noise(1) - noise(0);
             if logit < 0.0 && logit + noise(0) == noise(1) {
@@ -662,8 +650,10 @@ mod tests {
             prop::collection::vec(-8.0f32..8.0, 1..40),
             prop::collection::vec((-6i32..6).prop_map(|i| i as f32 / 2.0), 1..40),
             // Of the wide ranges most tokens cannot win.
-            (500usize..3_000, 0u64..1_000, prop_oneof![Just(6.0f32), Just(60.0)])
-                .prop_map(|(n, seed, range)| (0..n).map(|i| range * uniform(seed, 0, i, Stream::Sample, 0)).collect()),
+            (500usize..3_000, 0u64..1_000, prop_oneof![Just(6.0f32), Just(60.0)]).prop_map(|(n, seed, range)| {
+                let noise = Noise { seed, sequence: 0, position: 0, stream: Stream::Sample };
+                (0..n).map(|i| range * noise.uniform(i as u64)).collect()
+            }),
         ]
     }
 
@@ -695,7 +685,7 @@ mod tests {
             let most = maximum(&logits);
             let p = warp(&logits, &sampler);
             let score = |id: usize| {
-                let noise = gumbel(sampler.seed, sampler.sequence, position, Stream::Draft, id as u64);
+                let noise = sampler.noise(position, Stream::Draft).gumbel(id as u64);
                 (logits[id] - most) / sampler.temperature + noise
             };
             let kept = (0..logits.len()).filter(|&id| p[id] > 0.0);
@@ -707,13 +697,13 @@ mod tests {
         fn drawing_equals_the_full_race(
             weights in prop::collection::vec(prop_oneof![Just(0.0f32), 1e-6f32..2.0, 1e-12f32..1e-9], 1..400), seed: u64,
         ) {
-            let sampler = sampler(1.0, 0, 1.0, 0.0, seed);
+            let noise = Noise { seed, sequence: 0, position: 11, stream: Stream::Correct };
             let score = |id: usize| {
-                let u = f64::from(uniform(seed, 0, 11, Stream::Correct, id as u64));
+                let u = f64::from(noise.uniform(id as u64));
                 f64::from(weights[id]) / -u.ln()
             };
             let want = (0..weights.len()).reduce(|best, id| if score(id) > score(best) { id } else { best }).unwrap();
-            prop_assert_eq!(draw(&weights, &sampler, 11, Stream::Correct) as usize, want);
+            prop_assert_eq!(draw(&weights, noise) as usize, want);
         }
 
         #[test]

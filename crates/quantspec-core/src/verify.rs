@@ -1,7 +1,7 @@
 //! Acceptance rules: how many drafted tokens are accepted, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::noise::{Stream, uniform};
+use crate::noise::{Noise, Stream};
 use crate::sample::{Accept, Sampler, argmax, check_left, choose, choose_with_margin, draw, warp};
 
 /// Outcome of a round for one sequence.
@@ -59,25 +59,24 @@ fn rejection(
 ) -> Verdict {
     for (i, &token) in drafted.iter().enumerate() {
         let (p, q) = (p(i), |id: usize| q.at(i, id));
-        if !accepts(token, q, &p, sampler, position + i) {
-            return Verdict { accepted: i, token: correct(q, &p, sampler, position + i) };
+        if !accepts(token, q, &p, sampler.noise(position + i, Stream::Accept)) {
+            return Verdict { accepted: i, token: correct(q, &p, sampler.noise(position + i, Stream::Correct)) };
         }
     }
     Verdict { accepted: drafted.len(), token: bonus() }
 }
 
 /// `u < p/q` as a multiplication, which avoids division by q = 0. p = 0 is never accepted.
-fn accepts(token: u32, q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> bool {
-    let u = uniform(sampler.seed, sampler.sequence, position, Stream::Accept, 0);
+fn accepts(token: u32, q: impl Fn(usize) -> f32, p: &[f32], noise: Noise) -> bool {
     let at = token as usize;
-    u * q(at) < p[at]
+    noise.uniform(0) * q(at) < p[at]
 }
 
 /// A draw from (p − q)+, normalised. If rounding leaves no mass, p and q are equal, and the draw is from p.
-fn correct(q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> u32 {
+fn correct(q: impl Fn(usize) -> f32, p: &[f32], noise: Noise) -> u32 {
     let left: Vec<f32> = p.iter().enumerate().map(|(id, p)| (p - q(id)).max(0.0)).collect();
     let weights = if left.iter().any(|w| *w > 0.0) { &left } else { p };
-    draw(weights, sampler, position, Stream::Correct)
+    draw(weights, noise)
 }
 
 /// Proposes and judges on the host, for backends with logits there; keeps the round's q if rejection needs it.
@@ -215,7 +214,7 @@ mod tests {
     const MASKED: f32 = f32::NEG_INFINITY;
 
     fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, accept: Accept) -> Sampler {
-        Sampler::new(temperature, top_k, top_p, min_p, 17, 0, accept).unwrap()
+        Sampler { temperature, top_k, top_p, min_p, seed: 17, accept, ..Sampler::greedy() }.checked().unwrap()
     }
 
     fn any_logits(vocab: usize) -> impl Strategy<Value = Vec<f32>> {
@@ -334,8 +333,8 @@ mod tests {
             // Accepting everything emits q; correcting from p instead of (p − q)+ favours tokens that both prefer.
             let token = choose(&q, &sampler, round, Stream::Draft);
             counts[0][token as usize] += 1.0;
-            let stands = accepts(token, |id| warped_q[id], &warped_p, &sampler, round);
-            let token = if stands { token } else { draw(&warped_p, &sampler, round, Stream::Correct) };
+            let stands = accepts(token, |id| warped_q[id], &warped_p, sampler.noise(round, Stream::Accept));
+            let token = if stands { token } else { draw(&warped_p, sampler.noise(round, Stream::Correct)) };
             counts[1][token as usize] += 1.0;
         }
         assert!(counts.iter().all(|counts| misfit(counts, &warped_p) > 3.0));
@@ -374,7 +373,7 @@ mod tests {
             let equal = [0.0, 1e-45, 1.0];
             let verdict = verdict(1, &equal, &equal, position);
             assert_eq!(verdict.token, 2);
-            let u = uniform(17, 0, position, Stream::Accept, 0);
+            let u = rejection.noise(position, Stream::Accept).uniform(0);
             assert_eq!(verdict.accepted, usize::from(u * 1e-45 < 1e-45));
         }
     }
@@ -391,10 +390,10 @@ mod tests {
             let q = [q.clone(), q.clone()];
             let verdict = super::rejection(&[0, 0], Q::Kept(&q), target, || 3, &rejection, position);
             let at = position + 1;
-            if uniform(17, 0, at, Stream::Accept, 0) < 0.5 {
+            if rejection.noise(at, Stream::Accept).uniform(0) < 0.5 {
                 assert_eq!(verdict.accepted, 2);
             } else {
-                let token = draw(&[0.0, 0.25, 0.125, 0.125], &rejection, at, Stream::Correct);
+                let token = draw(&[0.0, 0.25, 0.125, 0.125], rejection.noise(at, Stream::Correct));
                 assert_eq!(verdict, Verdict { accepted: 1, token });
             }
         }
@@ -467,11 +466,10 @@ mod tests {
             logits in prop::collection::vec(any_logits(12), 1..6), seed: u64, position in 0usize..1_000_000,
             t in 0.1f32..2.0, k in 0usize..12, top_p in 0.1f32..=1.0, min_p in 0.0f32..0.5,
         ) {
-            let samplers = [
-                Sampler::greedy(),
-                Sampler::new(t, k, top_p, min_p, seed, 3, Accept::Replay).unwrap(),
-                Sampler::new(t, k, top_p, min_p, seed, 3, Accept::Rejection).unwrap(),
-            ];
+            let sampled = |accept| Sampler {
+                temperature: t, top_k: k, top_p, min_p, seed, sequence: 3, accept, ..Sampler::greedy()
+            };
+            let samplers = [Sampler::greedy(), sampled(Accept::Replay), sampled(Accept::Rejection)];
             for sampler in samplers {
                 let mut judge = Judge::new();
                 let gamma = logits.len() - 1;
@@ -489,7 +487,8 @@ mod tests {
             p in prop::collection::vec(any_logits(9), 1..6), q in prop::collection::vec(any_logits(9), 5),
             seed: u64, position in 0usize..1_000_000, t in 0.1f32..2.0, k in 0usize..9,
         ) {
-            for sampler in [Sampler::greedy(), Sampler::new(t, k, 1.0, 0.0, seed, 0, Accept::Replay).unwrap()] {
+            let replay = Sampler { temperature: t, top_k: k, seed, accept: Accept::Replay, ..Sampler::greedy() };
+            for sampler in [Sampler::greedy(), replay] {
                 let plain: Vec<u32> =
                     p.iter().enumerate().map(|(i, row)| choose(row, &sampler, position + i, Stream::Sample)).collect();
                 let mut judge = Judge::new();

@@ -270,6 +270,7 @@ fn roundest(first: i32, last: i32) -> i32 {
 mod tests {
     use super::*;
     use crate::ErrorKind;
+    use crate::quantize::tests::normal;
     use half::f16;
     use proptest::prelude::*;
 
@@ -461,7 +462,7 @@ mod tests {
 
     #[test]
     fn four_bits_lose_less_than_by_the_search_of_draft_weights() {
-        let mut w = normal(200 * GROUP + 20);
+        let mut w = normal(200 * GROUP + 20, 3);
         w[64..128].fill(0.25);
         for (group, least, most) in [(SMALL_GROUP, 0.95, 0.98), (GROUP, 0.96, 0.99)] {
             let row = quantize_row_upper(&w, &[], group).unwrap();
@@ -485,15 +486,9 @@ mod tests {
         assert_eq!(quantize_row_upper(&w, &[], GROUP).unwrap_err().kind, ErrorKind::NotFinite);
     }
 
-    /// Weights that are nearly normal.
-    fn normal(count: usize) -> Vec<f32> {
-        let uniform = |i: usize| crate::noise::uniform(3, 0, i, crate::noise::Stream::Sample, 0);
-        (0..count).map(|i| (0..12).map(|j| uniform(12 * i + j)).sum::<f32>() - 6.0).collect()
-    }
-
     #[test]
     fn important_weights_lose_less() {
-        let w = normal(200 * SMALL_GROUP);
+        let w = normal(200 * SMALL_GROUP, 3);
         // One weight of each group matters as much as 64 others.
         let importance: Vec<f32> = (0..w.len()).map(|i| if i % SMALL_GROUP == 5 { 64.0 } else { 1.0 }).collect();
         let ones = vec![1.0; w.len()];
@@ -522,7 +517,7 @@ mod tests {
 
     #[test]
     fn the_search_of_steps_pays_on_normal_weights() {
-        let w = normal(SMALL_GROUP * 400);
+        let w = normal(SMALL_GROUP * 400, 3);
         let row = quantize_row(&w, &[], SMALL_GROUP).unwrap();
         let square = |x: &f32, y: &f32| f64::from(x - y).powi(2);
         let error = |row: &Row| -> f64 { row.both().iter().zip(&w).map(|(x, y)| square(x, y)).sum() };
@@ -539,7 +534,7 @@ mod tests {
 
     #[test]
     fn the_search_pays_on_normal_weights() {
-        let w = normal(GROUP * 200);
+        let w = normal(GROUP * 200, 3);
         let row = quantize_row(&w, &[], GROUP).unwrap();
         let (mut plain, mut found) = (0.0, 0.0);
         for (w, params) in w.chunks(GROUP).zip(&row.params) {

@@ -22,7 +22,7 @@ const TARGET: Chain = [[0.5, 0.4, -0.4, -0.2], [-0.3, 0.2, 0.6, -0.5], [0.4, -0.
 const DRAFT: Chain = [[0.0, -0.2, 0.3, 0.2], [0.3, -0.2, 0.0, 0.4], [-0.3, 0.0, 0.6, -0.3], [0.6, -0.3, 0.1, -0.1]];
 
 fn sampler(seed: u64) -> Sampler {
-    Sampler::new(1.0, 0, 1.0, 0.0, seed, 0, Accept::Rejection).expect("sampler")
+    Sampler { temperature: 1.0, seed, accept: Accept::Rejection, ..Sampler::greedy() }
 }
 
 /// Every kind of penalty.
@@ -68,7 +68,7 @@ fn texts(gamma: usize, seeds: u64, penalties: Penalties) -> (Vec<f64>, usize) {
     let (mut counts, mut again) = (vec![0.0; TEXTS], 0);
     let mut judge = Judge::new();
     for seed in 0..seeds {
-        let sampler = sampler(seed).penalised(penalties);
+        let sampler = Sampler { penalties, ..sampler(seed) };
         let mut committed = history(&[0], sampler.penalties, 0);
         let (mut text, mut reached) = (vec![0u32], 0usize);
         while text.len() <= LENGTH {

@@ -5,7 +5,7 @@
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
-use quantspec_core::noise::{self, Stream};
+use quantspec_core::noise::{Noise, Stream};
 use quantspec_core::sample::{self, Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cpu::bench::logits;
@@ -23,14 +23,14 @@ const GAMMA: usize = 4;
 const WARPERS: [&str; 5] = ["off", "top-k 40", "top-p 0.95", "min-p 0.05", "all three"];
 
 fn sampler(warpers: &str, accept: Accept) -> Sampler {
-    let (k, top_p, min_p) = match warpers {
+    let (top_k, top_p, min_p) = match warpers {
         "top-k 40" => (40, 1.0, 0.0),
         "top-p 0.95" => (0, 0.95, 0.0),
         "min-p 0.05" => (0, 1.0, 0.05),
         "all three" => (40, 0.95, 0.05),
         _ => (0, 1.0, 0.0),
     };
-    Sampler::new(1.0, k, top_p, min_p, 7, 0, accept).unwrap()
+    Sampler { temperature: 1.0, top_k, top_p, min_p, seed: 7, accept, ..Sampler::greedy() }
 }
 
 /// Calls `f` with a row of logits and a position, which advances with each call.
@@ -55,7 +55,8 @@ fn argmax(bencher: Bencher) {
 #[divan::bench]
 fn gumbel(bencher: Bencher) {
     bencher.counter(ItemsCount::new(VOCAB)).bench_local(|| {
-        (0..VOCAB as u64).map(|id| noise::gumbel(black_box(7), 0, 5, Stream::Sample, id)).fold(0.0, f32::max)
+        let noise = Noise { seed: black_box(7), sequence: 0, position: 5, stream: Stream::Sample };
+        (0..VOCAB as u64).map(|id| noise.gumbel(id)).fold(0.0, f32::max)
     });
 }
 
@@ -82,7 +83,7 @@ fn warp(bencher: Bencher, warpers: &str) {
 fn draw(bencher: Bencher) {
     let sampler = sampler("off", Accept::Rejection);
     let weights = sample::warp(&logits(VOCAB, 1), &sampler);
-    each(bencher, |_, position| sample::draw(black_box(&weights), &sampler, position, Stream::Correct));
+    each(bencher, |_, position| sample::draw(black_box(&weights), sampler.noise(position, Stream::Correct)));
 }
 
 /// A drafted token under rejection, whose distribution is kept.

@@ -347,7 +347,8 @@ fn load(work: &Workload, config: ModelConfig, tokens: usize, hooks: Hooks) -> Re
 
 /// Seconds to choose a token at temperature 1 from logits like those of text.
 fn token_s(vocab: usize, poll: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
-    let (logits, sampler) = (logits(vocab, 1), Sampler::new(1.0, 0, 1.0, 0.0, 0, 0, Accept::Replay)?);
+    let (logits, sampler) =
+        (logits(vocab, 1), Sampler { temperature: 1.0, accept: Accept::Replay, ..Sampler::greedy() });
     let mut position = 0;
     timed(poll, || {
         position += 1;

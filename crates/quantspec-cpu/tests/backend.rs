@@ -282,7 +282,7 @@ fn a_failing_draft_ends_the_draft_only() {
         let run = |accept: Accept, draft: Option<DraftConfig>, policy: Policy, gammas: [Option<usize>; 2]| {
             let method = Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy };
             let mut engine = Engine::new(load(), method, 2, 512, 64);
-            let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).expect("sampler");
+            let sampler = Sampler { temperature: 1.0, seed: 3, accept, ..Sampler::greedy() };
             let mut texts = [vec![bad as u32], vec![5]];
             for text in &texts {
                 let slot = engine.add(&prompt, sampler.clone(), 40).expect("add");
@@ -339,7 +339,7 @@ fn a_failing_drafted_token_ends_no_text() {
                 256,
                 64,
             );
-            let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, accept).expect("sampler");
+            let sampler = Sampler { temperature: 0.7, seed, accept, ..Sampler::greedy() };
             let slot = engine.add(&prompt, sampler, 30).expect("add");
             let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
             while text.len() < 30 {
@@ -397,7 +397,7 @@ fn a_repeated_round_changes_no_token_of_neighbours() {
             let mut engine = engine(draft);
             let (mut texts, mut again) = (Vec::new(), 0);
             for &seed in seeds {
-                let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).expect("sampler");
+                let sampler = Sampler { temperature: 0.7, seed, accept: Accept::Replay, ..Sampler::greedy() };
                 let slot = engine.add(&prompt(seed), sampler, 30).expect("add");
                 texts.push(vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")]);
             }

@@ -165,12 +165,16 @@ impl Decode for Model {
     }
 }
 
-fn greedy() -> Sampler {
-    Sampler::new(0.0, 0, 1.0, 0.0, 0, 0, Accept::Greedy).expect("sampler")
-}
-
 fn replay() -> Sampler {
-    Sampler::new(0.9, 50, 0.95, 0.01, 7, 0, Accept::Replay).expect("sampler")
+    Sampler {
+        temperature: 0.9,
+        top_k: 50,
+        top_p: 0.95,
+        min_p: 0.01,
+        seed: 7,
+        accept: Accept::Replay,
+        ..Sampler::greedy()
+    }
 }
 
 fn requests(prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<Request> {
@@ -180,7 +184,7 @@ fn requests(prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<R
 /// The law of exactness, greedy and sampled: every second case each, and all cases at full length.
 fn law_of_both(mut model: Model, prompts: &[Vec<u32>], new_tokens: usize, cases: &[Case]) {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::dispatch::choose().expect("path").simd.name());
-    for (index, sampler) in [greedy(), replay()].iter().enumerate() {
+    for (index, sampler) in [Sampler::greedy(), replay()].iter().enumerate() {
         let cases = if long() { cases } else { &share(cases, index, 2) };
         law(&mut model, &requests(prompts, sampler, new_tokens), cases);
     }
@@ -284,7 +288,7 @@ fn speculation_changes_no_token_of_a_third_party_model() {
 #[test]
 fn every_target_view_and_rounding_is_exact() {
     // Past two page borders.
-    let request = [Request::new(&book(40, 3 * G - 20), &greedy(), 160)];
+    let request = [Request::new(&book(40, 3 * G - 20), &Sampler::greedy(), 160)];
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let methods = ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram", "auto"];
@@ -296,7 +300,15 @@ fn every_target_view_and_rounding_is_exact() {
 
 #[test]
 fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
-    let sampler = |seed| Sampler::new(0.9, 50, 0.95, 0.01, seed, 0, Accept::Rejection).expect("sampler");
+    let sampler = |seed| Sampler {
+        temperature: 0.9,
+        top_k: 50,
+        top_p: 0.95,
+        min_p: 0.01,
+        seed,
+        accept: Accept::Rejection,
+        ..Sampler::greedy()
+    };
     // At least four visible pages, of which drafts read three.
     let prompts = [book(40, 6 * G - 7), book(700, 2 * G + 5)];
     for (method, gammas, pages) in [
@@ -333,11 +345,14 @@ fn penalties_depend_on_the_text_alone() {
     let all = [(1.2, 0.0, 0.0, 0), (1.0, 0.3, 0.2, 0), (1.0, 0.0, 0.0, 3), (1.1, 0.1, -0.2, 4)];
     for (index, (repetition, frequency, presence, ngram)) in all.into_iter().enumerate() {
         let penalties = Penalties::new(repetition, frequency, presence, ngram).expect("penalties");
-        for (place, sampler) in [greedy(), replay()].into_iter().enumerate() {
+        for (place, sampler) in [Sampler::greedy(), replay()].into_iter().enumerate() {
             let mut cases = if full() { of_four() } else { share(&of_four(), 2 * index + place, 8) };
             cases.push(Case { chunk_rows: 700, ..Case::new("quantspec", Pages::All, &[5], prompts.len()) });
-            let answers =
-                law(&mut demo(), &requests(&prompts, &sampler.clone().penalised(penalties), ruled_tokens()), &cases);
+            let answers = law(
+                &mut demo(),
+                &requests(&prompts, &Sampler { penalties, ..sampler.clone() }, ruled_tokens()),
+                &cases,
+            );
             let free = demo().decode(&Case::plain(), &requests(&prompts, &sampler, ruled_tokens()));
             assert_ne!(answers, free, "{penalties:?} changed nothing");
             for (prompt, answer) in prompts.iter().zip(&answers).filter(|_| ngram > 0) {
@@ -356,7 +371,8 @@ fn penalties_depend_on_the_text_alone() {
 fn masks_depend_on_the_text_alone() {
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
     let penalties = Penalties::new(1.2, 0.1, 0.0, 0).expect("penalties");
-    let samplers = [greedy(), replay(), greedy().penalised(penalties), replay().penalised(penalties)];
+    let samplers =
+        [Sampler::greedy(), replay(), Sampler { penalties, ..Sampler::greedy() }, Sampler { penalties, ..replay() }];
     for (index, sampler) in samplers.into_iter().enumerate() {
         let mut cases = if full() { of_four() } else { share(&of_four(), index, 4) };
         cases.push(Case { chunk_rows: 700, ..Case::new("quantspec", Pages::All, &[5], prompts.len()) });
@@ -403,7 +419,7 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
     }
 
     let mut engine = small_engine(4);
-    let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+    let slot = engine.add(&book(0, 100), Sampler::greedy(), 100).expect("add");
     let computed = Arc::new(AtomicUsize::new(0));
     let grammar = Counting(Fifths::boxed(engine.backend().config().vocab), computed.clone());
     engine.constrain(slot, Box::new(grammar)).expect("a slot before its prompt");
@@ -442,11 +458,11 @@ fn an_answer_without_a_token_left_says_so() {
     let mut texts = Vec::new();
     for gamma in [0, 4] {
         let mut engine = small_engine(gamma);
-        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        let slot = engine.add(&book(0, 100), Sampler::greedy(), 100).expect("add");
         engine.constrain(slot, Box::new(Short(0, Mutex::default()))).expect("a slot before its prompt");
         assert_eq!(engine.prefill(slot, &mut |_, _| ()).expect_err("no first token"), Error::no_token_left());
         engine.finish(slot);
-        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        let slot = engine.add(&book(0, 100), Sampler::greedy(), 100).expect("add");
         engine.constrain(slot, Box::new(Short(7, Mutex::default()))).expect("a slot before its prompt");
         let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
         let error = loop {
@@ -466,7 +482,7 @@ fn an_answer_without_a_token_left_says_so() {
 fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
     let prompts: Vec<Vec<u32>> = [1, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
     let penalties = Penalties::new(1.2, 0.0, 0.1, 4).expect("penalties");
-    for sampler in [greedy(), replay().penalised(penalties)] {
+    for sampler in [Sampler::greedy(), Sampler { penalties, ..replay() }] {
         let mut requests = requests(&prompts, &sampler, 140);
         requests.iter_mut().for_each(|request| request.top = Some(5));
         let cases = [("quantspec", &[5]), ("ngram", &[4]), ("w4", &[12])]

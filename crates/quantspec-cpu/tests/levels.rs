@@ -74,11 +74,11 @@ fn guesses_change_no_bit_of_a_draft() {
         let prompt = random::tokens(shape.vocab, length, 5 + slot as u64);
         forward::prefill(&mut backend, slot, &prompt, 64, &mut |_, _| ()).expect("prefill");
     }
-    let sampler = |accept| Sampler::new(1.0, 0, 1.0, 0.0, 5, 0, accept).expect("sampler");
+    let sampler = |accept| Sampler { temperature: 1.0, seed: 5, accept, ..Sampler::greedy() };
     let penalties = Penalties::new(1.3, 0.5, 0.1, 3).expect("penalties");
     let samplers = [
         Sampler::greedy(),
-        Sampler::greedy().penalised(penalties),
+        Sampler { penalties, ..Sampler::greedy() },
         sampler(Accept::Replay),
         sampler(Accept::Rejection),
     ];

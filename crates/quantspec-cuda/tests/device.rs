@@ -331,7 +331,8 @@ impl Session {
             Method { target: View::Both, drafter: Some(SelfQuantised::boxed(draft)), policy: Policy::fixed(4) };
         let backend = load(device, checkpoint, &options(1000, 1)).unwrap();
         let mut engine = Engine::new(backend, method, 1, 1000, 256);
-        let sampler = Sampler::new(0.8, 40, 0.95, 0.0, 7, 0, Accept::Replay).unwrap();
+        let sampler =
+            Sampler { temperature: 0.8, top_k: 40, top_p: 0.95, seed: 7, accept: Accept::Replay, ..Sampler::greedy() };
         let slot = engine.add(&prompt(checkpoint.config().vocab, 700, 2), sampler, TOKENS).unwrap();
         let text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];
         Session { engine, slot, text }

@@ -75,7 +75,7 @@ fn an_interrupt_at_any_time_leaves_nothing_behind() {
     let Some(device) = device() else { return };
     let checkpoint = &checkpoints(&device, 1200)[0];
     let text = prompt(checkpoint.config().vocab, 700, 3);
-    let sampler = Sampler::new(0.8, 0, 1.0, 0.0, 5, 0, Accept::Replay).unwrap();
+    let sampler = Sampler { temperature: 0.8, seed: 5, accept: Accept::Replay, ..Sampler::greedy() };
     let small = Limits { tokens: 64, hidden_bytes: 0 };
     for (policy, limits, weights) in [
         (Policy::fixed(3), Limits::default(), TargetWeights::Checkpoint),
@@ -217,7 +217,7 @@ fn a_failing_draft_ends_no_text() {
         for accept in [Accept::Greedy, Accept::Replay] {
             let sampler = match accept {
                 Accept::Greedy => Sampler::greedy(),
-                _ => Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).unwrap(),
+                _ => Sampler { temperature: 1.0, seed: 3, accept, ..Sampler::greedy() },
             };
             let run = |draft, policy| {
                 let mut engine = Engine::new(load(&device, &checkpoint, &options), method(draft, policy), 1, 512, 64);
@@ -230,7 +230,7 @@ fn a_failing_draft_ends_no_text() {
         }
         if rejection {
             // Rejection needs the draft's probabilities, which are NaN here: a plain step replaces the round.
-            let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).unwrap();
+            let sampler = Sampler { temperature: 1.0, seed: 3, accept: Accept::Rejection, ..Sampler::greedy() };
             let run = || {
                 let method = method(Some(drafting("quantspec")), Policy::fixed(3));
                 let mut engine = Engine::new(load(&device, &checkpoint, &options), method, 1, 512, 64);
@@ -255,7 +255,7 @@ fn a_failing_drafted_token_ends_no_text() {
     // The tokens up to the end, or up to the failure.
     let mut run = |seed: u64, draft, policy: &Policy| {
         engine.set_method(method(draft, policy.clone())).unwrap();
-        let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).unwrap();
+        let sampler = Sampler { temperature: 0.7, seed, accept: Accept::Replay, ..Sampler::greedy() };
         let slot = engine.add(&prompt, sampler, 30).unwrap();
         let mut text = vec![engine.prefill(slot, &mut |_, _| ()).unwrap()];
         while text.len() < 30 {
@@ -291,7 +291,7 @@ fn rounds_are_their_steps() {
     for accept in [Accept::Greedy, Accept::Replay, Accept::Rejection] {
         let sampler = match accept {
             Accept::Greedy => Sampler::greedy(),
-            _ => Sampler::new(0.9, 50, 0.95, 0.0, 8, 0, accept).unwrap(),
+            _ => Sampler { temperature: 0.9, top_k: 50, top_p: 0.95, seed: 8, accept, ..Sampler::greedy() },
         };
         let run = |whole: bool| {
             let mut backend = load(&device, checkpoint, &options(1200, 1));

@@ -95,7 +95,7 @@ fn case(method: &'static str, pages: Pages, gammas: &'static [usize], batch: usi
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
     match accept {
         Accept::Greedy => Sampler { sequence, ..Sampler::greedy() },
-        _ => Sampler::new(0.8, 40, 0.95, 0.0, seed, sequence, accept).unwrap(),
+        _ => Sampler { temperature: 0.8, top_k: 40, top_p: 0.95, seed, sequence, accept, ..Sampler::greedy() },
     }
 }
 
@@ -190,7 +190,7 @@ fn penalties_depend_on_the_text_alone() {
         for accept in [Accept::Greedy, Accept::Replay] {
             let of = |sequence, (repetition, frequency, presence, ngram)| {
                 let penalties = Penalties::new(repetition, frequency, presence, ngram).unwrap();
-                sampler(accept, 11, sequence).penalised(penalties)
+                Sampler { penalties, ..sampler(accept, 11, sequence) }
             };
             let samplers = [of(0, (1.2, 0.0, 0.0, 0)), sampler(accept, 11, 1), of(2, (1.0, 0.2, 0.3, 3))];
             let requests = model.requests(&[1100, 120, 515], &samplers, 300);
@@ -212,7 +212,7 @@ fn masks_depend_on_the_text_alone() {
         for accept in [Accept::Greedy, Accept::Replay] {
             let penalties = Penalties::new(1.1, 0.2, 0.0, 3).unwrap();
             let samplers =
-                [sampler(accept, 11, 0), sampler(accept, 11, 1), sampler(accept, 11, 2).penalised(penalties)];
+                [sampler(accept, 11, 0), sampler(accept, 11, 1), Sampler { penalties, ..sampler(accept, 11, 2) }];
             let constrained = [true, false, true];
             let mut requests = model.requests(&[1100, 120, 515], &samplers, 200);
             requests.iter_mut().zip(constrained).for_each(|(request, constrained)| request.constrained = constrained);
@@ -231,7 +231,7 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
         let prompt = prompt(checkpoint.config().vocab, 500, 3);
         let penalties = Penalties::new(1.2, 0.1, 0.0, 4).unwrap();
         let [greedy, replay] =
-            [Accept::Greedy, Accept::Replay].map(|accept| sampler(accept, 5, 0).penalised(penalties));
+            [Accept::Greedy, Accept::Replay].map(|accept| Sampler { penalties, ..sampler(accept, 5, 0) });
         // An automatic policy reads the margin of every drafted token.
         let auto = Case { auto: true, ..case("quantspec", Pages::All, &[12], 1) };
         let cases = [case("quantspec", Pages::All, &[4], 1), auto, case("ngram", Pages::All, &[4], 1)];

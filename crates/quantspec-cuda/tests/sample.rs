@@ -139,7 +139,16 @@ fn logits(random: &mut Random, vocab: usize) -> Vec<f32> {
 }
 
 fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, accept: Accept) -> Sampler {
-    Sampler::new(temperature, top_k, top_p, min_p, 0x1234_5678_9abc_def0, 0x3_0000_0007, accept).unwrap()
+    Sampler {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed: 0x1234_5678_9abc_def0,
+        sequence: 0x3_0000_0007,
+        accept,
+        ..Sampler::greedy()
+    }
 }
 
 #[test]

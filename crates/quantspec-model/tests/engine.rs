@@ -226,7 +226,7 @@ fn rejection_needs_no_distribution_of_drafts_that_are_certain() {
     let mut engine = engine(4, 1, 60);
     engine.set_method(lookup(4)).expect("method");
     // The logits are so far apart that only 0 is ever drawn.
-    let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).expect("sampler");
+    let sampler = Sampler { temperature: 1.0, seed: 3, accept: Accept::Rejection, ..Sampler::greedy() };
     let slot = engine.add(&[1, 0, 0, 3], sampler, 30).expect("add");
     assert_eq!(prefill(&mut engine, slot), Ok(0));
     assert_eq!(round(&mut engine, slot, 0), [0]);
@@ -364,7 +364,7 @@ fn pages_are_shared_if_no_angle_depends_on_later_tokens() {
 /// A prompt, and its sampler: greedy or replay.
 fn request(index: usize) -> (Vec<u32>, Sampler) {
     let prompt = (0..PROMPTS[index / 2]).map(|i| ((i * i + 3 * i + index) % 16) as u32).collect();
-    let replay = Sampler::new(0.5, 0, 1.0, 0.0, index as u64, 0, Accept::Replay).expect("sampler");
+    let replay = Sampler { temperature: 0.5, seed: index as u64, accept: Accept::Replay, ..Sampler::greedy() };
     (prompt, if index.is_multiple_of(2) { replay } else { Sampler::greedy() })
 }
 

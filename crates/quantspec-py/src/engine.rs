@@ -132,7 +132,8 @@ impl PyEngine {
     /// One sample per prompt: the noise's sequence key is 0, so a prompt's text does not depend on its position in a batch.
     fn sampler(&self, temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> PyResult<Sampler> {
         let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
-        Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)
+        let sampler = Sampler { temperature, top_k, top_p, min_p, seed, accept, ..Sampler::greedy() };
+        sampler.checked().map_err(to_python)
     }
 }
 
@@ -222,7 +223,7 @@ impl PyEngine {
         }
         let penalties = Penalties::new(repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram);
         let penalties = penalties.map_err(to_python)?;
-        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?.penalised(penalties);
+        let sampler = Sampler { penalties, ..self.sampler(temperature, top_k, top_p, min_p, seed)? };
         let grammar = grammar.map(|answer| PyGrammar::boxed(answer, self.raised.clone()));
         self.run(py, |device| {
             on_device!(device, engine => {

@@ -1,6 +1,6 @@
 //! A simulated machine that decodes a text with drafts.
 
-use quantspec_core::noise::{Stream, uniform};
+use quantspec_core::noise::{Noise, Stream};
 use quantspec_core::policy::Policy;
 use quantspec_core::stop::Stop;
 
@@ -113,7 +113,7 @@ pub(crate) struct Run {
 
 impl World {
     pub(crate) fn uniform(&self, position: usize, index: u64) -> f64 {
-        f64::from(uniform(self.seed, 0, position, Stream::Sample, index))
+        f64::from(Noise { seed: self.seed, sequence: 0, position, stream: Stream::Sample }.uniform(index))
     }
 
     pub(crate) fn timed(&self, seconds: f64, round: usize, index: u64) -> f64 {
