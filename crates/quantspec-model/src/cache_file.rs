@@ -22,7 +22,7 @@ mod folder;
 pub use folder::CachedFile;
 pub(crate) use folder::{files, make_room};
 
-use crate::safetensors::read_at;
+use crate::file::read_at;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind, Seek, Write};
 use std::path::{Path, PathBuf};

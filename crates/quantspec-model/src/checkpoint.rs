@@ -19,13 +19,14 @@ pub use crate::part::{LayerPart, Part};
 use crate::quantised::{self, Quantised, Scheme};
 use crate::rope::stored_channel;
 use crate::safetensors::SafeTensors;
+use crate::shards::Shards;
 use files::{open_shards, read_json};
 use quantspec_core::config::{Dtype, ModelConfig, Rope};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
-use tensors::{embedding_of, locate, read_at, refuse_foreign};
+use tensors::{embedding_of, locate, refuse_foreign};
 
 /// Location of a part's bytes in safetensors files.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +47,7 @@ pub struct Checkpoint {
 /// Open files, and the location of each part.
 #[derive(Debug)]
 enum Weights {
-    SafeTensors { shards: Vec<SafeTensors>, locations: HashMap<Part, TensorLocation>, quantised: Quantised },
+    SafeTensors { shards: Shards, locations: HashMap<Part, TensorLocation>, quantised: Quantised },
     Gguf { gguf: Gguf, locations: HashMap<Part, Packed> },
     StandIn,
 }
@@ -70,9 +71,8 @@ impl Checkpoint {
             return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, locations }, draft_cache: None });
         }
         let (config, schemes, wrapped) = configuration(path)?;
-        let (mut shards, names) = open_shards(path)?;
-        let names = names::rename(&config, wrapped, &mut shards, names)?;
-        Checkpoint::new(config, &schemes, shards, &names)
+        let shards = names::rename(&config, wrapped, open_shards(path)?)?;
+        Checkpoint::new(config, &schemes, shards)
     }
 
     /// A checkpoint from config.json or a GGUF header alone, for plans. Its sizes are those of [`Checkpoint::open`] if the
@@ -88,7 +88,8 @@ impl Checkpoint {
         let location = TensorLocation { shard: 0, offset: 0, dtype: config.dtype };
         let tied = config.tied_embeddings.then_some(Part::Head);
         let locations = Part::all(&config).into_iter().chain(tied).map(|part| (part, location)).collect();
-        let weights = Weights::SafeTensors { shards: Vec::new(), locations, quantised: Quantised::new(config.dtype) };
+        let weights =
+            Weights::SafeTensors { shards: Shards::none(), locations, quantised: Quantised::new(config.dtype) };
         Ok(Checkpoint { config, weights, draft_cache: None })
     }
 
@@ -106,20 +107,14 @@ impl Checkpoint {
         let schemes = quantised::schemes(config, |_| Ok(None))?;
         let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
-        let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
-        let names = shards[0].tensors().keys().map(|name| (name.clone(), 0)).collect();
-        let names = names::rename(&config, wrapped, &mut shards, names)?;
-        Checkpoint::new(config, &schemes, shards, &names)
+        let shards = Shards::of(SafeTensors::from_static("embedded model", safetensors)?);
+        let shards = names::rename(&config, wrapped, shards)?;
+        Checkpoint::new(config, &schemes, shards)
     }
 
-    fn new(
-        mut config: ModelConfig,
-        schemes: &[Scheme],
-        shards: Vec<SafeTensors>,
-        names: &HashMap<String, usize>,
-    ) -> Result<Checkpoint> {
-        refuse_foreign(&config, schemes, &shards, names)?;
-        let table = embedding_of(&mut config, &shards, names)?;
+    fn new(mut config: ModelConfig, schemes: &[Scheme], shards: Shards) -> Result<Checkpoint> {
+        refuse_foreign(&config, schemes, &shards)?;
+        let table = embedding_of(&mut config, &shards)?;
         let mut locations = HashMap::new();
         let mut quantised = Quantised::new(config.dtype);
         for part in Part::all(&config) {
@@ -127,13 +122,13 @@ impl Checkpoint {
                 let (weight, columns) = (part.name(&config), part.shape(&config).1);
                 let mut found = false;
                 for place in names::places(&config, part) {
-                    found = found || quantised.add(schemes, &weight, (&place, columns), &shards, names)?;
+                    found = found || quantised.add(schemes, &weight, (&place, columns), &shards)?;
                 }
                 if found {
                     continue;
                 }
             }
-            let location = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
+            let location = if part == Part::Embedding { table } else { locate(&config, &shards, part)? };
             locations.insert(part, location);
         }
         if config.tied_embeddings {
@@ -250,7 +245,7 @@ impl Checkpoint {
                     None => quantised.read(shards, &part.name(&self.config), rows, out),
                     Some(&location) => {
                         let offset = location.offset + rows.start as u64 * row_bytes as u64;
-                        read_at(shards, TensorLocation { offset, ..location }, out)
+                        shards.read(location.shard, offset, out)
                     }
                 })
             }
@@ -423,7 +418,7 @@ fn read_rows(gguf: &Gguf, location: &Packed, rows: Range<usize>, width: usize, o
     for (index, out) in out.chunks_mut(at_once * row_bytes).enumerate() {
         let raw = &mut raw[..out.len() / row_bytes * raw_row];
         let first = location.row(rows.start + index * at_once);
-        gguf.read(location.part, location.offset + first as u64 * raw_row as u64, raw)?;
+        gguf.read(location.file, location.offset + first as u64 * raw_row as u64, raw)?;
         for (raw, out) in raw.chunks_exact(raw_row).zip(out.chunks_exact_mut(row_bytes)) {
             location.encoding.decode(raw, &mut decoded);
             round(location.dtype, &decoded, out);
@@ -436,7 +431,7 @@ fn read_rows(gguf: &Gguf, location: &Packed, rows: Range<usize>, width: usize, o
 fn read_vector(gguf: &Gguf, location: &Packed, width: usize, out: &mut [u8]) -> Result<()> {
     let (values, block_bytes) = location.encoding.block();
     let mut raw = vec![0; width / values * block_bytes];
-    gguf.read(location.part, location.offset, &mut raw)?;
+    gguf.read(location.file, location.offset, &mut raw)?;
     let mut decoded = vec![0.0; width];
     location.encoding.decode(&raw, &mut decoded);
     let ordered: Vec<f32> = (0..width).map(|element| decoded[location.row(element)]).collect();

@@ -6,7 +6,7 @@
 mod fields;
 mod rope;
 
-use crate::safetensors::shown;
+use crate::file::shown;
 pub(crate) use fields::object;
 use fields::{Fields, absurd, unsupported};
 use quantspec_core::config::{Activation, Dtype, LayerNorms, Local, ModelConfig, QkNorm, Rope, RopeScaling, Scales};

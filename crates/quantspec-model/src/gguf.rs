@@ -9,7 +9,7 @@
 //! metadata are read only on request, so a vocabulary of 150,000 tokens costs nothing while loading weights.
 
 use crate::blocks::Encoding;
-use crate::safetensors::{LFS_POINTER, damaged, no_content, read_at, shown, unreadable};
+use crate::file::{self, LFS_POINTER, damaged, no_content, read_at, shown, unreadable};
 use quantspec_core::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -166,18 +166,18 @@ impl Gguf {
             }
         }
         let mut tensors = BTreeMap::new();
-        for (number, part) in files.iter_mut().enumerate() {
-            let stated = (part.whole("split.no")?, part.whole("split.count")?);
+        for (number, file) in files.iter_mut().enumerate() {
+            let stated = (file.whole("split.no")?, file.whole("split.count")?);
             if count > 1 && stated != (Some(number as u64), Some(count)) {
-                return Err(damaged(&part.name, &format!("is not part {} of {count} of a model", number + 1)));
+                return Err(damaged(&file.name, &format!("is not part {} of {count} of a model", number + 1)));
             }
-            for (name, tensor) in std::mem::take(&mut part.tensors) {
+            for (name, tensor) in std::mem::take(&mut file.tensors) {
                 if tensors.contains_key(&name) {
-                    return Err(damaged(&part.name, &format!("has tensor \"{}\" of an earlier part", shown(&name))));
+                    return Err(damaged(&file.name, &format!("has tensor \"{}\" of an earlier part", shown(&name))));
                 }
                 tensors.insert(name, (number, tensor));
                 if tensors.len() > TENSORS_MAX {
-                    return Err(damaged(&part.name, &format!("makes more than {TENSORS_MAX} tensors")));
+                    return Err(damaged(&file.name, &format!("makes more than {TENSORS_MAX} tensors")));
                 }
             }
         }
@@ -231,16 +231,16 @@ impl Gguf {
     /// [`quantspec_core::ErrorKind::Model`] if the entry is not a list or one of its texts is not UTF-8,
     /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read.
     pub fn elements(&self, key: &str, mut take: impl FnMut(Element)) -> Result<()> {
-        let part = &self.files[0];
-        let Some(&Value::List { kind, count, at }) = part.entries.get(key) else {
-            return Err(part.wrong(key, "a list"));
+        let first = &self.files[0];
+        let Some(&Value::List { kind, count, at }) = first.entries.get(key) else {
+            return Err(first.wrong(key, "a list"));
         };
-        let mut cursor = Cursor::new(&part.file, &part.name, at)?;
+        let mut cursor = Cursor::new(&first.file, &first.name, at)?;
         for _ in 0..count {
             match cursor.value(kind)? {
                 Value::Text { at, bytes } => {
                     let text = cursor.back(at, bytes)?;
-                    take(Element::Text(std::str::from_utf8(text).map_err(|_| part.not_utf8(key))?));
+                    take(Element::Text(std::str::from_utf8(text).map_err(|_| first.not_utf8(key))?));
                 }
                 value => take(Element::Value(value)),
             }
@@ -248,25 +248,20 @@ impl Gguf {
         Ok(())
     }
 
-    /// Fills `out` with the bytes at `offset` of a part.
+    /// Fills `out` with the bytes at `offset` of a file, by its number in [`Gguf::tensors`].
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read or ends before the bytes do.
-    pub fn read(&self, part: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let part = self.files.get(part).ok_or_else(|| Error::internal(format!("part {part} is not open")))?;
-        read_at(&part.file, out, offset).map_err(|error| unreadable(&part.name, &error))
+    pub fn read(&self, file: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let file = self.files.get(file).ok_or_else(|| Error::internal(format!("file {file} is not open")))?;
+        read_at(&file.file, out, offset).map_err(|error| unreadable(&file.name, &error))
     }
 }
 
 impl GgufFile {
     fn open(path: &Path) -> Result<GgufFile> {
         let name = path.to_string_lossy().into_owned();
-        let failed = |error: std::io::Error| unreadable(&name, &error);
-        // Checked before opening: opening a pipe would block.
-        if !path.metadata().map_err(failed)?.is_file() {
-            return Err(damaged(&name, "is not a file"));
-        }
-        let file = File::open(path).map_err(failed)?;
+        let file = file::open(path, &name)?;
         let mut cursor = Cursor::new(&file, &name, 0)?;
         let tensors = header(&mut cursor)?;
         let entries = entries(&mut cursor)?;

@@ -7,11 +7,11 @@ use crate::blocks::Encoding;
 use crate::config::{
     HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, MULTIPLIERS, POSITIONS, SMOLLM3_INTERVAL, VOCAB, each_without_rope,
 };
+use crate::file::shown;
 use crate::gguf::{Gguf, Tensor, Value};
 use crate::names::fused_place;
 use crate::part::{LayerPart, Part};
 use crate::rope::stored_channel;
-use crate::safetensors::shown;
 use quantspec_core::config::{
     Activation, Dtype, LayerNorms, Local, ModelConfig, QkNorm, QueryScale, Rope, RopeScaling, Scales,
 };
@@ -118,8 +118,8 @@ const NEUTRAL: &[(&str, f64)] = &[
 /// Location of a weight, and the format it is read as.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packed {
-    /// Number of the part (file) that holds it.
-    pub(crate) part: usize,
+    /// Number of the file that holds it.
+    pub(crate) file: usize,
     /// First byte.
     pub(crate) offset: u64,
     /// How it is stored.
@@ -223,7 +223,7 @@ pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> 
             _ => RowOrder::Own,
         };
         let packed = Packed {
-            part: *number,
+            file: *number,
             offset: tensor.offset + tensor.bytes / rows as u64 * first as u64,
             encoding: tensor.encoding,
             dtype: own_dtype(tensor.encoding),

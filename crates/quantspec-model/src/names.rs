@@ -5,55 +5,41 @@
 //! removed, and the tower's tensors are left out.
 
 use crate::elements::FLOATS;
+use crate::file::shown;
 use crate::part::Part;
-use crate::safetensors::{SafeTensors, Tensor, shown};
+use crate::safetensors::Tensor;
+use crate::shards::Shards;
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
-use std::collections::HashMap;
 
 /// Prefixes of the language model next to a vision tower, as transformers 4 and 5 write them, and their replacements.
 const PREFIXES: [(&str, &str); 2] = [("language_model.", ""), ("model.language_model.", "model.")];
 
-/// Renames the tensors of `shards`; `names` maps a tensor to its shard. Returns the new map. `wrapped`: the model has a
-/// vision tower.
+/// Renames the tensors. `wrapped`: the model has a vision tower.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] if a fused matrix has a number of rows that differs from config.json, or if two
 /// tensors would get the same name.
-pub(crate) fn rename(
-    config: &ModelConfig,
-    wrapped: bool,
-    shards: &mut [SafeTensors],
-    names: HashMap<String, usize>,
-) -> Result<HashMap<String, usize>> {
+pub(crate) fn rename(config: &ModelConfig, wrapped: bool, shards: Shards) -> Result<Shards> {
     if !wrapped && config.family != "phi3" {
-        return Ok(names);
+        return Ok(shards);
     }
-    let mut renamed = HashMap::with_capacity(names.len());
-    for (number, shard) in shards.iter_mut().enumerate() {
-        shard.rename(|name, tensor| {
-            if names.get(name) != Some(&number) {
-                return Ok(Vec::new());
-            }
-            let Some(inner) = (if wrapped { inner(name) } else { Some(name.to_string()) }) else {
-                return Ok(Vec::new());
-            };
-            let parts = match fused(config, &inner).filter(|_| FLOATS.contains(&tensor.dtype)) {
-                Some(parts) => divide(name, &tensor, parts)?,
-                None => vec![(inner, tensor)],
-            };
-            for (part, _) in &parts {
-                if renamed.insert(part.clone(), number).is_some() {
-                    return Err(Error::model(
-                        format!("two tensors of the checkpoint are \"{}\"", shown(part)),
-                        "the checkpoint is damaged; download it again",
-                    ));
-                }
-            }
-            Ok(parts)
-        })?;
-    }
-    Ok(renamed)
+    let parts = |name: &str, tensor: Tensor| {
+        let Some(inner) = (if wrapped { inner(name) } else { Some(name.to_string()) }) else {
+            return Ok(Vec::new());
+        };
+        match fused(config, &inner).filter(|_| FLOATS.contains(&tensor.dtype)) {
+            Some(parts) => divide(name, &tensor, parts),
+            None => Ok(vec![(inner, tensor)]),
+        }
+    };
+    let twice = |name: &str| {
+        Error::model(
+            format!("two tensors of the checkpoint are \"{}\"", shown(name)),
+            "the checkpoint is damaged; download it again",
+        )
+    };
+    shards.rename(parts, twice)
 }
 
 /// A tensor's name in the language model; `None` for other tensors.

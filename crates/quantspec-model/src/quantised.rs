@@ -11,7 +11,8 @@ mod schemes;
 
 use crate::elements::{FLOATS, round};
 use crate::names::Place;
-use crate::safetensors::{SafeTensors, Tensor};
+use crate::safetensors::Tensor;
+use crate::shards::{ShardTensor, Shards};
 use half::{bf16, f16};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -27,33 +28,17 @@ const KEPT: usize = 3;
 /// Position in a 32-bit AWQ word of the output with this index modulo 8.
 const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// A tensor of one of the shards.
-#[derive(Clone, Debug)]
-struct Source {
-    shard: usize,
-    tensor: Tensor,
-}
-
-impl Source {
-    /// Refuses a dtype or shape that is none of these.
-    fn check(&self, name: &str, dtypes: &[&str], shapes: &[Vec<usize>]) -> Result<()> {
-        let Tensor { dtype, shape, .. } = &self.tensor;
-        if dtypes.contains(dtype) && shapes.contains(shape) {
-            return Ok(());
-        }
-        let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
-        Err(Error::model(
-            format!("tensor \"{name}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}", dtypes.join(" or ")),
-            "config.json and the weights are of different models; fetch both again",
-        ))
+/// Refuses a tensor whose dtype or shape is none of these.
+fn check(name: &str, tensor: &Tensor, dtypes: &[&str], shapes: &[Vec<usize>]) -> Result<()> {
+    let Tensor { dtype, shape, .. } = tensor;
+    if dtypes.contains(dtype) && shapes.contains(shape) {
+        return Ok(());
     }
-
-    fn bytes(&self, shards: &[SafeTensors]) -> Result<Vec<u8>> {
-        let shard = shards.get(self.shard).ok_or_else(|| Error::internal("a shard is not open".to_string()))?;
-        let mut bytes = vec![0; self.tensor.bytes as usize];
-        shard.read(self.tensor.offset, &mut bytes)?;
-        Ok(bytes)
-    }
+    let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
+    Err(Error::model(
+        format!("tensor \"{name}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}", dtypes.join(" or ")),
+        "config.json and the weights are of different models; fetch both again",
+    ))
 }
 
 /// A quantised matrix, checked. A fused one holds several of the network.
@@ -66,14 +51,14 @@ struct Matrix {
     /// First row of the network's matrix.
     first: usize,
     scheme: Scheme,
-    codes: Source,
-    scales: Source,
+    codes: ShardTensor,
+    scales: ShardTensor,
     /// Rows that share a scale, and groups of columns.
     block_rows: usize,
     block_columns: usize,
     groups: usize,
-    zeros: Option<Source>,
-    order: Option<Source>,
+    zeros: Option<ShardTensor>,
+    order: Option<ShardTensor>,
 }
 
 /// A matrix in memory.
@@ -122,17 +107,11 @@ impl Quantised {
         schemes: &[Scheme],
         weight: &str,
         (place, columns): (&Place, usize),
-        shards: &[SafeTensors],
-        names: &HashMap<String, usize>,
+        shards: &Shards,
     ) -> Result<bool> {
-        let find = |name: &str| {
-            let shard = *names.get(name)?;
-            let tensor = shards.get(shard)?.tensors().get(name)?.clone();
-            Some(Source { shard, tensor })
-        };
         let (mut fitting, mut refusal): (Option<Matrix>, Option<Error>) = (None, None);
         for &scheme in schemes {
-            match (Matrix::find(scheme, place, columns, find), &fitting) {
+            match (Matrix::find(scheme, place, columns, shards), &fitting) {
                 (Ok(None), _) => {}
                 (Ok(Some(matrix)), None) => fitting = Some(matrix),
                 (Ok(Some(matrix)), Some(first)) if matrix.layout() == first.layout() => {}
@@ -153,7 +132,7 @@ impl Quantised {
     }
 
     /// Reads rows of a matrix in its read format.
-    pub(crate) fn read(&self, shards: &[SafeTensors], weight: &str, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+    pub(crate) fn read(&self, shards: &Shards, weight: &str, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let (matrix, loaded) = self.loaded(shards, weight)?;
         let mut values = vec![0.0; matrix.columns];
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns * self.dtype.bytes())) {
@@ -165,13 +144,7 @@ impl Quantised {
     }
 
     /// Reads rows of a matrix as codes times scales in f32, without rounding.
-    pub(crate) fn read_stored(
-        &self,
-        shards: &[SafeTensors],
-        weight: &str,
-        rows: Range<usize>,
-        out: &mut [f32],
-    ) -> Result<()> {
+    pub(crate) fn read_stored(&self, shards: &Shards, weight: &str, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (matrix, loaded) = self.loaded(shards, weight)?;
         for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns)) {
             matrix.decode(&loaded, matrix.first + row, out);
@@ -179,7 +152,7 @@ impl Quantised {
         Ok(())
     }
 
-    fn loaded(&self, shards: &[SafeTensors], weight: &str) -> Result<(&Matrix, Arc<Loaded>)> {
+    fn loaded(&self, shards: &Shards, weight: &str) -> Result<(&Matrix, Arc<Loaded>)> {
         let Some(matrix) = self.matrices.get(weight) else {
             return Err(Error::internal(format!("{weight} is not quantised")));
         };
@@ -198,15 +171,10 @@ impl Quantised {
 
 impl Matrix {
     /// Checks the tensors of a matrix against a scheme; None if the matrix has no codes of the scheme.
-    fn find(
-        scheme: Scheme,
-        place: &Place,
-        columns: usize,
-        find: impl Fn(&str) -> Option<Source>,
-    ) -> Result<Option<Matrix>> {
+    fn find(scheme: Scheme, place: &Place, columns: usize, shards: &Shards) -> Result<Option<Matrix>> {
         let Place { ref name, rows, first } = *place;
         let module = name.strip_suffix(".weight").unwrap_or(name);
-        let find = |suffix: &str| find(&format!("{module}.{suffix}"));
+        let find = |suffix: &str| shards.find(&format!("{module}.{suffix}"));
         let (codes_name, scale_names, zeros_name, order_name) = scheme.names();
         let Some(codes) = find(codes_name) else { return Ok(None) };
         if codes_name == "weight" && FLOATS.contains(&codes.tensor.dtype) {
@@ -218,8 +186,8 @@ impl Matrix {
                 "config.json and the weights are of different models, or the download is incomplete; fetch both again",
             )
         };
-        let check = |source: &Source, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
-            source.check(&format!("{module}.{suffix}"), dtypes, shapes)
+        let check = |found: &ShardTensor, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
+            check(&format!("{module}.{suffix}"), &found.tensor, dtypes, shapes)
         };
         let (dtype, shape) = scheme.codes.stored(rows, columns);
         check(&codes, codes_name, &[dtype], &[shape])?;
@@ -268,9 +236,9 @@ impl Matrix {
         (self.scheme.codes, self.block_rows, self.block_columns, self.scheme.through_scales)
     }
 
-    fn load(&self, shards: &[SafeTensors]) -> Result<Loaded> {
-        let codes = self.codes.bytes(shards)?;
-        let raw = self.scales.bytes(shards)?;
+    fn load(&self, shards: &Shards) -> Result<Loaded> {
+        let codes = shards.bytes(&self.codes)?;
+        let raw = shards.bytes(&self.scales)?;
         let stored: Vec<f32> = match self.scales.tensor.dtype {
             "BF16" => raw.as_chunks().0.iter().map(|raw| bf16::from_le_bytes(*raw).to_f32()).collect(),
             "F16" => raw.as_chunks().0.iter().map(|raw| f16::from_le_bytes(*raw).to_f32()).collect(),
@@ -285,14 +253,14 @@ impl Matrix {
         let zeros = match &self.zeros {
             None => Vec::new(),
             Some(zeros) => {
-                let mut raw = zeros.bytes(shards)?;
+                let mut raw = shards.bytes(zeros)?;
                 if let Codes::Gptq { bits, v1: true } = self.scheme.codes {
                     add_ones(&mut raw, bits);
                 }
                 cells().map(|(row, group)| self.zero(&raw, row, group)).collect()
             }
         };
-        let bytes = self.order.as_ref().map(|order| order.bytes(shards)).transpose()?;
+        let bytes = self.order.as_ref().map(|order| shards.bytes(order)).transpose()?;
         let words = |bytes: &[u8]| bytes.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect();
         let stored: Option<Vec<u32>> = bytes.as_deref().map(words);
         // compressed-tensors stores −1 for columns in order.

@@ -5,7 +5,8 @@
 //! length before anything is allocated. Tensors must tile the data without holes or overlaps, and names must be unique. Files
 //! are read at offsets, not mapped: mapped pages would count as resident memory in addition to the repacked weights.
 
-use quantspec_core::{Error, ErrorKind, Result};
+use crate::file::{self, LFS_POINTER, damaged, no_content, read_at, shown, unreadable};
+use quantspec_core::Result;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -26,9 +27,6 @@ const ENTRY_BYTES_MAX: usize = 4096;
 
 /// Most dimensions of a tensor; weights of these networks have 2.
 const DIMENSIONS_MAX: usize = 8;
-
-/// The first bytes of the text that a clone without Git LFS has in place of a large file.
-pub(crate) const LFS_POINTER: &[u8; 8] = b"version ";
 
 /// Element types of the format, with their bits.
 const DTYPES: [(&str, u64); 20] = [
@@ -75,10 +73,6 @@ impl Source {
     }
 }
 
-pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
-}
-
 /// One tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
@@ -113,13 +107,8 @@ impl SafeTensors {
     /// [`quantspec_core::ErrorKind::Io`] if it cannot be read.
     pub fn open(path: &Path) -> Result<SafeTensors> {
         let name = path.to_string_lossy().into_owned();
-        let failed = |error: std::io::Error| unreadable(&name, &error);
-        // Checked before opening: opening a pipe would block.
-        if !path.metadata().map_err(failed)?.is_file() {
-            return Err(damaged(&name, "is not a file"));
-        }
-        let file = File::open(path).map_err(failed)?;
-        let length = file.metadata().map_err(failed)?.len();
+        let file = file::open(path, &name)?;
+        let length = file.metadata().map_err(|error| unreadable(&name, &error))?.len();
         SafeTensors::new(Source::File(file), name, length)
     }
 
@@ -193,36 +182,6 @@ impl SafeTensors {
 /// The format's element type of this name, with its bits.
 fn dtype(name: &str) -> Option<(&'static str, u64)> {
     DTYPES.iter().copied().find(|(known, _)| *known == name)
-}
-
-pub(crate) fn damaged(file: &str, what: &str) -> Error {
-    Error::model(
-        format!("{file} {what}"),
-        "the file is damaged or its download is incomplete; fetch it again and compare its hash",
-    )
-}
-
-/// The error for a file that begins with [`LFS_POINTER`].
-pub(crate) fn no_content(file: &str) -> Error {
-    Error::model(
-        format!("{file} is a pointer of Git LFS, not the weights"),
-        "fetch them with git lfs pull, or give the hub id",
-    )
-}
-
-pub(crate) fn unreadable(file: &str, error: &std::io::Error) -> Error {
-    Error::new(
-        ErrorKind::Io,
-        format!("cannot read {file}: {error}"),
-        "check that the file exists, is complete and may be read",
-    )
-}
-
-/// Makes foreign text safe for a one-line message: at most 120 characters, without control characters.
-pub(crate) fn shown(text: &str) -> String {
-    let end = if text.chars().nth(120).is_some() { "..." } else { "" };
-    let plain = text.chars().take(120).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c });
-    plain.chain(end.chars()).collect()
 }
 
 /// JSON members by name, as unparsed text. Duplicate names are refused; a plain map would keep the last one.

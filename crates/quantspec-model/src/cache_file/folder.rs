@@ -1,7 +1,7 @@
 //! A folder of cache files: listing it, and removing files when it is full.
 
 use super::{Format, HEADER_BYTES};
-use crate::safetensors::read_at;
+use crate::file::read_at;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};

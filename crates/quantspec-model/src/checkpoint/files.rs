@@ -1,7 +1,9 @@
 //! Files of a checkpoint's directory: JSON, shards and their index.
 
 use super::tensors::RECOMPUTED;
-use crate::safetensors::{SafeTensors, shown};
+use crate::file::shown;
+use crate::safetensors::SafeTensors;
+use crate::shards::Shards;
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -64,16 +66,12 @@ pub(super) fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
 const ADAPTER: &str = "adapter_config.json";
 const MERGE: &str = "merge the LoRA adapter into its base model and save that as safetensors";
 
-/// Opens model.safetensors or the shards of the index, or else AutoGPTQ's file. The map gives the shard of every tensor.
-pub(super) fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
+/// Opens model.safetensors or the shards of the index, or else AutoGPTQ's file.
+pub(super) fn open_shards(dir: &Path) -> Result<Shards> {
     if is_there(&dir.join(ADAPTER))? {
         return Err(Error::model(format!("{} holds a LoRA adapter ({ADAPTER})", dir.display()), MERGE));
     }
-    let open = |file: &Path| {
-        let shard = SafeTensors::open(file)?;
-        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        Ok((vec![shard], names))
-    };
+    let open = |file: &Path| SafeTensors::open(file).map(Shards::of);
     let single = dir.join("model.safetensors");
     if is_there(&single)? {
         return open(&single);
@@ -94,7 +92,7 @@ pub(super) fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<Strin
         shards.push(SafeTensors::open(&path)?);
     }
     check_index(&shards, &names)?;
-    Ok((shards, names))
+    Ok(Shards::new(shards, names))
 }
 
 /// The error for a wrong model.safetensors.index.json.

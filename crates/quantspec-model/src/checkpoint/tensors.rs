@@ -2,10 +2,11 @@
 
 use super::{CHUNK_BYTES, TensorLocation};
 use crate::config;
+use crate::file::shown;
 use crate::names;
 use crate::part::{self, Part};
 use crate::quantised::{self, Scheme};
-use crate::safetensors::{SafeTensors, shown};
+use crate::shards::{ShardTensor, Shards};
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
@@ -38,12 +39,7 @@ fn is_of_quantised(name: &str) -> bool {
 /// Refuses tensors of the network's modules that the configured network does not use. Ignoring a bias or a scale would
 /// silently compute another function. Allowed are [`RECOMPUTED`], and next to quantised matrices scales of a cache and biases
 /// of zeros, which GPTQ exporters write for networks without biases.
-pub(super) fn refuse_foreign(
-    config: &ModelConfig,
-    schemes: &[Scheme],
-    shards: &[SafeTensors],
-    names: &HashMap<String, usize>,
-) -> Result<()> {
+pub(super) fn refuse_foreign(config: &ModelConfig, schemes: &[Scheme], shards: &Shards) -> Result<()> {
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
     let matrices: HashMap<String, usize> =
         parts.flat_map(|part| names::places(config, part)).map(|place| (place.name, place.rows)).collect();
@@ -54,12 +50,12 @@ pub(super) fn refuse_foreign(
     let idle = |name: &str| -> Result<bool> {
         let rows = name.strip_suffix(".bias").and_then(|of| matrices.get(&format!("{of}.weight")));
         match rows {
-            Some(&rows) if !schemes.is_empty() => is_zero(shards, names, name, rows),
+            Some(&rows) if !schemes.is_empty() => is_zero(shards, name, rows),
             _ => Ok(false),
         }
     };
     // Sorted, so that the first refusal is the same in every run. A quantised matrix explains the bias next to it.
-    let mut sorted: Vec<&String> = names.keys().collect();
+    let mut sorted: Vec<&String> = shards.names().collect();
     sorted.sort_unstable_by_key(|name| (!is_of_quantised(name), *name));
     let of_cache = |name: &str| !schemes.is_empty() && quantised::is_of_cache(name);
     for name in sorted.into_iter().filter(|name| !of_matrix(name) && !of_cache(name)) {
@@ -110,12 +106,9 @@ fn refusal(config: &ModelConfig, name: &str) -> Option<Error> {
 }
 
 /// Returns true if a tensor is a vector of `rows` zeros.
-fn is_zero(shards: &[SafeTensors], names: &HashMap<String, usize>, name: &str, rows: usize) -> Result<bool> {
-    let Some(shard) = names.get(name).and_then(|shard| shards.get(*shard)) else { return Ok(false) };
-    let Some(tensor) = shard.tensors().get(name).filter(|tensor| tensor.shape == [rows]) else { return Ok(false) };
-    let mut bytes = vec![0; tensor.bytes as usize];
-    shard.read(tensor.offset, &mut bytes)?;
-    Ok(bytes.iter().all(|byte| *byte == 0))
+fn is_zero(shards: &Shards, name: &str, rows: usize) -> Result<bool> {
+    let Some(found) = shards.find(name).filter(|found| found.tensor.shape == [rows]) else { return Ok(false) };
+    Ok(shards.bytes(&found)?.iter().all(|byte| *byte == 0))
 }
 
 /// A tensor's name without its last component.
@@ -125,33 +118,28 @@ fn module(name: &str) -> Option<&str> {
 
 /// Finds the embedding. If the configuration ties the head to it, a stored head decides, as in transformers 5. A head alone
 /// is both; an equal head is tied; a different head is separate.
-pub(super) fn embedding_of(
-    config: &mut ModelConfig,
-    shards: &[SafeTensors],
-    names: &HashMap<String, usize>,
-) -> Result<TensorLocation> {
-    if !config.tied_embeddings || !names.contains_key(&Part::Head.name(config)) {
-        return locate(config, shards, names, Part::Embedding);
+pub(super) fn embedding_of(config: &mut ModelConfig, shards: &Shards) -> Result<TensorLocation> {
+    if !config.tied_embeddings || !shards.has(&Part::Head.name(config)) {
+        return locate(config, shards, Part::Embedding);
     }
-    let head = locate(config, shards, names, Part::Head)?;
-    if !names.contains_key(&Part::Embedding.name(config)) {
+    let head = locate(config, shards, Part::Head)?;
+    if !shards.has(&Part::Embedding.name(config)) {
         return Ok(head);
     }
-    let table = locate(config, shards, names, Part::Embedding)?;
+    let table = locate(config, shards, Part::Embedding)?;
     let bytes = config.vocab * config.hidden * table.dtype.bytes();
     config.tied_embeddings = table.dtype == head.dtype && same_bytes(shards, table, head, bytes)?;
     Ok(table)
 }
 
 /// Returns true if both locations hold the same bytes.
-fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation, bytes: usize) -> Result<bool> {
+fn same_bytes(shards: &Shards, one: TensorLocation, other: TensorLocation, bytes: usize) -> Result<bool> {
     let room = bytes.min(CHUNK_BYTES);
     let (mut a, mut b) = (vec![0; room], vec![0; room]);
     for done in (0..bytes).step_by(CHUNK_BYTES) {
         let length = (bytes - done).min(CHUNK_BYTES);
         for (location, chunk) in [(one, &mut a), (other, &mut b)] {
-            let location = TensorLocation { offset: location.offset + done as u64, ..location };
-            read_at(shards, location, &mut chunk[..length])?;
+            shards.read(location.shard, location.offset + done as u64, &mut chunk[..length])?;
         }
         if a[..length] != b[..length] {
             return Ok(false);
@@ -160,24 +148,10 @@ fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation
     Ok(true)
 }
 
-/// Fills `out` with the bytes at a location.
-pub(super) fn read_at(shards: &[SafeTensors], at: TensorLocation, out: &mut [u8]) -> Result<()> {
-    match shards.get(at.shard) {
-        Some(shard) => shard.read(at.offset, out),
-        None => Err(Error::internal(format!("shard {} is not open", at.shard))),
-    }
-}
-
 /// Finds a part and checks its type and shape.
-pub(super) fn locate(
-    config: &ModelConfig,
-    shards: &[SafeTensors],
-    names: &HashMap<String, usize>,
-    part: Part,
-) -> Result<TensorLocation> {
+pub(super) fn locate(config: &ModelConfig, shards: &Shards, part: Part) -> Result<TensorLocation> {
     let name = part.name(config);
-    let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
-    let Some((shard, tensor)) = found else {
+    let Some(ShardTensor { shard, tensor }) = shards.find(&name) else {
         let hint = match part {
             Part::Head => "if the head is the embedding, config.json must say \"tie_word_embeddings\": true",
             _ => "config.json and the weights are of different models, or the download is incomplete; fetch both again",

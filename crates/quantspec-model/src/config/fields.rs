@@ -1,7 +1,7 @@
 //! Typed access to config.json, with errors that name the field.
 
 use super::SUPPORTED;
-use crate::safetensors::shown;
+use crate::file::shown;
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;

@@ -2,7 +2,7 @@
 
 use super::fields::{Fields, absurd, unsupported};
 use super::{Family, HEAD_DIM, PHI_ORIGINAL, POSITIONS, by_layer_type, check_theta};
-use crate::safetensors::shown;
+use crate::file::shown;
 use quantspec_core::config::{QueryScale, Rope, RopeScaling};
 use quantspec_core::{Error, Result};
 use serde_json::Value;

@@ -2,7 +2,7 @@
 
 use crate::config::object;
 use crate::elements::FLOATS;
-use crate::safetensors::shown;
+use crate::file::shown;
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
 
