@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from . import render, settings
-from .bench.measure import Answers
+from .bench.answers import Answers
 from .errors import DoesNotFitError, IgnoredError, InputError, UsageError, native_errors
 from .lists import numbers
 from .options import COMBINED, METHODS, no_draft_model

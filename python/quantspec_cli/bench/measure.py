@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__, files, loop, predict, render, settings
-from ..errors import InternalError, native_errors
+from .. import __version__, files, predict, render, settings
+from ..errors import native_errors
 from ..options import METHODS
 from ..options import Method as Drafting
-from ..text import Text
+from .answers import SAMPLING, Answers
 from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, quantises_cache, tests
 from .samples import Sample, bandwidth_share, check_equal, pages_mean, speculation, speedup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from .. import _native
     from ..model import Model
     from ..options import EngineOptions
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 WARM_UP = 8
 # Warm-up tokens of a prompt, for the same reason.
 WARM_UP_PROMPT = 64
-SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def is_widened(model: Model) -> bool:
@@ -116,7 +113,7 @@ class Bench:
                 ragged="ragged" in test,
                 on_prefill=on_prefill,
             )
-        seen = self._seen(answers)
+        traffic = self._traffic_of(answers)
         samples: dict[Method, list[Sample]] = {method: [] for method in grid.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in grid.methods:
@@ -126,7 +123,7 @@ class Bench:
                 self._bandwidth_now = self._bandwidth()
                 # In alternating direction, so that a drift of the machine affects all methods alike.
                 for method in grid.methods[:: -1 if repetition % 2 else 1]:
-                    samples[method].append(self._sample(method, answers, seen, repetition))
+                    samples[method].append(self._sample(method, answers, traffic, repetition))
                     if tick:
                         tick(sum(map(len, samples.values())), repetitions * len(grid.methods))
                 if self._accept == "replay":
@@ -137,7 +134,7 @@ class Bench:
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages, "warm_up": self._arguments.warm_up}
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
-            row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in seen)
+            row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in traffic)
             drafts = METHODS[method.name]
             if method.draft_pages != "all":
                 row["page_choice"] = page_choice(self._arguments, method.name)
@@ -161,7 +158,9 @@ class Bench:
             **method.native(),
         )
 
-    def _sample(self, method: Method, answers: Answers, seen: Sequence[Mapping[str, Any]], repetition: int) -> Sample:
+    def _sample(
+        self, method: Method, answers: Answers, traffic: Sequence[Mapping[str, Any]], repetition: int
+    ) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
         if self._arguments.warm_up:
@@ -179,7 +178,7 @@ class Bench:
         after = self._bandwidth_now = self._bandwidth()
         return Sample(
             seconds,
-            statistics.fmean(self._decode_bytes(method, of_one, stats) for of_one in seen),
+            statistics.fmean(self._decode_bytes(method, of_one, stats) for of_one in traffic),
             (before, after),
             processed=sum(map(len, tokens)),
             stats=stats,
@@ -191,14 +190,14 @@ class Bench:
             self._ids[:prompt_tokens], seed=self._arguments.seed, max_new_tokens=new_tokens, **SAMPLING
         )
 
-    def _seen(self, answers: Answers) -> list[dict[str, Any]]:
+    def _traffic_of(self, answers: Answers) -> list[dict[str, Any]]:
         """`_traffic` of each sequence. All take part in every round, so a run reads the mean of what it would read if all
         sequences were as long as one of them.
         """
         by_depth = {depth: self._traffic(depth, answers.tokens) for depth in set(answers.depths)}
         if self._draft_model is not None:
-            for depth, seen in by_depth.items():
-                seen["draft_model"] = self._traffic(depth, answers.tokens, self._draft_model)
+            for depth, traffic in by_depth.items():
+                traffic["draft_model"] = self._traffic(depth, answers.tokens, self._draft_model)
         return [by_depth[depth] for depth in answers.depths]
 
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
@@ -216,19 +215,19 @@ class Bench:
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Fewest bytes read by a prefill of `tokens` after `depth`: a layer's weights and the past once per block, the head
         once."""
-        seen = self._traffic(depth, tokens)
+        traffic = self._traffic(depth, tokens)
         blocks = range(depth, depth + tokens, self._info["block_rows"])
-        layers = seen["weights_bytes"] - seen["head_bytes"]
-        read: float = len(blocks) * layers + sum(blocks) * seen["token_bytes"] + seen["head_bytes"]
+        layers = traffic["weights_bytes"] - traffic["head_bytes"]
+        read: float = len(blocks) * layers + sum(blocks) * traffic["token_bytes"] + traffic["head_bytes"]
         return read
 
-    def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
-        """Bytes a run's verifications and drafts had to read, if all sequences are as long as that of `seen`: weights once
+    def _decode_bytes(self, method: Method, traffic: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
+        """Bytes a run's verifications and drafts had to read, if all sequences are as long as that of `traffic`: weights once
         for all sequences of a pass; per sequence the visible pages of the view and the recent tokens.
         """
-        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
-        cache = seen["pages"] * page[method.kv_target] + recent
-        read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
+        page, recent = predict.page_bytes(traffic), traffic["buffer_tokens"] * traffic["token_bytes"]
+        cache = traffic["pages"] * page[method.kv_target] + recent
+        read: float = stats["passes"] * traffic["weights_bytes"] + stats["rounds"] * cache
         drafted = stats["drafted_tokens"] - stats["copied_tokens"]
         pages = stats.get("draft_pages_mean") if method.draft_pages == "auto" else method.draft_pages
         shares = {method.name: {"rounds": stats["rounds"], "drafted_tokens": drafted, "draft_pages_mean": pages}}
@@ -236,28 +235,30 @@ class Bench:
         for name, share in stats.get("by_method", shares).items():
             if METHODS[name].draft_view is not None and share["drafted_tokens"]:
                 steps = stats["draft_steps"] * share["drafted_tokens"] / drafted
-                read += self._drafted_bytes(METHODS[name], method.kv_target, seen, share, steps)
+                read += self._drafted_bytes(METHODS[name], method.kv_target, traffic, share, steps)
         return read
 
     def _drafted_bytes(
-        self, drafts: Drafting, target: str, seen: Mapping[str, Any], share: Mapping[str, Any], steps: float
+        self, drafts: Drafting, target: str, traffic: Mapping[str, Any], share: Mapping[str, Any], steps: float
     ) -> float:
         """Bytes that the drafts of one method read in `steps` steps."""
         if drafts.draft_model:
-            seen, target = seen["draft_model"], self._arguments.draft_model_kv or target
-        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
-        weights = (seen["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else seen["weights_bytes"]
+            traffic, target = traffic["draft_model"], self._arguments.draft_model_kv or target
+        page, recent = predict.page_bytes(traffic), traffic["buffer_tokens"] * traffic["token_bytes"]
+        weights = (
+            (traffic["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else traffic["weights_bytes"]
+        )
         view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
         asked = share["draft_pages_mean"]
-        pages = seen["pages"] if asked == "all" else min(seen["pages"], asked or 0.0)
+        pages = traffic["pages"] if asked == "all" else min(traffic["pages"], asked or 0.0)
         read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
-        if pages < seen["pages"] and self._arguments.page_choice != "window" and drafts.pages is None:
-            read += share["rounds"] * seen["pages"] * seen["page_score_bytes"]
+        if pages < traffic["pages"] and self._arguments.page_choice != "window" and drafts.pages is None:
+            read += share["rounds"] * traffic["pages"] * traffic["page_score_bytes"]
         return read
 
-    def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+    def _decode_flops(self, method: Method, traffic: Mapping[str, Any], runs: Sequence[Sample]) -> float:
         """Floating-point operations per emitted token: of verified rows, and of rows with which the model itself drafted."""
-        visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
+        visible = traffic["pages"] * predict.PAGE_TOKENS + traffic["buffer_tokens"]
         matrix, attention = predict.row_flops(self._model.info, visible)
         emitted = sum(run.processed for run in runs)
         proposed = sum(run.stats["drafted_tokens"] for run in runs) / emitted
@@ -266,16 +267,16 @@ class Bench:
         rounds = sum(run.stats["rounds"] for run in runs) / emitted
         operations: float = (proposed + rounds) * (matrix + attention)
         if METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model:
-            share = 1.0 if method.draft_pages == "all" else self._pages_share(seen, runs)
+            share = 1.0 if method.draft_pages == "all" else self._pages_share(traffic, runs)
             operations += drafted * (matrix + attention * share)
         return operations
 
     @staticmethod
-    def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+    def _pages_share(traffic: Mapping[str, Any], runs: Sequence[Sample]) -> float:
         """Share of the visible tokens that a draft with selected pages reads."""
-        recent = seen["buffer_tokens"]
-        read = min(pages_mean(runs) or 0.0, seen["pages"]) * predict.PAGE_TOKENS + recent
-        share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
+        recent = traffic["buffer_tokens"]
+        read = min(pages_mean(runs) or 0.0, traffic["pages"]) * predict.PAGE_TOKENS + recent
+        share: float = read / max(traffic["pages"] * predict.PAGE_TOKENS + recent, 1)
         return share
 
     def _row(self, samples: Sequence[Sample], test: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,112 +315,3 @@ class Bench:
             "samples_ms_per_token": times,
             "samples_bandwidth_gb_per_s": bandwidths,
         }
-
-
-class Answers:
-    """Decodes repeatedly after the same texts, whose prefill is kept as long as the buffer allows.
-
-    Attributes:
-        depths: tokens of text before the answer of each sequence.
-        tokens: of each answer.
-        passes: verifications of the last run, over all its sequences together.
-        draft_steps: draft steps of the last run, likewise.
-    """
-
-    def __init__(
-        self,
-        engine: _native.Engine,
-        model: Model,
-        ids: Sequence[int],
-        depth: int,
-        tokens: int,
-        *,
-        batch: int,
-        ragged: bool = False,
-        on_prefill: Callable[[int, int], object] | None = None,
-    ) -> None:
-        """Prefills. At depth 0 there is one token of text, as the first decoded token needs a predecessor. If `ragged`, the
-        i-th of N sequences has i/N of the depth.
-        """
-        shares = range(1, batch + 1) if ragged else [batch] * batch
-        self.depths, self.tokens = [max(depth * share // batch, 1) for share in shares], tokens
-        self.passes = self.draft_steps = 0
-        self._engine, self._model = engine, model
-        self._on_prefill = on_prefill
-        self._seed = 0
-        # Each sequence begins elsewhere in the text, after the same first token, often a BOS.
-        self._texts: dict[int, Sequence[int]] = {}
-        for sequence, own in enumerate(self.depths):
-            start = 1 + sequence * (len(ids) - 1) // batch
-            text = [*ids[:1], *ids[start:], *ids[1:start]][: own + 1]
-            self._texts[self._prefilled(text)] = text
-
-    def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
-        """Decodes with the loop of `quantspec run`, from the text's own next token on, until an answer has all its tokens.
-
-        Every round thus has all sequences. Returns seconds and the tokens that each sequence emitted.
-        """
-        self._seed = seed
-        self.passes = self.draft_steps = 0
-        # The given token counts as an answer's first.
-        limit = (tokens or self.tokens) + 1
-        answers = {slot: Text(self._model.tokenizer.token_bytes, limit=limit) for slot in self._texts}
-        pieces = loop.decode(self, answers)
-        for _ in self._texts:
-            next(pieces)
-        started = time.perf_counter()
-        while all(answer.stop_reason is None for answer in answers.values()):
-            for _ in self._texts:  # one piece of each sequence a round
-                next(pieces)
-        seconds = time.perf_counter() - started
-        pieces.close()
-        return seconds, [answer.tokens[1:] for answer in answers.values()]
-
-    def warm_up(self, seed: int, tokens: int) -> None:
-        """Decodes at least `tokens` tokens of each run's longest answer, in as many answers as they take."""
-        for done in range(0, tokens, self.tokens):
-            self.run(seed, min(self.tokens, tokens - done))
-
-    def close(self) -> None:
-        """Frees the slots."""
-        for slot in self._texts:
-            self._engine.finish(slot)
-
-    # The interface that the loop uses.
-
-    def prefill(self, slot: int, _on_progress: object = None) -> int:
-        """Returns to the end of the text, with a new prefill if too much was decoded."""
-        text = self._texts[slot]
-        if not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
-            self._engine.finish(slot)
-            if self._prefilled(text) != slot or not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
-                raise InternalError("a freshly prefilled prompt cannot be decoded", "please report this")
-        return text[-1]
-
-    def choose_gamma(self, slot: int) -> int:
-        """The engine's γ."""
-        return self._engine.choose_gamma(slot)
-
-    def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """Drafts by the engine; counts the draft steps."""
-        self.draft_steps += max(gamma for _, gamma in gammas)
-        self._engine.draft(gammas)
-
-    def verify(self) -> list[tuple[int, list[int]]]:
-        """Verifies by the engine; counts the passes."""
-        self.passes += 1
-        return self._engine.verify()
-
-    def finish(self, slot: int) -> None:
-        """Keeps the slot for the next run."""
-
-    def _prefilled(self, text: Sequence[int]) -> int:
-        slot = self._engine.add(text[:-1], seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
-        self._engine.prefill(slot, self._on_prefill)
-        return slot
-
-
-def _page_bytes(seen: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of a page by view."""
-    upper, lower = seen["upper_page_bytes"], seen["lower_page_bytes"]
-    return {"int4": upper, "int8": upper + lower, "fp16": seen["full_page_bytes"]}
