@@ -321,7 +321,7 @@ WIDE8 = WIDE7 | {"kv_heads": 8, "intermediate": 14_336}
 EIGHT = WIDE8 | {"vocab": 128_256}
 
 
-def on_gpu(info: Mapping[str, int], context: int, kept: str) -> Load:
+def on_gpu(info: Mapping[str, int], context: int, weights: str, kv_target: str = "int8") -> Load:
     """A shape with these weights, as `_native` describes it on a GPU."""
     width, kv_width = (info[name] * info["head_dim"] for name in ("heads", "kv_heads"))
     linear = info["layers"] * info["hidden"] * (2 * width + 2 * kv_width + 3 * info["intermediate"])
@@ -331,10 +331,10 @@ def on_gpu(info: Mapping[str, int], context: int, kept: str) -> Load:
         "checkpoint": (2, 17 / 32, 1),
         "int8": (17 / 16, 9 / 16, 17 / 16),
         "int4": (9 / 16, 9 / 16, 17 / 16),
-    }[kept]
+    }[weights]
     heads = info["layers"] * info["kv_heads"]
     pages = max(0, context // 128 - 1)
-    seen = {
+    traffic = {
         "weights_bytes": target * (linear + head),
         "pages": pages,
         "buffer_tokens": context - 128 * pages,
@@ -343,7 +343,8 @@ def on_gpu(info: Mapping[str, int], context: int, kept: str) -> Load:
         "full_page_bytes": heads * 65_536,
         "token_bytes": heads * 512,
     }
-    return Load.of(info, seen, round(draft * linear + drafted_head * head), context, kept)
+    drafted = round(draft * linear + drafted_head * head)
+    return Load.of(info, traffic, drafted, context, weights=weights, kv_target=kv_target)
 
 
 def at(times: Sequence[float], gamma: float) -> float:
@@ -351,25 +352,25 @@ def at(times: Sequence[float], gamma: float) -> float:
     return float(np.interp(gamma, range(len(times)), times))
 
 
-@pytest.mark.parametrize(("kind", "kept", "count"), [("", "checkpoint", 11), ("-int8", "int8", 4)])
+@pytest.mark.parametrize(("kind", "weights", "count"), [("", "checkpoint", 11), ("-int8", "int8", 4)])
 @pytest.mark.parametrize(("name", "info"), [("h200-wide7", WIDE7), ("h200-wide8", WIDE8)])
 def test_predictions_of_a_gpu_are_near_what_was_measured(
-    name: str, info: Mapping[str, int], kind: str, kept: str, count: int
+    name: str, info: Mapping[str, int], kind: str, weights: str, count: int
 ) -> None:
     rows = json.loads((ROOT / f"benchmarks/results/{name}{kind}.json").read_text())
     compared = 0
     for row in rows:
         if row["accept"] != "replay":
             continue
-        assert row["weights"] == kept
-        load = on_gpu(info, row["n_depth"] + row["n_gen"] // 2, kept)
+        assert row["weights"] == weights
+        load = on_gpu(info, row["n_depth"] + row["n_gen"] // 2, weights, row["kv_target"])
         rates = {"read_gb_per_s": row["bandwidth_gb_per_s"], "compute_capability": "9.0"}
-        machine = Machine.of(rates, load, row["kv_target"])
+        machine = Machine.of(rates, load)
         drafts = row["method"] != "ar"
         draft = Draft(row["method"], None if row["draft_pages"] == "all" else row["draft_pages"]) if drafts else None
         if draft is not None and draft not in predict.drafts(load.pages):
             continue  # a choice of more than two thirds of the pages
-        rounds = Rounds.of(machine, load, draft, row["kv_target"], batch=1)
+        rounds = Rounds.of(machine, load, draft, batch=1)
         assert 1e3 * at(rounds.seconds, row["gamma_mean"]) == pytest.approx(row["round_ms"], rel=0.08), row
         speed = rounds.speed(draft.acceptance).tokens_per_s if draft else rounds.plain
         assert speed == pytest.approx(row["tokens_per_s"], rel=0.15), row
@@ -380,7 +381,7 @@ def test_predictions_of_a_gpu_are_near_what_was_measured(
 @pytest.mark.parametrize(("group", "once"), [(1, 13), (4, 8), (7, 4), (8, 4), (40, 1)])
 def test_a_gpu_reads_the_cache_once_for_each_tile_of_query_rows(group: int, once: int) -> None:
     load = on_gpu(WIDE8 | {"heads": 8 * group}, 130_048, "checkpoint")
-    attention = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load, "int8").attention[predict.TARGET]
+    attention = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load).attention[predict.TARGET]
     times = [attention.at(rows) / attention.at(1) for rows in range(1, predict.GAMMA_MOST + 2)]
     assert times == pytest.approx([-(-rows // once) for rows in range(1, predict.GAMMA_MOST + 2)])
 
@@ -392,14 +393,16 @@ def test_tiles_of_query_rows_are_those_of_the_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "method", "milliseconds"),
+    ("weights", "method", "milliseconds"),
     [("checkpoint", "w4", 1.52), ("checkpoint", "qspec", 1.60), ("int4", "w4", 1.70), ("int4", "qspec", 2.40)],
 )
-def test_predicted_draft_steps_of_a_gpu_are_near_what_was_measured(kept: str, method: str, milliseconds: float) -> None:
+def test_predicted_draft_steps_of_a_gpu_are_near_what_was_measured(
+    weights: str, method: str, milliseconds: float
+) -> None:
     """The measured ones are in docs/design/qspec.md."""
-    load = on_gpu(EIGHT, 4096 + 32, kept)
-    machine = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load, "int8")
-    step = predict.seconds(machine, load, Draft(method), "int8", rows=1, batch=1)
+    load = on_gpu(EIGHT, 4096 + 32, weights)
+    machine = Machine.of({"read_gb_per_s": 4437, "compute_capability": "9.0"}, load)
+    step = predict.seconds(machine, load, Draft(method), rows=1, batch=1)
     assert 1e3 * step == pytest.approx(milliseconds, rel=0.05)
 
 
@@ -407,9 +410,10 @@ DRAFT = Draft("quantspec")
 LOAD = Load(
     layers=2,
     group=4,
-    kept="checkpoint",
-    weights=8e9,
-    draft_weights=1e9,
+    weights="checkpoint",
+    kv_target="int8",
+    weights_bytes=8e9,
+    draft_weights_bytes=1e9,
     pages=100,
     page_bytes={"fp16": 4e7, "int8": 2e7, "int4": 1e7},
     recent_bytes=0.0,
@@ -436,7 +440,7 @@ LOOP = 60e-6
 
 def rounds(draft: Draft | None = DRAFT, *, batch: int = 1, **rates: Any) -> Rounds:
     """Of the machine `CPU` with other rates."""
-    return Rounds.of(Machine.of(CPU | rates, LOAD, "int8"), LOAD, draft, "int8", batch=batch)
+    return Rounds.of(Machine.of(CPU | rates, LOAD), LOAD, draft, batch=batch)
 
 
 def test_rounds_of_a_cpu_by_hand() -> None:
@@ -467,7 +471,7 @@ def test_short_rounds_have_a_short_loop() -> None:
 
 def test_a_pass_of_a_gpu_reads_the_methods_weights_and_view() -> None:
     """1 GB/s: seconds are gigabytes over the share of the bandwidth."""
-    machine = Machine.of({"read_gb_per_s": 1.0, "compute_capability": "1.0"}, LOAD, "int8")
+    machine = Machine.of({"read_gb_per_s": 1.0, "compute_capability": "1.0"}, LOAD)
 
     def read(method: str, pages: int | None = None) -> tuple[float, float]:
         draft = Draft(method, pages)
@@ -491,21 +495,20 @@ def test_a_selection_has_at_most_two_thirds_of_the_pages() -> None:
 
 
 def test_operations_by_hand() -> None:
-    machine = Machine.of(CPU, LOAD, "int8")
+    machine = Machine.of(CPU, LOAD)
     matrices, attention = predict.prompt(machine, LOAD)
     assert matrices.seconds == pytest.approx(8e9 * 0.9 * 1000 / 1e12)
     assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
-    matrices, attention = predict.step(machine, LOAD, TARGET, "int8", rows=2, batch=1, name="verify")
+    matrices, attention = predict.step(machine, LOAD, TARGET, rows=2, batch=1, name="verify")
     assert (matrices.name, matrices.flops, matrices.bytes, matrices.seconds) == ("verify matrices", 16e9, 8e9, 9.0)
     assert (attention.flops, attention.bytes, attention.seconds) == (2e9, 2e9, 3.0)
     # A draft over 16 of 100 pages.
-    _, attention = predict.step(machine, LOAD, Draft("window"), "int8", rows=1, batch=1, name="draft")
+    _, attention = predict.step(machine, LOAD, Draft("window"), rows=1, batch=1, name="draft")
     assert (attention.flops, attention.bytes) == (pytest.approx(0.16e9), pytest.approx(0.32e9))
     # 8 GB take 8 of 8 seconds, 2 GB take 2 of 10.
     assert matrices.to_json()["bound"] == "memory"
-    slow = predict.step(
-        Machine.of(CPU | {"target": [(8, 10)] * 3}, LOAD, "int8"), LOAD, TARGET, "int8", rows=1, batch=1, name=""
-    )
+    machine = Machine.of(CPU | {"target": [(8, 10)] * 3}, LOAD)
+    slow = predict.step(machine, LOAD, TARGET, rows=1, batch=1, name="")
     assert [one.to_json()["bound"] for one in slow] == ["memory", "compute"]
 
 

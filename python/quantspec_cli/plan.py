@@ -67,38 +67,36 @@ def examine(arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
         longest = min(int(info["max_positions"]), int(drafts_info["max_positions"]))
         context = arguments.ctx_size or longest
         common: dict[str, Any] = {"capacity": context, "slots": arguments.batch, "described": True}
-        held = _native.plan(path, draft_model=draft_model, **common, **options.native())
-        alone = held
+        memory = _native.plan(path, draft_model=draft_model, **common, **options.native())
+        alone = memory
         if draft_model is not None:
             # The model's own draft weights, which the engine with a draft model does not hold.
             native = EngineOptions(device=options.device, threads=options.threads, kv_target=options.kv_target).native()
-            alone = _native.plan(path, **common, **native | {"weights": held["weights"]})
-        seen = _native.traffic(
+            alone = _native.plan(path, **common, **native | {"weights": memory["weights"]})
+        traffic = _native.traffic(
             path,
             context - 1,
             1,
-            held["weights"],
-            held["device"],
+            memory["weights"],
+            memory["device"],
             draft_precision=alone["draft_precision"],
             described=True,
         )
-    found = _memory(arguments, options, info, held, seen, context=context, longest=longest)
+    found = _memory(arguments, options, info, memory, traffic, context=context, longest=longest)
     if draft_model is not None:
         found |= {
             "draft_model": options.draft_model,
             "draft_model_kv": options.view_of_draft_model,
             "draft_model_context": drafts_info["max_positions"],
         }
-    if held["fits"]:
-        drafted = seen["draft_weights_bytes"] or alone["draft_weights_bytes"]
-        load = predict.Load.of(info, seen, drafted, context, held["weights"])
-        rates = _rates(path, options, options.kv_target, alone, load)
+    if memory["fits"]:
+        drafted = traffic["draft_weights_bytes"] or alone["draft_weights_bytes"]
+        load = predict.Load.of(info, traffic, drafted, context, weights=memory["weights"], kv_target=options.kv_target)
+        rates = _rates(path, options, alone, load)
         step_s = None
         if draft_model is not None:
             step_s = _step_of_draft_model(draft_model, drafts_info, options, alone, context, batch=arguments.batch)
-        found |= predictions(
-            rates, load, options.kv_target, batch=arguments.batch, acceptance=arguments.acceptance, step_s=step_s
-        )
+        found |= predictions(rates, load, batch=arguments.batch, acceptance=arguments.acceptance, step_s=step_s)
     return found
 
 
@@ -106,32 +104,33 @@ def _memory(
     arguments: Arguments,
     options: EngineOptions,
     info: Mapping[str, Any],
-    held: Mapping[str, Any],
-    seen: Mapping[str, Any],
+    memory: Mapping[str, Any],
+    traffic: Mapping[str, Any],
     *,
     context: int,
     longest: int,
 ) -> dict[str, Any]:
     """The fields of the document without speeds; `longest` is the models' context."""
-    per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
-    page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
+    # Drafts read the upper nibbles, also next to a target in FP16.
+    page = predict.page_bytes(traffic)
+    kept = page["int4"] + page["fp16"] if options.kv_target == "fp16" else page[options.kv_target]
     return {
         "model": arguments.model or hub.DEMO,
-        "device": held["device"],
-        "fits": held["fits"],
+        "device": memory["device"],
+        "fits": memory["fits"],
         "kv_target": options.kv_target,
-        "weights": held["weights"],
-        "weights_bytes": held["weights_bytes"],
-        "draft_weights_bytes": held["draft_weights_bytes"],
-        "draft_precision": held["draft_precision"],
-        "cache_bytes_per_token": page / predict.PAGE_TOKENS,
-        "planned_bytes": held["planned_bytes"],
-        "available_bytes": held["available_bytes"],
+        "weights": memory["weights"],
+        "weights_bytes": memory["weights_bytes"],
+        "draft_weights_bytes": memory["draft_weights_bytes"],
+        "draft_precision": memory["draft_precision"],
+        "cache_bytes_per_token": kept / predict.PAGE_TOKENS,
+        "planned_bytes": memory["planned_bytes"],
+        "available_bytes": memory["available_bytes"],
         "context": context,
-        "longest_context": held["longest_context"],
+        "longest_context": memory["longest_context"],
         "model_context": info["max_positions"],
         "batch": arguments.batch,
-        "largest_batch": min(held["largest_batch"], BATCH_MAX) if context <= longest else 0,
+        "largest_batch": min(memory["largest_batch"], BATCH_MAX) if context <= longest else 0,
         "device_name": None,
         "bandwidth_gb_per_s": None,
         "predicted": None,
@@ -150,8 +149,8 @@ def _sizes(device: str) -> list[dict[str, Any]]:
         return []
 
 
-def _rates(path: str, options: EngineOptions, view: str, held: Mapping[str, Any], load: predict.Load) -> dict[str, Any]:
-    """The machine's speed at the shapes of a model whose cache has this view."""
+def _rates(path: str, options: EngineOptions, memory: Mapping[str, Any], load: predict.Load) -> dict[str, Any]:
+    """The machine's speed at the shapes of a model."""
     from . import _native
 
     # On a CPU, passes of a large model take half a minute. A line that is redrawn would disturb them.
@@ -163,47 +162,50 @@ def _rates(path: str, options: EngineOptions, view: str, held: Mapping[str, Any]
             device=options.device,
             threads=options.threads,
             context=load.context,
-            weights=held["weights"],
-            kv_target=view,
-            draft_precision=held["draft_precision"],
+            weights=memory["weights"],
+            kv_target=load.kv_target,
+            draft_precision=memory["draft_precision"],
             drafts=predict.drafts(load.pages),
         )
 
 
 def _step_of_draft_model(
-    path: str, info: Mapping[str, Any], options: EngineOptions, held: Mapping[str, Any], context: int, *, batch: int
+    path: str, info: Mapping[str, Any], options: EngineOptions, memory: Mapping[str, Any], context: int, *, batch: int
 ) -> float:
     """Seconds of a draft model's step: a pass of that model as a target over its own cache."""
     from . import _native
 
-    view = options.view_of_draft_model
     with native_errors():
-        seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
-    load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or 0, context, held["weights"])
-    machine = predict.Machine.of(_rates(path, options, view, held, load), load, view)
-    return predict.seconds(machine, load, predict.TARGET, view, rows=1, batch=batch)
+        traffic = _native.traffic(path, context - 1, 1, memory["weights"], memory["device"], described=True)
+    load = predict.Load.of(
+        info,
+        traffic,
+        traffic["draft_weights_bytes"] or 0,
+        context,
+        weights=memory["weights"],
+        kv_target=options.view_of_draft_model,
+    )
+    machine = predict.Machine.of(_rates(path, options, memory, load), load)
+    return predict.seconds(machine, load, predict.TARGET, rows=1, batch=batch)
 
 
 def predictions(
     rates: Mapping[str, Any],
     load: predict.Load,
-    target: str,
     *,
     batch: int,
     acceptance: float | None,
     step_s: float | None = None,
 ) -> dict[str, Any]:
     """Predictions from the machine's rates. `step_s` are the seconds of a draft model's step."""
-    machine = predict.Machine.of(rates, load, target)
-    rounds = {
-        draft: predict.Rounds.of(machine, load, draft, target, batch=batch) for draft in predict.drafts(load.pages)
-    }
+    machine = predict.Machine.of(rates, load)
+    rounds = {draft: predict.Rounds.of(machine, load, draft, batch=batch) for draft in predict.drafts(load.pages)}
     speeds = {draft: of.speed(draft.acceptance if acceptance is None else acceptance) for draft, of in rounds.items()}
-    copies = predict.Rounds.of(machine, load, None, target, batch=batch)
+    copies = predict.Rounds.of(machine, load, None, batch=batch)
     # Their acceptance depends on the text, and on the other model.
     others = {"ngram": copies}
     if step_s is not None:
-        others["draft-model"] = predict.Rounds.of(machine, load, None, target, batch=batch, step_s=step_s)
+        others["draft-model"] = predict.Rounds.of(machine, load, None, batch=batch, step_s=step_s)
     plain = copies.plain
 
     best, chosen = (
@@ -214,9 +216,9 @@ def predictions(
     prompt = predict.prompt(machine, load)
     prefill = load.context / sum(operation.seconds for operation in prompt) if prompt else None
     roofline = [
-        *predict.step(machine, load, predict.TARGET, target, rows=1, batch=batch, name="decode"),
-        *predict.step(machine, load, best, target, rows=1, batch=batch, name="draft"),
-        *predict.step(machine, load, predict.TARGET, target, rows=gamma + 1, batch=batch, name="verify"),
+        *predict.step(machine, load, predict.TARGET, rows=1, batch=batch, name="decode"),
+        *predict.step(machine, load, best, rows=1, batch=batch, name="draft"),
+        *predict.step(machine, load, predict.TARGET, rows=gamma + 1, batch=batch, name="verify"),
         *prompt,
     ]
     return {

@@ -63,12 +63,14 @@ GPU_LAYER_S = 8e-6
 # an H200. Other GPUs are not measured.
 GPU_PROMPT = {"9.0": 590e12}
 
-# What a pass belongs to: the target, or a draft.
-TARGET = "target"
-
-
 # Tokens of a page.
 PAGE_TOKENS = 128
+
+
+def page_bytes(traffic: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a page of all layers, by view. `traffic` is the result of `_native.traffic`."""
+    upper, lower = traffic["upper_page_bytes"], traffic["lower_page_bytes"]
+    return {"int4": upper, "int8": upper + lower, "fp16": traffic["full_page_bytes"]}
 
 
 def row_flops(info: Mapping[str, Any], visible: float) -> tuple[float, float]:
@@ -106,6 +108,11 @@ def drafts(visible: float) -> list[Draft]:
     return [*map(Draft, ACCEPTANCE), *pages]
 
 
+# A pass: a step of a draft, or one of the target.
+Pass = Draft | str
+TARGET = "target"
+
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds by rows of a step: linear between the points, extrapolated from the last two."""
@@ -135,9 +142,10 @@ class Load:
     Attributes:
         layers: of the model.
         group: query heads of a KV head.
-        kept: the target's weights, as `--weights` names them.
-        weights: bytes of the target's matrices.
-        draft_weights: bytes of the draft's.
+        weights: the target's, as `--weights` names them.
+        kv_target: the target's view of the cache.
+        weights_bytes: of the target's matrices.
+        draft_weights_bytes: of the draft's.
         pages: visible ones.
         page_bytes: of one page in all layers, by view.
         recent_bytes: of the recent tokens.
@@ -149,9 +157,10 @@ class Load:
 
     layers: int
     group: int
-    kept: str
-    weights: float
-    draft_weights: float
+    weights: str
+    kv_target: str
+    weights_bytes: float
+    draft_weights_bytes: float
     pages: float
     page_bytes: Mapping[str, float]
     recent_bytes: float
@@ -161,20 +170,28 @@ class Load:
     context: int
 
     @classmethod
-    def of(cls, info: Mapping[str, Any], seen: Mapping[str, Any], draft_weights: int, context: int, kept: str) -> Load:
+    def of(
+        cls,
+        info: Mapping[str, Any],
+        traffic: Mapping[str, Any],
+        draft_weights_bytes: int,
+        context: int,
+        *,
+        weights: str,
+        kv_target: str,
+    ) -> Load:
         """From `_native.model_info` and `_native.traffic` at the context's last position."""
-        page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
-        page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
         matrix, attention = row_flops(info, max(context, 1))
         return cls(
             layers=info["layers"],
             group=info["heads"] // info["kv_heads"],
-            kept=kept,
-            weights=seen["weights_bytes"],
-            draft_weights=draft_weights,
-            pages=seen["pages"],
-            page_bytes=page,
-            recent_bytes=seen["buffer_tokens"] * seen["token_bytes"],
+            weights=weights,
+            kv_target=kv_target,
+            weights_bytes=traffic["weights_bytes"],
+            draft_weights_bytes=draft_weights_bytes,
+            pages=traffic["pages"],
+            page_bytes=page_bytes(traffic),
+            recent_bytes=traffic["buffer_tokens"] * traffic["token_bytes"],
             matrix_flops=matrix,
             attention_flops=attention,
             layer_share=2.0 * info["layers"] * _layer(info) / matrix,
@@ -185,17 +202,17 @@ class Load:
         """Bytes of the visible cache in a view, of at most this many pages."""
         return self.page_bytes[view] * (self.pages if pages is None else min(pages, self.pages)) + self.recent_bytes
 
-    def reads(self, of: Draft | str, target: str) -> tuple[str, float, str, float]:
-        """What a pass reads: weights and their bytes, a view and its bytes. `target` is the target's view."""
+    def reads(self, of: Pass) -> tuple[str, float, str, float]:
+        """What a pass reads: its weights, as `GPU_WEIGHTS` names them, and their bytes; a view and its bytes."""
         if isinstance(of, str):
-            return "weights", self.weights, target, self.cache(target)
+            return "weights", self.weights_bytes, self.kv_target, self.cache(self.kv_target)
         method = METHODS[of.method]
-        view = target if method.draft_view == "target" else str(method.draft_view)
-        pages = of.pages or method.pages
+        view = self.kv_target if method.draft_view == "target" else str(method.draft_view)
+        cache = self.cache(view, of.pages or method.pages)
         if not method.draft_weights:
-            return "weights", self.weights, view, self.cache(view, pages)
+            return "weights", self.weights_bytes, view, cache
         weights = "coarse_weights" if of.method == "qspec" else "draft_weights"
-        return weights, self.draft_weights, view, self.cache(view, pages)
+        return weights, self.draft_weights_bytes, view, cache
 
 
 @dataclass(frozen=True)
@@ -214,8 +231,8 @@ class Machine:
     """
 
     read: float
-    matrices: Mapping[Draft | str, Curve]
-    attention: Mapping[Draft | str, Curve]
+    matrices: Mapping[Pass, Curve]
+    attention: Mapping[Pass, Curve]
     first_s: Mapping[Draft, float]
     pass_s: float
     token_s: float
@@ -223,13 +240,13 @@ class Machine:
     prompt_attention: float | None
 
     @classmethod
-    def of(cls, rates: Mapping[str, Any], load: Load, target: str) -> Machine:
+    def of(cls, rates: Mapping[str, Any], load: Load) -> Machine:
         """The machine that `_native.rates` describes; on a CPU for the drafts of `drafts(load.pages)`."""
         read, asked = rates["read_gb_per_s"] * 1e9, drafts(load.pages)
         if "target" not in rates:
-            return cls._gpu(read, rates["compute_capability"], load, target)
-        matrices: dict[Draft | str, Curve] = {}
-        attention: dict[Draft | str, Curve] = {}
+            return cls._gpu(read, rates["compute_capability"], load)
+        matrices: dict[Pass, Curve] = {}
+        attention: dict[Pass, Curve] = {}
         seconds = zip(*rates["target"], strict=True)
         matrices[TARGET], attention[TARGET] = (Curve(tuple(zip(rates["rows"], of, strict=True))) for of in seconds)
         first_s = {}
@@ -241,13 +258,13 @@ class Machine:
         return cls(read, matrices, attention, first_s, 0.0, rates["token_s"], *prompt)
 
     @classmethod
-    def _gpu(cls, read: float, capability: str, load: Load, target: str) -> Machine:
-        matrices: dict[Draft | str, Curve] = {}
-        attention: dict[Draft | str, Curve] = {}
-        passes: list[Draft | str] = [TARGET, *drafts(load.pages)]
+    def _gpu(cls, read: float, capability: str, load: Load) -> Machine:
+        matrices: dict[Pass, Curve] = {}
+        attention: dict[Pass, Curve] = {}
+        passes: list[Pass] = [TARGET, *drafts(load.pages)]
         for of in passes:
-            weights, weights_bytes, view, view_bytes = load.reads(of, target)
-            shares = GPU_WEIGHTS[load.kept][weights]
+            weights, weights_bytes, view, view_bytes = load.reads(of)
+            shares = GPU_WEIGHTS[load.weights][weights]
             matrices[of] = Curve(tuple((rows, weights_bytes / (read * share)) for rows, share in shares))
             attention[of] = tiled(view_bytes / (read * GPU_VIEWS[view]), max(GPU_TILE // load.group, 1))
         prompt = GPU_PROMPT.get(capability)
@@ -284,12 +301,9 @@ class Operation:
         }
 
 
-def step(
-    machine: Machine, load: Load, of: Draft | str, target: str, *, rows: int, batch: int, name: str
-) -> list[Operation]:
-    """A pass of the target (whose view is `target`), or a later step of a draft, over `rows` tokens of each of `batch`
-    sequences."""
-    _, weights_bytes, view, view_bytes = load.reads(of, target)
+def step(machine: Machine, load: Load, of: Pass, *, rows: int, batch: int, name: str) -> list[Operation]:
+    """A pass of the target, or a later step of a draft, over `rows` tokens of each of `batch` sequences."""
+    _, weights_bytes, view, view_bytes = load.reads(of)
     seen = view_bytes / load.cache(view) if load.cache(view) else 1.0
     return [
         Operation(
@@ -309,9 +323,9 @@ def step(
     ]
 
 
-def seconds(machine: Machine, load: Load, of: Draft | str, target: str, *, rows: int, batch: int) -> float:
+def seconds(machine: Machine, load: Load, of: Pass, *, rows: int, batch: int) -> float:
     """Of a pass and the choice of its tokens."""
-    operations = step(machine, load, of, target, rows=rows, batch=batch, name="")
+    operations = step(machine, load, of, rows=rows, batch=batch, name="")
     return sum(one.seconds for one in operations) + machine.pass_s + machine.token_s * rows * batch
 
 
@@ -324,7 +338,7 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
     # On average a token sees half of the context.
     attention = load.attention_flops / 2 * tokens
     return [
-        Operation("prompt matrices", matrix, load.weights, matrix / machine.prompt_matrix, machine.read),
+        Operation("prompt matrices", matrix, load.weights_bytes, matrix / machine.prompt_matrix, machine.read),
         Operation(
             "prompt attention", attention, load.cache("fp16"), attention / machine.prompt_attention, machine.read
         ),
@@ -360,16 +374,14 @@ class Rounds:
     seconds: Sequence[float]
 
     @classmethod
-    def of(
-        cls, machine: Machine, load: Load, draft: Draft | None, target: str, *, batch: int, step_s: float = 0.0
-    ) -> Rounds:
-        """Rounds of a draft. `target` is the target's view, `step_s` the seconds of a draft step of another model."""
+    def of(cls, machine: Machine, load: Load, draft: Draft | None, *, batch: int, step_s: float = 0.0) -> Rounds:
+        """Rounds of a draft; `step_s` are the seconds of a draft step of another model."""
         warm, grows, most = LOOP
-        later = seconds(machine, load, draft, target, rows=1, batch=batch) if draft else step_s
+        later = seconds(machine, load, draft, rows=1, batch=batch) if draft else step_s
         first_s = machine.first_s[draft] if draft else 0.0
 
         def of_gamma(gamma: int) -> float:
-            verify = seconds(machine, load, TARGET, target, rows=gamma + 1, batch=batch)
+            verify = seconds(machine, load, TARGET, rows=gamma + 1, batch=batch)
             passes = verify + (gamma * later + first_s if gamma else 0.0)
             return passes + min(warm + grows * passes, most)
 
