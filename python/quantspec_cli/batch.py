@@ -101,21 +101,7 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
     context = model.resolve_context(arguments.ctx_size)
     options = _with_defaults(arguments, options, model, context)
     reader = Reader(model, arguments, options, context)
-    names = ("instruction", "system_prompt", "template_args")
-    own_fields = {name: getattr(arguments, name) for name in names}
-    model_print = fingerprint.of_model(model)
-    answer_print = fingerprint.of_answer(model_print, engine_options, options, **own_fields)
-    # An answer in one call is the same with and without --long.
-    split = {"long": arguments.long, "context": context}
-    # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
-    packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
-    elsewhere = {**split, "device": engine_options.device, "packages": packages}
-    fingerprints = Fingerprints(
-        model_print,
-        answer_print,
-        fingerprint.of_answer(answer_print, engine_options, options, **split),
-        fingerprint.of_answer(answer_print, engine_options, options, **elsewhere),
-    )
+    fingerprints = _fingerprints(arguments, engine_options, options, model, context)
     places = {source: outputs[source.name] for source in found}
     if arguments.dry_run:
         known, rates = journal.peek(out)
@@ -130,6 +116,29 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
     with Journal(out, replace=not arguments.resume) as kept, report.opened(arguments.report, taken) as page:
         workload = find_work(arguments, places, kept.contents(), fingerprints)
         return Run(arguments, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
+
+
+def _fingerprints(
+    arguments: Arguments, engine_options: EngineOptions, options: GenerateOptions, model: Model, context: int
+) -> Fingerprints:
+    """What the answers and failures of this run depend on, besides the document."""
+    model_print = fingerprint.of_model(model)
+
+    def of(basis: str, **request: Any) -> str:
+        return fingerprint.of_answer(basis, engine_options, options, **request)
+
+    answer = of(
+        model_print,
+        instruction=arguments.instruction,
+        system_prompt=arguments.system_prompt,
+        template_args=arguments.template_args,
+    )
+    # An answer in one call is the same with and without --long.
+    split = {"long": arguments.long, "context": context}
+    # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
+    packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
+    failure = of(answer, **split, device=engine_options.device, packages=packages)
+    return Fingerprints(model_print, answer, of(answer, **split), failure)
 
 
 def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:

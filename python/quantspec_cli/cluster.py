@@ -88,10 +88,7 @@ class Worker:
 
     def generate(self, prompt: Prompt, options: GenerateOptions) -> Generation:
         """One answer; calls share the engine's rounds."""
-        batch = self._engine.start([prompt], options)
-        for _ in batch:
-            pass
-        return batch.generations()[0]
+        return self._engine.start([prompt], options).finished()[0]
 
 
 @dataclass(eq=False)

@@ -91,7 +91,7 @@ class Recommended:
         others = _UNSUPPORTED | (_UNSUPPORTED_SAMPLING if samples else {})
         return cls(
             sampling,
-            {name: value for name, value in penalties.items() if value != getattr(GenerateOptions, name)},
+            {name: value for name, value in penalties.items() if value != _default(name)},
             checked({"stop_strings": "stop"}, found).get("stop", ()),
             tuple(name for name, neutral in others.items() if found.get(name, neutral) != neutral),
         )
@@ -117,50 +117,69 @@ def resolve_defaults(
     if replies:
         if False in thinks and template.THINKING not in arguments:
             notes.append("thinking is off; --thinking on has the model think before it answers")
-        if "temperature" in unset or options.temperature > 0:
-            chosen = {name: value for name, value in model.recommended.sampling.items() if name in unset}
-        changed = [
-            f"{name.replace('_', '-')} {value:g}"
-            for name, value in chosen.items()
-            if name == "temperature" or value != getattr(GenerateOptions, name)
-        ]
-        if changed:
-            notes.append(f"sampling from generation_config.json: {', '.join(changed)}; --temperature 0 is greedy")
-        penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
-        if penalties:
-            listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
-            turn = "turns" if len(penalties) == 1 else "turn"
-            off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
-            notes.append(f"penalties from generation_config.json: {listed}; {off} {turn} them off")
-            chosen |= penalties
-        elif _needs_penalties(model, options, unset):
-            listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in _OF_SMALL.items())
-            notes.append(
-                f"penalties of small models without recommended sampling: {listed}; --repetition-penalty 1 turns them off"
-            )
-            chosen |= _OF_SMALL
-        # They would cut JSON, which may contain them.
-        if model.recommended.stop and "stop" in unset and not options.ignore_eos and options.json_schema is None:
-            chosen["stop"] = model.recommended.stop
-            listed = ", ".join(map(repr, model.recommended.stop))
-            notes.append(f"stop strings from generation_config.json: {listed:.200}; --stop replaces them")
-        if model.recommended.unsupported:
-            notes.append(f"not supported in generation_config.json: {', '.join(model.recommended.unsupported)}")
+        chosen, of_replies = _defaults_of_replies(model, options, unset)
+        notes += of_replies
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
         # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.
         left = min(context - len(prompt.ids) for prompt in prompts)
         chosen["max_new_tokens"] = max(1, min(usual, left))
     options = replace(options, **chosen)
-    if options.temperature == 0:
-        idle = [
-            f"--{name.replace('_', '-')}"
-            for name in _IDLE_IF_GREEDY
-            if name not in unset and getattr(options, name) != getattr(GenerateOptions, name)
-        ]
-        if idle:
-            notes.append(f"no effect: {', '.join(idle)}, as temperature 0 is greedy; --temperature 1 samples")
+    idle = [f"--{_flag(name)}" for name in _IDLE_IF_GREEDY if name not in unset and _differs(name, options)]
+    if options.temperature == 0 and idle:
+        notes.append(f"no effect: {', '.join(idle)}, as temperature 0 is greedy; --temperature 1 samples")
     return options, notes
+
+
+def _defaults_of_replies(
+    model: Model, options: GenerateOptions, unset: Container[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Sampling, penalties and stop strings that nothing set, by generation_config.json or for small models; and notes."""
+    recommended = model.recommended
+    chosen: dict[str, Any] = {}
+    notes: list[str] = []
+    if "temperature" in unset or options.temperature > 0:
+        chosen = {name: value for name, value in recommended.sampling.items() if name in unset}
+    changed = {name: value for name, value in chosen.items() if name == "temperature" or value != _default(name)}
+    if changed:
+        notes.append(f"sampling from generation_config.json: {_listed(changed)}; --temperature 0 is greedy")
+    penalties = {name: value for name, value in recommended.penalties.items() if name in unset}
+    if penalties:
+        off = " ".join(f"--{_flag(name)} {_default(name):g}" for name in penalties)
+        turn = "turns" if len(penalties) == 1 else "turn"
+        notes.append(f"penalties from generation_config.json: {_listed(penalties)}; {off} {turn} them off")
+    elif _needs_penalties(model, options, unset):
+        penalties = _OF_SMALL
+        notes.append(
+            f"penalties of small models without recommended sampling: {_listed(penalties)}; "
+            "--repetition-penalty 1 turns them off"
+        )
+    chosen |= penalties
+    # They would cut JSON, which may contain them.
+    if recommended.stop and "stop" in unset and not options.ignore_eos and options.json_schema is None:
+        chosen["stop"] = recommended.stop
+        listed = ", ".join(map(repr, recommended.stop))
+        notes.append(f"stop strings from generation_config.json: {listed:.200}; --stop replaces them")
+    if recommended.unsupported:
+        notes.append(f"not supported in generation_config.json: {', '.join(recommended.unsupported)}")
+    return chosen, notes
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _default(name: str) -> Any:
+    return getattr(GenerateOptions, name)
+
+
+def _differs(name: str, options: GenerateOptions) -> bool:
+    return bool(getattr(options, name) != _default(name))
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    """Options and their values, for a note."""
+    return ", ".join(f"{_flag(name)} {value:g}" for name, value in values.items())
 
 
 def _needs_penalties(model: Model, options: GenerateOptions, unset: Container[str]) -> bool:
