@@ -142,6 +142,21 @@ impl Memory {
         Memory { weights_bytes: 0, draft_weights_bytes, ..self }
     }
 
+    /// Bytes on the device, saturating: each part of a plan may have any size, and the sum must not wrap to one that fits.
+    pub fn device_bytes(&self) -> usize {
+        [
+            self.weights_bytes,
+            self.draft_weights_bytes,
+            self.cache_upper_bytes,
+            self.cache_lower_bytes,
+            self.cache_full_bytes,
+            self.buffer_bytes,
+            self.workspace_bytes,
+        ]
+        .into_iter()
+        .fold(0, usize::saturating_add)
+    }
+
     /// The sum of two backends, saturating: a plan may have any size.
     #[must_use]
     pub fn and(self, other: Memory) -> Memory {

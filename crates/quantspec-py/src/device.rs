@@ -1,6 +1,6 @@
 //! The device of an engine: choosing it, planning its memory, loading the model onto it.
 
-use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
+use crate::options::{Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages, sensitive};
@@ -26,8 +26,8 @@ pub(crate) enum Device {
     Cuda(Box<Engine<CudaBackend>>),
 }
 
-/// Makes a drafter with the loaded second network, for any method.
-pub(crate) type MakeDrafter = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
+/// Makes a drafter with the loaded draft model, for any method.
+pub(crate) type MakeDrafter = Box<dyn Fn(&WithDraftModel) -> Box<dyn Drafter> + Send + Sync>;
 
 /// The checkpoints of an engine.
 #[derive(Clone, Copy)]
@@ -40,7 +40,7 @@ pub(crate) struct Models<'a> {
 }
 
 impl<'a> Models<'a> {
-    /// A model without a second network.
+    /// A model without a draft model.
     pub(crate) fn alone(target: &'a Checkpoint) -> Models<'a> {
         Models { target, draft: None, draft_view: None }
     }
@@ -61,20 +61,21 @@ impl<'a> Models<'a> {
         Ok(())
     }
 
-    /// Refuses a draft model with less context than requested.
-    fn check_context(&self, options: &Options) -> Result<()> {
-        let Some(draft) = self.draft else { return Ok(()) };
-        let (target, draft) = (self.target.config(), draft.config());
-        if options.capacity > draft.max_positions {
+    /// Refuses models with less context than requested. `longest`: tokens that fit, for the hint.
+    fn check_context(&self, options: &Options, longest: usize) -> Result<()> {
+        let (tokens, most) = (options.capacity, self.target.config().max_positions);
+        if let Some(draft) = self.draft.map(|draft| draft.config().max_positions).filter(|draft| tokens > *draft) {
             return Err(Error::does_not_fit(
+                format!("{tokens} tokens exceed the draft model's context of {draft}; the model's is {most}"),
                 format!(
-                    "{} tokens exceed the draft model's context of {}; the model's is {}",
-                    options.capacity, draft.max_positions, target.max_positions
+                    "shorten the prompt or lower -n so that both stay within {draft} tokens, or use a draft model with a longer context"
                 ),
-                format!(
-                    "shorten the prompt or lower -n so that both stay within {} tokens, or use a draft model with a longer context",
-                    draft.max_positions
-                ),
+            ));
+        }
+        if tokens > most {
+            return Err(Error::does_not_fit(
+                format!("{tokens} tokens exceed the model's context of {most}"),
+                format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
             ));
         }
         Ok(())
@@ -103,6 +104,57 @@ impl MemoryPlan {
     /// Returns true if the engine fits on its device and, with a GPU, in host memory.
     pub(crate) fn fits(&self) -> bool {
         self.needed_bytes <= self.available_bytes && self.parts.host_bytes <= self.host_available_bytes
+    }
+
+    /// Refuses an engine that does not fit on its `device` or in host memory.
+    fn check(&self, options: &Options, device: &str) -> Result<()> {
+        let sequences = match options.slots {
+            1 => "a sequence".to_string(),
+            slots => format!("{slots} sequences"),
+        };
+        let what = format!("{sequences} of {} tokens", options.capacity);
+        if self.parts.host_bytes > self.host_available_bytes {
+            let (needed, available) = (size(self.parts.host_bytes), size(self.host_available_bytes));
+            return Err(Error::does_not_fit(
+                format!("{what}: {needed} of host memory needed next to {device}, {available} available"),
+                "use a smaller context (-c), or free memory of this machine",
+            ));
+        }
+        if self.needed_bytes > self.available_bytes {
+            let (needed, available) = (size(self.needed_bytes), size(self.available_bytes));
+            let message = format!("{what}: {needed} of {device} memory needed, {available} available");
+            return Err(Error::does_not_fit(message, self.remedy(options)));
+        }
+        Ok(())
+    }
+
+    /// The hint for an engine that does not fit on its device.
+    fn remedy(&self, options: &Options) -> String {
+        match (self.longest_context, options.slots) {
+            (0, 1) => {
+                let fewer = match options.weights {
+                    TargetWeights::Checkpoint => "--weights int8 or int4, ",
+                    TargetWeights::Int8 => "--weights int4, ",
+                    TargetWeights::Int4 => "",
+                };
+                format!("the weights alone do not fit; use {fewer}a smaller model or a machine with more memory")
+            }
+            (0, _) => "not even short sequences fit; decode fewer at once, or use a smaller model".to_string(),
+            (longest, 1) => {
+                format!("the longest context that fits is {longest} tokens; lower -n or shorten the prompt")
+            }
+            (longest, slots) => format!(
+                "each reserves the memory of the longest, and {slots} sequences of {longest} tokens fit; decode the longest alone, or fewer at once"
+            ),
+        }
+    }
+}
+
+/// Bytes for people.
+fn size(bytes: usize) -> String {
+    match bytes {
+        ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
     }
 }
 
@@ -248,18 +300,18 @@ impl ChosenDevice {
             // A requested pool grows if it would not hold one sequence.
             let pool_pages = options.pool_pages.max(pages(capacity));
             let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
-            total(&self.memory(models, &options)).saturating_add(other_bytes)
+            self.memory(models, &options).device_bytes().saturating_add(other_bytes)
         };
         let rows = options.step_rows / options.slots.max(1);
         let needed_by = |slots: usize| {
             let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
-            total(&self.memory(models, &options)).saturating_add(other_bytes)
+            self.memory(models, &options).device_bytes().saturating_add(other_bytes)
         };
         let parts = self.memory(models, &self.adapt(options));
         let host_available = if self.gpu().is_some() { machine::memory_available().unwrap_or(usize::MAX) } else { 0 };
         Ok(MemoryPlan {
             parts,
-            needed_bytes: total(&parts).saturating_add(other_bytes),
+            needed_bytes: parts.device_bytes().saturating_add(other_bytes),
             used_bytes: used,
             available_bytes: available,
             host_available_bytes: host_available,
@@ -318,72 +370,10 @@ impl ChosenDevice {
     /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
     /// that the device does not support, and anything beyond the model's context or the device's memory.
     pub(crate) fn plan(&self, models: Models, options: &Options, other_bytes: usize) -> Result<usize> {
-        let config = models.target.config();
-        let MemoryPlan {
-            parts,
-            needed_bytes: bytes,
-            used_bytes: used,
-            available_bytes: available,
-            host_available_bytes: host_available,
-            longest_context: longest,
-            ..
-        } = self.memory_plan(models, options, other_bytes)?;
-        models.check_context(options)?;
-        if options.capacity > config.max_positions {
-            return Err(Error::does_not_fit(
-                format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
-                format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
-            ));
-        }
-        let size = |bytes: usize| match bytes {
-            ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-            _ => format!("{:.2} GB", bytes as f64 / 1e9),
-        };
-        let sequences = match options.slots {
-            1 => "a sequence".to_string(),
-            slots => format!("{slots} sequences"),
-        };
-        if parts.host_bytes > host_available {
-            return Err(Error::does_not_fit(
-                format!(
-                    "{sequences} of {} tokens: {} of host memory needed next to {}, {} available",
-                    options.capacity,
-                    size(parts.host_bytes),
-                    self.name(),
-                    size(host_available)
-                ),
-                "use a smaller context (-c), or free memory of this machine",
-            ));
-        }
-        if bytes > available {
-            return Err(Error::does_not_fit(
-                format!(
-                    "{sequences} of {} tokens: {} of {} memory needed, {} available",
-                    options.capacity,
-                    size(bytes),
-                    self.name(),
-                    size(available)
-                ),
-                if longest > 0 && options.slots > 1 {
-                    format!(
-                        "each reserves the memory of the longest, and {} sequences of {longest} tokens fit; decode the longest alone, or fewer at once",
-                        options.slots
-                    )
-                } else if longest > 0 {
-                    format!("the longest context that fits is {longest} tokens; lower -n or shorten the prompt")
-                } else if options.slots > 1 {
-                    "not even short sequences fit; decode fewer at once, or use a smaller model".to_string()
-                } else {
-                    let fewer = match options.weights {
-                        TargetWeights::Checkpoint => "--weights int8 or int4, ",
-                        TargetWeights::Int8 => "--weights int4, ",
-                        TargetWeights::Int4 => "",
-                    };
-                    format!("the weights alone do not fit; use {fewer}a smaller model or a machine with more memory")
-                },
-            ));
-        }
-        Ok(used + bytes)
+        let memory = self.memory_plan(models, options, other_bytes)?;
+        models.check_context(options, memory.longest_context)?;
+        memory.check(options, &self.name())?;
+        Ok(memory.used_bytes + memory.needed_bytes)
     }
 
     /// Bytes that the prompt cache may use next to an engine of `planned_bytes`: an eighth of the memory left to the process,
@@ -408,13 +398,13 @@ impl ChosenDevice {
         let resolved = Resolved { options: self.adapt(&resolved.options), ..resolved };
         Ok(match self {
             ChosenDevice::Cpu => {
-                let (engine, drafts) = engine(CpuBackend::load, models, resolved, hooks)?;
-                (Device::Cpu(engine), drafts)
+                let (engine, make_drafter) = engine(CpuBackend::load, models, resolved, hooks)?;
+                (Device::Cpu(engine), make_drafter)
             }
             ChosenDevice::Cuda { gpu, .. } => {
                 let load = |checkpoint: &_, options: &_, hooks| CudaBackend::load_on(gpu, checkpoint, options, hooks);
-                let (engine, drafts) = engine(load, models, resolved, hooks)?;
-                (Device::Cuda(engine), drafts)
+                let (engine, make_drafter) = engine(load, models, resolved, hooks)?;
+                (Device::Cuda(engine), make_drafter)
             }
         })
     }
@@ -435,46 +425,31 @@ fn engine<B: Backend + 'static>(
     load: impl Fn(&Checkpoint, &Options, Hooks) -> Result<B>,
     models: Models,
     resolved: Resolved,
-    [hooks, of_second]: [Hooks; 2],
+    [hooks, draft_hooks]: [Hooks; 2],
 ) -> Result<(Box<Engine<B>>, Option<MakeDrafter>)> {
-    let Resolved { options, mut method, second, .. } = resolved;
+    let Resolved { options, mut method, draft_model, .. } = resolved;
     // The target loads first, so that an out-of-memory error concerns it.
     let backend = load(models.target, &options, hooks)?;
     let network =
-        models.draft.map(|draft| load(draft, &of_draft(&options, models.draft_view), of_second)).transpose()?;
-    let drafts = network.map(|network| -> MakeDrafter {
+        models.draft.map(|draft| load(draft, &of_draft(&options, models.draft_view), draft_hooks)).transpose()?;
+    let make_drafter = network.map(|network| -> MakeDrafter {
         let model = DraftModel::new(network, View::Both, &[Pages::All], options.capacity, options.block_rows);
-        Box::new(move |second| Box::new(model.reading(second.view, &second.pages)))
+        Box::new(move |of| Box::new(model.reading(of.view, &of.pages)))
     });
-    method.drafter = drafter(method.drafter, second.as_ref(), drafts.as_ref())?;
+    method.drafter = drafter(method.drafter, draft_model.as_ref(), make_drafter.as_ref())?;
     let engine = Engine::new(backend, method, options.slots, options.capacity, options.block_rows);
-    Ok((Box::new(engine), drafts))
+    Ok((Box::new(engine), make_drafter))
 }
 
-/// A method's drafter: its own, or one with the second network.
+/// A method's drafter: its own, or one with the draft model if the method may use one.
 pub(crate) fn drafter(
     own: Option<Box<dyn Drafter>>,
-    second: Option<&Second>,
-    drafts: Option<&MakeDrafter>,
+    draft_model: Option<&WithDraftModel>,
+    make_drafter: Option<&MakeDrafter>,
 ) -> Result<Option<Box<dyn Drafter>>> {
-    let Some(second) = second else { return Ok(own) };
-    let drafter = second.drafter(drafts.map(|drafts| drafts(second)));
+    let Some(of) = draft_model else { return Ok(own) };
+    let drafter = of.drafter(make_drafter.map(|make| make(of)));
     drafter.map(Some).ok_or_else(|| {
-        Error::usage(format!("method {} has no draft model", second.entry.name), "name one with --draft-model")
+        Error::usage(format!("method {} has no draft model", of.entry.name), "name one with --draft-model")
     })
-}
-
-/// Sum of all parts, saturating: each part is bounded (options.rs), but the sum must not wrap to one that fits.
-fn total(memory: &Memory) -> usize {
-    [
-        memory.weights_bytes,
-        memory.draft_weights_bytes,
-        memory.cache_upper_bytes,
-        memory.cache_lower_bytes,
-        memory.cache_full_bytes,
-        memory.buffer_bytes,
-        memory.workspace_bytes,
-    ]
-    .into_iter()
-    .fold(0, usize::saturating_add)
 }

@@ -71,10 +71,10 @@ pub(crate) struct PyEngine {
     step_rows: usize,
     every_method: bool,
     planes: Planes,
-    /// Makes drafters with another checkpoint, if one was loaded.
-    second: Option<MakeDrafter>,
+    /// Makes drafters with the draft model, if one was loaded.
+    make_drafter: Option<MakeDrafter>,
     /// The view of its cache, if not the target's.
-    second_kv: Option<String>,
+    draft_model_kv: Option<String>,
 }
 
 impl PyEngine {
@@ -169,7 +169,7 @@ impl PyEngine {
         info.set_item("threads", threads)?;
         info.set_item("load_s", load_s)?;
         origin.describe(&info)?;
-        let Loaded { device, second, chosen, planned_bytes, .. } = loaded;
+        let Loaded { device, make_drafter, chosen, planned_bytes, .. } = loaded;
         Ok(PyEngine {
             device: Mutex::new(device),
             user: Mutex::new(None),
@@ -185,8 +185,8 @@ impl PyEngine {
             step_rows,
             every_method: arguments.every_method,
             planes,
-            second,
-            second_kv: arguments.draft_model_kv,
+            make_drafter,
+            draft_model_kv: arguments.draft_model_kv,
         })
     }
 
@@ -317,7 +317,7 @@ impl PyEngine {
             draft_pages,
             page_choice: page_choice.to_owned(),
             draft_refresh,
-            draft_model_kv: self.second_kv.clone(),
+            draft_model_kv: self.draft_model_kv.clone(),
             gamma,
             every_method: true,
             // Weights and sizes do not depend on the method.
@@ -325,7 +325,8 @@ impl PyEngine {
         };
         let resolved = arguments.resolve().map_err(to_python)?;
         let mut method = resolved.method;
-        method.drafter = drafter(method.drafter, resolved.second.as_ref(), self.second.as_ref()).map_err(to_python)?;
+        method.drafter =
+            drafter(method.drafter, resolved.draft_model.as_ref(), self.make_drafter.as_ref()).map_err(to_python)?;
         self.run(py, |device| {
             on_device!(device, engine => {
                 engine.set_method(method)?;

@@ -72,8 +72,13 @@ pub(crate) fn scores<'py>(
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
-        let second = stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
-        chosen.plan(models, &options, chosen.of_host(evaluate::bytes(checkpoint.config())).saturating_add(second))?;
+        let stored_bytes =
+            stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
+        chosen.plan(
+            models,
+            &options,
+            chosen.of_host(evaluate::bytes(checkpoint.config())).saturating_add(stored_bytes),
+        )?;
         let (options, stored) = (chosen.adapt(&options), stored.map(|stored| chosen.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let text = Text { tokens: &tokens, context, block_rows: options.block_rows };

@@ -102,7 +102,7 @@ pub(crate) struct Files<'a> {
 /// A loaded engine, and the choices made for it.
 pub(crate) struct Loaded {
     pub(crate) device: Device,
-    pub(crate) second: Option<MakeDrafter>,
+    pub(crate) make_drafter: Option<MakeDrafter>,
     pub(crate) chosen: ChosenDevice,
     config: ModelConfig,
     weights: TargetWeights,
@@ -117,14 +117,14 @@ impl Files<'_> {
     pub(crate) fn load(self, device: &str, mut resolved: Resolved, hooks: Hooks, raised: &Raised) -> Result<Loaded> {
         let checkpoint = open(self.model, self.draft_cache)?;
         let draft = self.draft_model.map(|model| open(model, None)).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.second_view };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.draft_model_view };
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         let Options { weights, sensitive, threads, .. } = resolved.options;
         let planned_bytes = chosen.plan(models, &resolved.options, 0)?;
         let in_memory = self.prompt_memory && self.prompt_folder.is_none();
         let prompt_bytes = in_memory.then(|| chosen.bytes_for_prompts(planned_bytes));
-        let (mut device, second) = chosen.engine(models, resolved, [hooks, raised.hooks()])?;
+        let (mut device, make_drafter) = chosen.engine(models, resolved, [hooks, raised.hooks()])?;
         // A callback's very last call, after which no poll follows.
         if raised.is_set() {
             return Err(Error::interrupted());
@@ -146,7 +146,7 @@ impl Files<'_> {
             });
         }
         let config = checkpoint.config().clone();
-        Ok(Loaded { device, second, chosen, config, weights, sensitive, planned_bytes, prompt_bytes })
+        Ok(Loaded { device, make_drafter, chosen, config, weights, sensitive, planned_bytes, prompt_bytes })
     }
 }
 

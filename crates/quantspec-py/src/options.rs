@@ -110,28 +110,28 @@ pub(crate) struct Resolved {
     /// The view of the cache that a draft reads, and its most tokens.
     pub(crate) drafted: (View, usize),
     pub(crate) accept: Accept,
-    /// Options for drafting with another checkpoint; the method's drafter then uses that network.
-    pub(crate) second: Option<Second>,
-    /// The view that a second network's cache keeps; `None` for the target's planes.
-    pub(crate) second_view: Option<View>,
+    /// How the method drafts with a draft model, if it may; its drafter is then made with that model.
+    pub(crate) draft_model: Option<WithDraftModel>,
+    /// The view that a draft model's cache keeps; `None` for the target's planes.
+    pub(crate) draft_model_view: Option<View>,
 }
 
-/// Options of a second network for drafting.
-pub(crate) struct Second {
+/// How a method drafts with a draft model.
+pub(crate) struct WithDraftModel {
     pub(crate) entry: &'static Entry,
     /// The target's view.
     pub(crate) target: View,
-    /// The view of its own cache.
+    /// The view of the draft model's own cache.
     pub(crate) view: View,
     pub(crate) weights: DraftWeights,
     /// One choice for each candidate.
     pub(crate) pages: Vec<Pages>,
 }
 
-impl Second {
-    /// The method's drafter with that network; `None` if it needs one and there is none.
-    pub(crate) fn drafter(&self, network: Option<Box<dyn Drafter>>) -> Option<Box<dyn Drafter>> {
-        self.entry.drafter(self.target, self.weights, &self.pages, network)
+impl WithDraftModel {
+    /// The method's drafter; `None` if it needs a draft model and there is none.
+    pub(crate) fn drafter(&self, draft_model: Option<Box<dyn Drafter>>) -> Option<Box<dyn Drafter>> {
+        self.entry.drafter(self.target, self.weights, &self.pages, draft_model)
     }
 }
 
@@ -305,7 +305,7 @@ impl EngineArguments {
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(&self.weights)?;
         let target = target_view(&self.kv_target)?;
-        let second_view =
+        let draft_model_view =
             self.draft_model_kv.as_ref().map(|name| one_of("draft_model_kv", name, &KV_TARGETS)).transpose()?;
         let rounding = rounding(&self.kv_rounding)?;
         let wanted = one_of(
@@ -325,15 +325,15 @@ impl EngineArguments {
         };
         let fewest = pages.iter().map(tokens).min().unwrap_or(0);
         let drafter = method.drafter(target, wanted, &pages, None);
-        let takes_second = matches!(method.source, Source::Checkpoint | Source::Several);
-        let view = second_view.unwrap_or(target);
-        let second = takes_second.then_some(Second { entry: method, target, view, weights: wanted, pages });
+        let takes_one = matches!(method.source, Source::Checkpoint | Source::Several);
+        let view = draft_model_view.unwrap_or(target);
+        let draft_model = takes_one.then_some(WithDraftModel { entry: method, target, view, weights: wanted, pages });
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
-            None => Needs { distributions: second.is_some(), ..Needs::default() },
+            None => Needs { distributions: draft_model.is_some(), ..Needs::default() },
         };
         let policy = self.policy()?;
-        let step_rows = self.step_rows(drafter.is_some() || second.is_some())?;
+        let step_rows = self.step_rows(drafter.is_some() || draft_model.is_some())?;
         if self.capacity == 0 || self.slots == 0 {
             return Err(Error::usage(
                 format!("an engine of {} slots of {} tokens holds nothing", self.slots, self.capacity),
@@ -368,8 +368,8 @@ impl EngineArguments {
             auto_precision: sensitive.is_none(),
             drafted: (needs.view.unwrap_or(target), fewest),
             accept,
-            second,
-            second_view,
+            draft_model,
+            draft_model_view,
         })
     }
 }

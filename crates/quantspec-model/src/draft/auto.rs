@@ -21,14 +21,14 @@ const LAG: usize = 512;
 #[derive(Debug)]
 pub struct Auto {
     own: SelfQuantised,
-    second: Option<Box<dyn Drafter>>,
+    draft_model: Option<Box<dyn Drafter>>,
     /// Tokens emitted by each of the draft model's sequences after its last draft.
     lags: HashMap<usize, usize>,
 }
 
 impl Auto {
     /// Self-drafting with each of `pages` (at least one), and a draft model.
-    pub fn new(target: View, weights: DraftWeights, pages: &[Pages], second: Option<Box<dyn Drafter>>) -> Auto {
+    pub fn new(target: View, weights: DraftWeights, pages: &[Pages], draft_model: Option<Box<dyn Drafter>>) -> Auto {
         let four = if weights == DraftWeights::None { Weights::Full } else { Weights::Draft };
         let config = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
         let whole = pages.iter().filter(|pages| **pages == Pages::All);
@@ -46,18 +46,18 @@ impl Auto {
         if configs.is_empty() {
             configs.push(DraftConfig { weights: four, view: View::Upper, pages: Pages::All });
         }
-        Auto { own: SelfQuantised(configs), second, lags: HashMap::new() }
+        Auto { own: SelfQuantised { configs }, draft_model, lags: HashMap::new() }
     }
 
     /// The draft model if it is the candidate, with the index of its own candidate.
-    fn second(&mut self, candidate: usize) -> Option<(&mut Box<dyn Drafter>, usize)> {
-        Some((self.second.as_mut()?, candidate.checked_sub(self.own.0.len())?))
+    fn chosen_draft_model(&mut self, candidate: usize) -> Option<(&mut Box<dyn Drafter>, usize)> {
+        Some((self.draft_model.as_mut()?, candidate.checked_sub(self.own.configs.len())?))
     }
 }
 
 impl Drafter for Auto {
     fn needs(&self) -> Needs {
-        let draft_weights = self.own.0.iter().any(|config| config.weights == Weights::Draft);
+        let draft_weights = self.own.configs.iter().any(|config| config.weights == Weights::Draft);
         Needs { draft_weights, ..self.own.needs() }
     }
 
@@ -66,32 +66,32 @@ impl Drafter for Auto {
     }
 
     fn candidates(&self) -> usize {
-        self.own.candidates() + self.second.as_ref().map_or(0, |second| second.candidates())
+        self.own.candidates() + self.draft_model.as_ref().map_or(0, |draft_model| draft_model.candidates())
     }
 
     fn usable(&self, outlook: &Outlook) -> Vec<bool> {
-        let mut usable = usable_configs(&self.own.0, outlook);
+        let mut usable = usable_configs(&self.own.configs, outlook);
         if outlook.longest() == 0 {
             // Without visible pages all views are equal, so the first configuration suffices.
-            usable.iter_mut().zip(&self.own.0).for_each(|(usable, config)| *usable &= config.view == View::Upper);
+            usable.iter_mut().zip(&self.own.configs).for_each(|(usable, config)| *usable &= config.view == View::Upper);
         }
-        if let Some(second) = &self.second {
-            usable.extend(second.usable(outlook).iter().map(|usable| *usable && !self.lags.is_empty()));
+        if let Some(draft_model) = &self.draft_model {
+            usable.extend(draft_model.usable(outlook).iter().map(|usable| *usable && !self.lags.is_empty()));
         }
         usable
     }
 
     fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
-        let mut priors = outlook.priors(&self.own.0);
-        if let Some(second) = &self.second {
-            let bytes = second.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
+        let mut priors = outlook.priors(&self.own.configs);
+        if let Some(draft_model) = &self.draft_model {
+            let bytes = draft_model.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
             priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, rejections: 1.0, weights: 2 });
         }
         priors
     }
 
     fn method(&self, candidate: usize) -> Option<&'static str> {
-        Some(match self.own.0.get(candidate) {
+        Some(match self.own.configs.get(candidate) {
             None => "draft-model",
             Some(DraftConfig { weights: Weights::Full, .. }) => "kv4",
             Some(DraftConfig { view: View::Upper, .. }) => "quantspec",
@@ -100,20 +100,20 @@ impl Drafter for Auto {
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
-        match &mut self.second {
+        match &mut self.draft_model {
             None => Ok(()),
-            Some(second) => {
+            Some(draft_model) => {
                 self.lags.insert(slot, 0);
-                second.prefill(slot, prompt, first)
+                draft_model.prefill(slot, prompt, first)
             }
         }
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
-        let Some((second, candidate)) = self.second(candidate) else {
+        let Some((draft_model, candidate)) = self.chosen_draft_model(candidate) else {
             return self.own.propose(target, turns, candidate);
         };
-        let proposed = second.propose(target, turns, candidate)?;
+        let proposed = draft_model.propose(target, turns, candidate)?;
         for turn in turns.iter().filter(|turn| !turn.copied) {
             self.lags.entry(turn.slot).and_modify(|lag| *lag = 0);
         }
@@ -121,24 +121,24 @@ impl Drafter for Auto {
     }
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        let (Some(second), Some(lag)) = (&mut self.second, self.lags.get_mut(&slot)) else { return Ok(()) };
+        let (Some(draft_model), Some(lag)) = (&mut self.draft_model, self.lags.get_mut(&slot)) else { return Ok(()) };
         *lag += tokens.len();
         if *lag > LAG {
             self.close(slot);
             return Ok(());
         }
-        second.commit(slot, tokens)
+        draft_model.commit(slot, tokens)
     }
 
     fn close(&mut self, slot: usize) {
         self.lags.remove(&slot);
-        if let Some(second) = &mut self.second {
-            second.close(slot);
+        if let Some(draft_model) = &mut self.draft_model {
+            draft_model.close(slot);
         }
     }
 
     fn memory(&self) -> Memory {
-        self.second.as_ref().map_or_else(Memory::default, |second| second.memory())
+        self.draft_model.as_ref().map_or_else(Memory::default, |draft_model| draft_model.memory())
     }
 }
 
@@ -152,7 +152,7 @@ mod tests {
     const PAGES: [Pages; 3] = [Pages::All, Pages::Best(16), Pages::Best(64)];
 
     fn methods(auto: &Auto) -> Vec<(&'static str, Pages)> {
-        let config = |at: usize| auto.own.0.get(at).map_or(Pages::All, |config| config.pages);
+        let config = |at: usize| auto.own.configs.get(at).map_or(Pages::All, |config| config.pages);
         (0..auto.candidates()).map(|at| (auto.method(at).unwrap(), config(at))).collect()
     }
 

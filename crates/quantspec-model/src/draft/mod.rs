@@ -373,23 +373,23 @@ impl Entry {
         }
     }
 
-    /// The drafter; `None` if nothing drafts, or if another checkpoint must draft and `second` is `None`. For self-drafting
+    /// The drafter; `None` if nothing drafts, or if a draft model must draft and `draft_model` is `None`. For self-drafting
     /// methods, each of `pages` (at least one) is a candidate. Without draft weights they use the target's.
     pub fn drafter(
         &self,
         target: View,
         weights: DraftWeights,
         pages: &[Pages],
-        second: Option<Box<dyn Drafter>>,
+        draft_model: Option<Box<dyn Drafter>>,
     ) -> Option<Box<dyn Drafter>> {
         let drafter: Box<dyn Drafter> = match (self.draft_config(target), self.source) {
             (Some(config), _) => {
                 let weights = if weights == DraftWeights::None { Weights::Full } else { config.weights };
                 let configs = pages.iter().map(|&pages| DraftConfig { weights, pages: self.pages(pages), ..config });
-                Box::new(SelfQuantised(configs.collect()))
+                Box::new(SelfQuantised { configs: configs.collect() })
             }
-            (None, Source::Several) => Box::new(Auto::new(target, weights, pages, second)),
-            (None, Source::Checkpoint) => second?,
+            (None, Source::Several) => Box::new(Auto::new(target, weights, pages, draft_model)),
+            (None, Source::Checkpoint) => draft_model?,
             (None, Source::Other(make)) => make(),
             (None, _) => return None,
         };

@@ -1,4 +1,4 @@
-//! Drafting with a second checkpoint (Leviathan et al. 2023, arXiv 2211.17192): a smaller model with the same tokenizer, on
+//! Drafting with a draft model (Leviathan et al. 2023, arXiv 2211.17192): a smaller one with the same tokenizer, on
 //! its own backend of the target's kind.
 //!
 //! Its cache holds the tokens it was fed. Emitted tokens that it was not fed (the last drafted token if all were accepted,
@@ -27,7 +27,7 @@ pub struct DraftModel<B: Backend> {
     configs: Vec<DraftConfig>,
 }
 
-/// The second network and its sequences.
+/// The draft model's backend and its sequences.
 struct Shared<B: Backend> {
     backend: B,
     capacity: usize,
@@ -35,7 +35,7 @@ struct Shared<B: Backend> {
     sequences: HashMap<usize, Sequence>,
 }
 
-/// A sequence in the second network.
+/// A sequence of the draft model.
 #[derive(Debug, Default)]
 struct Sequence {
     /// Tokens in its cache.
@@ -86,7 +86,7 @@ impl<B: Backend> Shared<B> {
         self.backend.end_chunk()
     }
 
-    /// Non-finite values of the second network end its drafts of a sequence, and are no error of the text.
+    /// Non-finite values of the draft model end its drafts of a sequence, and are no error of the text.
     fn end_drafts_if_not_finite(&mut self, slot: usize, result: Result<()>) -> Result<()> {
         match result {
             Err(error) if error.kind == ErrorKind::NotFinite => {

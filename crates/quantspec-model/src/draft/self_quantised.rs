@@ -9,20 +9,23 @@ use quantspec_core::forecast::Prior;
 /// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
 /// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
-pub struct SelfQuantised(pub Vec<DraftConfig>);
+pub struct SelfQuantised {
+    /// What a step of each candidate reads; at least one.
+    pub configs: Vec<DraftConfig>,
+}
 
 impl SelfQuantised {
     /// The drafter of one configuration.
     pub fn boxed(config: DraftConfig) -> Box<dyn Drafter> {
-        Box::new(SelfQuantised(vec![config]))
+        Box::new(SelfQuantised { configs: vec![config] })
     }
 }
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.0[0].weights.is_draft();
-        let page_masses = self.0.iter().any(|config| matches!(config.pages, Pages::Snap { .. }));
-        Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
+        let draft_weights = self.configs[0].weights.is_draft();
+        let page_masses = self.configs.iter().any(|config| matches!(config.pages, Pages::Snap { .. }));
+        Needs { view: Some(self.configs[0].view), draft_weights, distributions: true, page_masses }
     }
 
     fn margins(&self) -> bool {
@@ -30,16 +33,16 @@ impl Drafter for SelfQuantised {
     }
 
     fn candidates(&self) -> usize {
-        self.0.len()
+        self.configs.len()
     }
 
     fn usable(&self, outlook: &Outlook) -> Vec<bool> {
-        usable_configs(&self.0, outlook)
+        usable_configs(&self.configs, outlook)
     }
 
     fn priors(&self, outlook: &Outlook) -> Vec<Prior> {
         // What a user chose is tried in any case.
-        if self.0.len() == 1 { Vec::new() } else { outlook.priors(&self.0) }
+        if self.configs.len() == 1 { Vec::new() } else { outlook.priors(&self.configs) }
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -47,7 +50,7 @@ impl Drafter for SelfQuantised {
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
-        let config = self.0[candidate];
+        let config = self.configs[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         target.draft(&config, turns)?;
         // A draft that ended at its first token took a step and yielded none.
@@ -74,7 +77,7 @@ mod tests {
     fn candidates_are_configurations_that_leave_out_at_least_a_third_of_the_pages() {
         let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
         let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
-        let mut drafter = SelfQuantised(configs.clone());
+        let mut drafter = SelfQuantised { configs: configs.clone() };
         let expected = |visible, measured: [_; 3]| forecasts(&drafter, &[3, visible], &measured);
         let usable = |visible| expected(visible, [None; 3]).iter().map(|&forecast| forecast > 0.0).collect::<Vec<_>>();
         assert_eq!(usable(23), [true, false, false]);
@@ -87,7 +90,7 @@ mod tests {
         let after = expected(600, [None, Some((0.3, 0.9)), None]);
         assert!(after[0] < before[0] && after[2] < before[2], "{after:?} {before:?}");
         // A number of pages set by the user is read at any length.
-        assert_eq!(forecasts(&SelfQuantised(vec![config(Pages::Best(16))]), &[], &[None]), [f64::INFINITY]);
+        assert_eq!(forecasts(&*SelfQuantised::boxed(config(Pages::Best(16))), &[], &[None]), [f64::INFINITY]);
 
         let (mut target, mut turns) = (Recorder::default(), [Turn::new(0, 5, 3, Sampler::greedy())]);
         for (candidate, config) in configs.iter().enumerate() {

@@ -48,7 +48,7 @@ pub(crate) struct Case {
     pub(crate) rounding: Rounding,
     pub(crate) method: &'static str,
     pub(crate) pages: Pages,
-    /// View of a second network's cache; `None` for the target's, or what the decoder chooses.
+    /// View of a draft model's cache; `None` for the target's, or what the decoder chooses.
     pub(crate) second_view: Option<View>,
     /// γ of each round and sequence in turn; the policy chooses a single one.
     pub(crate) gammas: &'static [usize],
