@@ -121,7 +121,7 @@ def test_prompt_lookup_by_rejection_repeats_itself_with_fixed_gamma() -> None:
 
 @pytest.mark.parametrize("gamma", ["auto", 3])
 @pytest.mark.parametrize("method", ["draft-model", "draft-model+ngram"])
-def test_a_second_checkpoint_changes_no_token(method: str, gamma: int | str) -> None:
+def test_a_draft_model_changes_no_token(method: str, gamma: int | str) -> None:
     plain = Engine.load(method="ar", context=700, batch=2, device="cpu")
     drafting = Engine.load(
         method=method, draft_model=DEMO, gamma=gamma, draft_pages=2, context=700, batch=2, device="cpu"
@@ -137,14 +137,14 @@ def test_a_second_checkpoint_changes_no_token(method: str, gamma: int | str) -> 
         assert stats["accepted_tokens"] > 0.8 * (stats["drafted_tokens"] - stats["copied_tokens"])
 
 
-def test_a_second_checkpoint_by_rejection_is_mostly_accepted() -> None:
+def test_a_draft_model_by_rejection_is_mostly_accepted() -> None:
     # The model drafts for itself, so p and q differ by rounding only.
     engine = Engine.load(method="draft-model", draft_model=DEMO, gamma=4, accept="rejection", context=700, device="cpu")
     engine.generate(TEXT, max_new_tokens=200, temperature=1.0, seed=1, ignore_eos=True)
     assert (engine.statistics()["acceptance_rate"] or 0) > 0.95
 
 
-def test_a_second_checkpoint_is_planned() -> None:
+def test_a_draft_model_is_planned() -> None:
     model = Model.open(None)
     alone = planned(model, EngineOptions(method="ar", gamma=0, device="cpu"), context=700)
     both = planned(model, EngineOptions(method="draft-model", draft_model=str(DEMO), device="cpu"), context=700)
@@ -154,7 +154,7 @@ def test_a_second_checkpoint_is_planned() -> None:
 
 
 @pytest.mark.parametrize("view", ["fp16", "int8", "int4"])
-def test_a_second_checkpoint_keeps_a_cache_of_its_own_view(view: str) -> None:
+def test_a_draft_model_keeps_a_cache_of_its_own_view(view: str) -> None:
     options: dict[str, Any] = {"method": "draft-model", "draft_model": str(DEMO), "device": "cpu"}
     with_view = EngineOptions(**options, draft_model_kv=view, gamma=3, draft_pages=2, page_choice="window")
     model = Model.open(None)
@@ -271,7 +271,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
+def test_bench_measures_a_draft_model(quantspec: Any) -> None:
     bench = ("bench", "-p", "0", "-n", "12", "-d", "8", "-r", "1", "-g", "2", "-o", "json", "--device", "cpu")
     rows = quantspec(*bench, "--methods", "ar,draft-model,quantspec+ngram", "--draft-model", str(DEMO)).json
     plain, drafting, _ = rows

@@ -57,7 +57,7 @@ pub(crate) fn acceptance(candidates: &[Candidate], index: usize) -> f64 {
     let (mut rejected, mut expected, mut tokens) = (0.0, 0.0, 0.0);
     for (at, other) in candidates.iter().enumerate().filter(|(_, other)| other.rounds > 0) {
         let (Some(prior), Some(known)) = (prior, other.prior) else { continue };
-        if at != index && known.weights == prior.weights {
+        if at != index && known.reads == prior.reads {
             let Ratio { numerator: accepted, denominator: judged } = other.acceptance;
             rejected += judged - accepted;
             expected += judged * known.rejections / prior.rejections;
@@ -72,21 +72,22 @@ pub(crate) fn acceptance(candidates: &[Candidate], index: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::forecast::Reads;
 
     #[test]
     fn rejections_of_others_count_as_a_few_tokens() {
-        let of = |rejections, weights, accepted, judged| {
-            let prior = Some(Prior { bytes: 0.2, alpha: 0.95, rejections, weights });
+        let of = |rejections, reads, accepted, judged| {
+            let prior = Some(Prior { bytes: 0.2, alpha: 0.95, rejections, reads });
             let acceptance = Ratio { numerator: accepted, denominator: judged };
             Candidate { prior, acceptance, rounds: 9, ..Candidate::new() }
         };
         // Ten tokens of its own, all accepted. Of a hundred of a candidate that reads more a tenth was rejected, so here it
         // would have been a fifth: 4 of 20 tokens.
-        let (few, all) = (of(2.0, 0, 10.0, 10.0), of(1.0, 0, 90.0, 100.0));
+        let (few, all) = (of(2.0, Reads::DraftWeights, 10.0, 10.0), of(1.0, Reads::DraftWeights, 90.0, 100.0));
         let found = acceptance(&[all.clone(), few.clone()], 1);
         assert!((found - 26.0 / 30.0).abs() < 1e-9, "{found}");
         // Those of other weights, and those without rounds, tell nothing.
         let unused = Candidate { rounds: 0, ..all };
-        assert_eq!(acceptance(&[unused, of(1.0, 1, 0.0, 50.0), few], 2), ALPHA_MAX);
+        assert_eq!(acceptance(&[unused, of(1.0, Reads::TargetWeights, 0.0, 50.0), few], 2), ALPHA_MAX);
     }
 }

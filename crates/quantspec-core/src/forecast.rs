@@ -27,8 +27,19 @@ pub struct Prior {
     pub alpha: f64,
     /// Expected rejections, relative to those of other candidates with the same weights.
     pub rejections: f64,
-    /// Identifies its weights: measurements of one candidate apply in part to others with the same weights.
-    pub weights: usize,
+    /// Measurements of one candidate apply in part to others that read the same weights.
+    pub reads: Reads,
+}
+
+/// Weights that a draft step reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// The target's in 4 bits.
+    DraftWeights,
+    /// Those of a plain step.
+    TargetWeights,
+    /// Another checkpoint's.
+    DraftModel,
 }
 
 /// Expected tokens of each candidate in the time of a plain step, at its best γ: 0 if it is not usable, infinite without
@@ -40,7 +51,7 @@ pub fn forecasts(usable: &[bool], priors: &[Prior], measured: &[Option<(f64, f64
 }
 
 fn forecast(prior: &Prior, priors: &[Prior], measured: &[Option<(f64, f64)>]) -> f64 {
-    let peers = priors.iter().zip(measured).filter(|(peer, _)| peer.weights == prior.weights);
+    let peers = priors.iter().zip(measured).filter(|(peer, _)| peer.reads == prior.reads);
     let (mut excess, mut alpha) = (f64::INFINITY, 0.0_f64);
     for (peer, (step, measured)) in peers.filter_map(|(peer, known)| Some((peer, (*known)?))) {
         excess = excess.min(EXCESS * (step - peer.bytes).max(0.0) * (prior.bytes / peer.bytes).min(1.0));
@@ -55,8 +66,8 @@ fn forecast(prior: &Prior, priors: &[Prior], measured: &[Option<(f64, f64)>]) ->
 mod tests {
     use super::*;
 
-    const QUICK: Prior = Prior { bytes: 0.25, alpha: 0.95, rejections: 1.0, weights: 0 };
-    const SLOW: Prior = Prior { bytes: 0.9, alpha: 0.99, rejections: 1.0, weights: 1 };
+    const QUICK: Prior = Prior { bytes: 0.25, alpha: 0.95, rejections: 1.0, reads: Reads::DraftWeights };
+    const SLOW: Prior = Prior { bytes: 0.9, alpha: 0.99, rejections: 1.0, reads: Reads::TargetWeights };
 
     #[test]
     fn fewer_bytes_raise_a_forecast() {

@@ -85,20 +85,20 @@ fn demo() -> Model {
 }
 
 impl Model {
-    /// The drafter of a second checkpoint: the demo model for every model with its tokenizer, others for themselves. Its cache has
-    /// the case's view. Without one, and if the target reads both nibbles and the first γ is even, it reads the upper ones, so
-    /// that its own target errs too.
-    fn second(&self, case: &Case, view: View, pages: &[Pages], target: &Options) -> Box<dyn Drafter> {
-        let view = match case.second_view {
+    /// The draft model: the demo model for every model with its tokenizer, others for themselves. Its cache has the case's view.
+    /// Without one, and if the target reads both nibbles and the first γ is even, it reads the upper ones, so that its own target
+    /// errs too.
+    fn draft_model(&self, case: &Case, view: View, pages: &[Pages], target: &Options) -> Box<dyn Drafter> {
+        let view = match case.draft_model_view {
             Some(view) => view,
             None if view == View::Both && case.gammas[0].is_multiple_of(2) => View::Upper,
             None => view,
         };
         let planes = Planes::of(&[view]);
         let options = Options { planes, step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
-        let [own, demo] = [self, &demo()].map(|model| Checkpoint::open(&model.0).expect("second checkpoint"));
-        let second = if own.config().vocab == demo.config().vocab { demo } else { own };
-        let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
+        let [own, demo] = [self, &demo()].map(|model| Checkpoint::open(&model.0).expect("a checkpoint"));
+        let checkpoint = if own.config().vocab == demo.config().vocab { demo } else { own };
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("draft model");
         Box::new(DraftModel::new(backend, view, pages, target.capacity, BLOCK_ROWS))
     }
 }
@@ -149,7 +149,7 @@ impl Decode for Model {
             threads: case.threads,
             ..Options::new(requests.len(), longest)
         };
-        let method = case.method(|view, pages| self.second(case, view, pages, &options));
+        let method = case.method(|view, pages| self.draft_model(case, view, pages, &options));
         let needs = method.drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
         let views: Vec<View> = std::iter::once(case.target).chain(needs.view).collect();
         let options = Options {

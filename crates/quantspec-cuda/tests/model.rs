@@ -34,14 +34,13 @@ use std::sync::Arc;
 /// Rows of a prompt, over all layers, between two rounds of earlier sequences: several blocks, and no whole layers.
 const CHUNK_ROWS: usize = 700;
 
-/// A checkpoint on the GPU. One engine decodes every case, and drafts for itself as a second checkpoint, from a separate
-/// backend.
+/// A checkpoint on the GPU. One engine decodes every case, and is its own draft model, in another backend.
 struct Model<'a> {
     device: &'a Arc<Device>,
     checkpoint: &'a Checkpoint,
     options: Options,
     engine: Engine<CudaBackend>,
-    second: Option<DraftModel<CudaBackend>>,
+    draft_model: Option<DraftModel<CudaBackend>>,
 }
 
 impl<'a> Model<'a> {
@@ -52,7 +51,7 @@ impl<'a> Model<'a> {
     fn on(backend: CudaBackend, device: &'a Arc<Device>, checkpoint: &'a Checkpoint, options: &Options) -> Model<'a> {
         let plain = Method { target: View::Both, drafter: None, policy: Policy::fixed(0) };
         let engine = Engine::new(backend, plain, options.slots, options.capacity, options.block_rows);
-        Model { device, checkpoint, options: options.clone(), engine, second: None }
+        Model { device, checkpoint, options: options.clone(), engine, draft_model: None }
     }
 
     /// Requests of `new_tokens` tokens after prompts of these lengths, each with its sampler.
@@ -67,15 +66,15 @@ impl<'a> Model<'a> {
 
 impl Decode for Model<'_> {
     fn decode(&mut self, case: &Case, requests: &[Request]) -> Vec<Answer> {
-        let Model { device, checkpoint, options, engine, second } = self;
-        let second = |view, pages: &[Pages]| -> Box<dyn Drafter> {
+        let Model { device, checkpoint, options, engine, draft_model } = self;
+        let drafter = |view, pages: &[Pages]| -> Box<dyn Drafter> {
             // One network serves every case, so it keeps the planes of all views.
             let planes = Planes { upper: true, lower: true, full: true };
             let options = Options { planes, ..options.clone() };
             let made = || DraftModel::new(load(device, checkpoint, &options), view, pages, options.capacity, 256);
-            Box::new(second.get_or_insert_with(made).reading(case.second_view.unwrap_or(view), pages))
+            Box::new(draft_model.get_or_insert_with(made).reading(case.draft_model_view.unwrap_or(view), pages))
         };
-        engine.set_method(case.method(second)).unwrap();
+        engine.set_method(case.method(drafter)).unwrap();
         exactness::decode(engine, case, requests)
     }
 }
@@ -494,9 +493,9 @@ fn rejection_is_reproducible() {
         let mut model = Model::load(&device, &checkpoint, &options);
         let samplers = [0, 1].map(|sequence| sampler(Accept::Rejection, 5, sequence));
         let requests = model.requests(&[500, 333], &samplers, 200);
-        let [itself, lookup, second] =
+        let [itself, lookup, draft_model] =
             ["quantspec", "ngram", "draft-model"].map(|method| case(method, Pages::All, &[4], 2));
-        for case in [&itself, &lookup, &second] {
+        for case in [&itself, &lookup, &draft_model] {
             model.engine.reset_stats();
             assert_eq!(model.decode(case, &requests), model.decode(case, &requests));
         }

@@ -85,7 +85,7 @@ impl Scene {
             bytes: weights + cache,
             alpha: hoped,
             rejections: 1.0 - hoped + 0.05 * ((1.0 / share).powf(0.2) - 1.0),
-            weights: usize::from(w4),
+            reads: if w4 { forecast::Reads::DraftWeights } else { forecast::Reads::TargetWeights },
         };
         Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
     }
@@ -188,7 +188,10 @@ fn what_has_no_forecast_is_not_tried() {
     let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0, first: 1.0, told: true };
     let ways = scene.methods().concat();
     let known: Vec<forecast::Prior> = ways.iter().map(|way| way.known).collect();
-    let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
+    let kv4 = ways
+        .iter()
+        .position(|way| way.known.reads == forecast::Reads::TargetWeights)
+        .expect("a way with the target's weights");
     let mut policy = Policy::auto(12).with_candidates(ways.len());
     for round in 0..2_000 {
         policy.observe_forecasts(&forecast::forecasts(&vec![true; ways.len()], &known, &policy.measured()), &[]);
@@ -254,7 +257,7 @@ fn batches_of_documents_come_close_to_the_best_pair() {
         let way = |&(step, bytes, alpha)| Way {
             step,
             alpha,
-            known: forecast::Prior { bytes, alpha: 0.95, rejections: 1.0, weights: 0 },
+            known: forecast::Prior { bytes, alpha: 0.95, rejections: 1.0, reads: forecast::Reads::DraftWeights },
         };
         let ways: Vec<Way> = documents.ways.iter().map(way).collect();
         for (slow_first, bound) in [(1.0, 1.03), (4.0, 1.05)] {

@@ -33,7 +33,12 @@ impl Library {
             let forecast = |index| if usable(index) { f64::INFINITY } else { 0.0 };
             let prior = |&candidate: &usize| {
                 let left_out = visible as f64 / READ[candidate].min(visible).max(1) as f64;
-                forecast::Prior { bytes: 0.0, alpha: 0.95, rejections: left_out.powf(0.2), weights: 0 }
+                forecast::Prior {
+                    bytes: 0.0,
+                    alpha: 0.95,
+                    rejections: left_out.powf(0.2),
+                    reads: forecast::Reads::DraftWeights,
+                }
             };
             let priors: Vec<_> = offered.iter().filter(|_| self.world.told).map(prior).collect();
             policy.observe_forecasts(&(0..offered.len()).map(forecast).collect::<Vec<_>>(), &priors);

@@ -3,15 +3,12 @@
 //! Candidates are several draft configurations and, if given, a draft model. The bytes that a configuration reads bound its
 //! speed, and the policy does not try those with too low a bound ([`quantspec_core::forecast`]).
 
-use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target, usable_configs};
+use super::{ALPHA, Drafter, Needs, Outlook, Proposed, SelfQuantised, Target, usable_configs};
 use crate::backend::{DraftConfig, Memory, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
-use quantspec_core::forecast::Prior;
+use quantspec_core::forecast::{Prior, Reads};
 use std::collections::HashMap;
-
-/// Optimistic acceptance of another checkpoint.
-const ALPHA: f64 = 0.95;
 
 /// Tokens of a sequence by which a draft model may lag. With a longer lag it is not used for the rest of the sequence: each token
 /// to catch up takes a sixteenth of its step.
@@ -85,7 +82,7 @@ impl Drafter for Auto {
         let mut priors = outlook.priors(&self.own.configs);
         if let Some(draft_model) = &self.draft_model {
             let bytes = draft_model.memory().draft_weights_bytes as f64 / outlook.plain_bytes();
-            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, rejections: 1.0, weights: 2 });
+            priors.resize(self.candidates(), Prior { bytes, alpha: ALPHA, rejections: 1.0, reads: Reads::DraftModel });
         }
         priors
     }

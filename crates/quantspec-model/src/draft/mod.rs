@@ -21,7 +21,7 @@ use crate::backend::{Backend, DraftConfig, Memory, TokenSampler, Turn};
 use crate::forward::{self, Guess};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
-use quantspec_core::forecast::Prior;
+use quantspec_core::forecast::{Prior, Reads};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::fmt::Debug;
 
@@ -125,8 +125,11 @@ pub struct Outlook<'a> {
     pub visible: &'a [usize],
 }
 
-/// Optimistic acceptance with 4-bit weights, and with the target's weights.
-const ALPHA: [f64; 2] = [0.95, 0.99];
+/// Optimistic acceptance with other weights than the target's.
+const ALPHA: f64 = 0.95;
+
+/// Optimistic acceptance with the target's weights.
+const ALPHA_TARGET_WEIGHTS: f64 = 0.99;
 
 /// Loss of acceptance by reading one of 32 pages. It grows with the fifth root of pages per page read, as observed
 /// for one of 4 to one of 64 pages on widened models.
@@ -169,10 +172,13 @@ impl Outlook<'_> {
 
     fn prior(&self, config: &DraftConfig) -> Prior {
         let bytes = self.step_bytes(config.weights, config.view, config.pages);
-        let weights = usize::from(config.weights == Weights::Full);
+        let (reads, alpha) = match config.weights {
+            Weights::Draft | Weights::Draft4 => (Reads::DraftWeights, ALPHA),
+            Weights::Full => (Reads::TargetWeights, ALPHA_TARGET_WEIGHTS),
+        };
         let per_read = self.read(Pages::All).max(1) as f64 / self.read(config.pages).max(1) as f64;
-        let rejections = 1.0 - ALPHA[weights] + LOSS * (per_read.powf(0.2) - 1.0);
-        Prior { bytes: bytes / self.plain_bytes(), alpha: ALPHA[weights], rejections, weights }
+        let rejections = 1.0 - alpha + LOSS * (per_read.powf(0.2) - 1.0);
+        Prior { bytes: bytes / self.plain_bytes(), alpha, rejections, reads }
     }
 
     /// Bytes of a plain step, as [`Outlook::step_bytes`].

@@ -49,7 +49,7 @@ pub(crate) struct Case {
     pub(crate) method: &'static str,
     pub(crate) pages: Pages,
     /// View of a draft model's cache; `None` for the target's, or what the decoder chooses.
-    pub(crate) second_view: Option<View>,
+    pub(crate) draft_model_view: Option<View>,
     /// γ of each round and sequence in turn; the policy chooses a single one.
     pub(crate) gammas: &'static [usize],
     /// γ is at most the largest of `gammas`; the policy and the logit margins of drafted tokens decide.
@@ -72,7 +72,7 @@ impl Case {
             rounding: Rounding::Balanced,
             method: "ar",
             pages: Pages::All,
-            second_view: None,
+            draft_model_view: None,
             gammas: &[0],
             auto: false,
             batch: 1,
@@ -93,14 +93,14 @@ impl Case {
         self.gammas.iter().copied().max().expect("one")
     }
 
-    /// The method. `second` makes the drafter of another checkpoint, which reads this view and these pages. With fixed γ,
-    /// `auto` drafts in every way it has, and also chooses among pages.
-    pub(crate) fn method(&self, second: impl FnOnce(View, &[Pages]) -> Box<dyn Drafter>) -> Method {
+    /// The method. `draft_model` makes the drafter of a draft model that reads this view and these pages. With fixed γ, `auto`
+    /// drafts in every way it has, and also chooses among pages.
+    pub(crate) fn method(&self, draft_model: impl FnOnce(View, &[Pages]) -> Box<dyn Drafter>) -> Method {
         let (entry, chooses) = (self.entry(), self.method == "auto");
-        let takes_second = matches!(entry.source, draft::Source::Checkpoint | draft::Source::Several);
-        let second = takes_second.then(|| second(self.target, &[self.pages]));
+        let takes_draft_model = matches!(entry.source, draft::Source::Checkpoint | draft::Source::Several);
+        let draft_model = takes_draft_model.then(|| draft_model(self.target, &[self.pages]));
         let pages: Vec<Pages> = std::iter::once(self.pages).chain(chooses.then_some(Pages::Best(2))).collect();
-        let drafter = entry.drafter(self.target, DraftWeights::Int4, &pages, second);
+        let drafter = entry.drafter(self.target, DraftWeights::Int4, &pages, draft_model);
         let in_turn = |drafter| Box::new(InTurn { drafter, round: 0 }) as Box<dyn Drafter>;
         let drafter = if chooses && !self.auto { drafter.map(in_turn) } else { drafter };
         let policy = if self.auto { Policy::auto } else { Policy::fixed };
@@ -328,7 +328,7 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
         all.push(Case { sensitive, ..Case::new(method, Pages::All, gammas, batch) });
     }
     for (view, pages) in [(View::Full, Pages::Window(3)), (View::Both, Pages::Best(3)), (View::Upper, Pages::All)] {
-        all.push(Case { second_view: Some(view), ..Case::new("draft-model", pages, &[5], 3) });
+        all.push(Case { draft_model_view: Some(view), ..Case::new("draft-model", pages, &[5], 3) });
     }
     // Two threads decode a small model no faster than one, and take twice the cores.
     all[selected..].iter_mut().step_by(4).for_each(|case| case.threads = 2);
