@@ -4,7 +4,7 @@
     pip install xllamacpp==2026.10.11549 gguf==0.19.0     llama.cpp for CPUs, and the writer of the files
     python benchmarks/llama_cpp.py [FILE.gguf ...]        measure, write results/llama_cpp.json
     python benchmarks/llama_cpp.py --quick                the same in a minute on a small model, without a file
-    python benchmarks/run.py --render                     render docs/benchmarks.md
+    python benchmarks/page.py                             render docs/benchmarks.md
 
 The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. The programs alternate.
 A number of decoding is the median of its repetitions at one memory bandwidth, a ratio one of such medians. Prompts depend on

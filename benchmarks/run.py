@@ -1,11 +1,9 @@
 #!/usr/bin/env python3
-"""Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
+"""Measure the CPU cases of docs/benchmarks.md, and render that page (page.py).
 
     python benchmarks/run.py [--models DIR]             measure, compare with results/cpu.json, replace it, render
     python benchmarks/run.py --plan-cpu [--models DIR]  compare `plan` with `bench`, write results/cpu-plan.json, render
     python benchmarks/run.py --documents-cpu            measure documents, write results/cpu-documents.json, render
-    python benchmarks/run.py --render                   render only
-    python benchmarks/run.py --check                    exit 1 if the page is not its rendering
     python benchmarks/run.py --commit                   print the commit of the installed build, as run_gpu.sh records it
     python benchmarks/run.py --plan MODEL ROWS          add predictions of `plan` to rows of a GPU, as run_gpu.sh does
 
@@ -19,8 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/benchmarks.md"
 METHODS = "ar-fp16,ar-int8,quantspec,auto"
 
 Row = dict[str, Any]
@@ -88,8 +83,6 @@ STEADY = 1.1
 # Attempts of `quantspec plan` at a row's memory bandwidth.
 ATTEMPTS = 4
 WIDEN = ("--times", "4", "--layers", "12")
-# The widened models of run_gpu.sh that decode one sequence.
-SHAPES = {"wide7": "Shape of Llama-2-7B", "wide8": "Shape of Llama-3.1-8B"}
 # --documents-cpu: the demo model in the shape of one with a billion parameters.
 WIDEN_1B = ("--times", "8", "--layers", "18")
 BATCHES = ("-p", "0", "-n", "48", "-d", "512", "-r", "1", "--batch", "1,2,4,8", "--methods", "ar-int8,quantspec,auto")
@@ -190,21 +183,13 @@ def measure_documents() -> None:
         whole: dict[str, dict[str, float]] = {}
         for answer, parallel in itertools.product(ANSWERS, PARALLEL):
             out = str(Path(folder) / f"out-{answer}-{parallel}")
-            flags = ("--out", out, "-n", answer, "--ignore-eos", "-q", "--parallel", parallel)
-            report = quantspec("batch", str(docs), *common, *flags)
+            sized = ("--out", out, "-n", answer, "--ignore-eos", "-q", "--parallel", parallel)
+            report = quantspec("batch", str(docs), *common, *sized)
             # After loading, which takes as long for one document.
             whole.setdefault(answer, {})[parallel] = report["stats"]["engine_s"]
         prompt_tokens = sum(result["prompt_tokens"] for result in report["results"])
-        second = run(
-            sys.executable,
-            "benchmarks/second_question.py",
-            "--tokens",
-            QUESTIONED,
-            "--device",
-            "cpu",
-            "--folder",
-            folder,
-        )
+        flags = ("--tokens", QUESTIONED, "--device", "cpu", "--folder", folder)
+        second = run(sys.executable, "benchmarks/second_question.py", *flags)
     measured = {
         "commit": commit,
         "rows": [row | {"model": wide.name} for row in rows],
@@ -242,15 +227,12 @@ def asked(row: Row) -> tuple[int, str]:
 
 def predicted(plan: dict[str, Any], row: Row) -> float | None:
     """Tokens per second of the row's mean round as a plan predicts its time."""
-    planned = [
-        method
-        for method in plan["methods"]
-        if method["method"] == row["method"]
-        and (row["method"] == "auto" or method["draft_pages"] == row["draft_pages"])
-    ]
-    if not planned:
+    of_method = [method for method in plan["methods"] if method["method"] == row["method"]]
+    if row["method"] != "auto":
+        of_method = [method for method in of_method if method["draft_pages"] == row["draft_pages"]]
+    if not of_method:
         return None
-    times, gamma = planned[0]["round_ms"], row["gamma_mean"]
+    times, gamma = of_method[0]["round_ms"], row["gamma_mean"]
     below = min(int(gamma), len(times) - 1)
     above = min(below + 1, len(times) - 1)
     time = times[below] + (times[above] - times[below]) * (gamma - below)
@@ -258,313 +240,11 @@ def predicted(plan: dict[str, Any], row: Row) -> float | None:
     return 1e3 * tokens / float(time)
 
 
-def table(head: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
-
-
-def speedup(row: Row, rows: list[Row]) -> float:
-    """Mean time of plain decoding with an FP16 cache at the same depth, divided by the row's."""
-    plain = [r for r in rows if (r["method"], r["kv_target"], r["n_depth"]) == ("ar", "fp16", row["n_depth"])]
-    return float(plain[0]["ms_per_token"] / row["ms_per_token"])
-
-
-def spread(row: Row) -> str:
-    """Slowest repetition divided by the fastest."""
-    samples = row["samples_ms_per_token"]
-    return f"{max(samples) / min(samples):.2f}"
-
-
-def accepted(row: Row) -> str:
-    """Share of drafted tokens that were accepted."""
-    rate = row["acceptance_rate"]
-    return "" if rate is None else f"{100 * rate:.0f} %"
-
-
-def planned(row: Row) -> str:
-    """Predicted divided by measured tokens/s, if `plan` predicts this method."""
-    predicted = row.get("predicted_tokens_per_s")
-    return "" if predicted is None else f"{predicted / row['tokens_per_s']:.2f}×"
-
-
-def label(row: Row) -> str:
-    """A row's method as shown on the page."""
-    if row["method"] == "ar":
-        return f"plain, {row['kv_target'].upper()} cache"
-    pages = {"all": "", "auto": ", pages auto"}.get(row["draft_pages"], f", best {row['draft_pages']} pages")
-    rule = ", rejection" if row["accept"] == "rejection" else ""
-    return f"{row['method']}{pages}{rule}"
-
-
-def cpu() -> str:
-    """The section between the markers `cpu`."""
-    measured = json.loads((RESULTS / "cpu.json").read_text())
-    rows = [row for case in measured["cases"].values() for row in case["rows"]]
-    first = rows[0]
-    parts = [
-        f"{first['device_name']}, SIMD path {first['simd']}, {first['threads']} threads, commit `{measured['commit'][:12]}`."
-    ]
-    for name, case in measured["cases"].items():
-        decode = [row for row in case["rows"] if row["test"] == "tg"]
-        lines = [
-            [
-                f"{row['n_depth']:,}",
-                label(row),
-                f"{row['tokens_per_s']:.0f}",
-                f"{speedup(row, decode):.2f}×",
-                spread(row),
-                accepted(row),
-            ]
-            for row in decode
-        ]
-        head = [
-            "context",
-            "method",
-            "tokens/s",
-            "speed-up",
-            "slowest / fastest run",
-            "accepted",
-        ]
-        prompts = [
-            f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
-        ]
-        command = f"`quantspec bench {' '.join(case['options'])}`"
-        said = f"Prompt of 512 tokens, tokens/s after a context: {', '.join(prompts)}."
-        parts += [f"### {name}", command, table(head, lines), said]
-    return "\n\n".join(parts)
-
-
-def cpu_plan() -> str:
-    """The section between the markers `cpu plan`."""
-    if not (RESULTS / "cpu-plan.json").exists():
-        return "No run is recorded."
-    measured = json.loads((RESULTS / "cpu-plan.json").read_text())
-    methods = [*PLAN_METHODS.split(","), "auto"]
-    lines = []
-    for name, rows in measured["cases"].items():
-        for depth in dict.fromkeys(row["n_depth"] for row in rows):
-            cells = []
-            for method in methods:
-                ratios = [
-                    row["predicted_tokens_per_s"] / row["tokens_per_s"]
-                    for row in rows
-                    if (row["method"], row["n_depth"]) == (method, depth) and row["predicted_tokens_per_s"]
-                ]
-                cells.append(f"{statistics.median(ratios):.2f}×" if ratios else "")
-            lines.append([name, f"{depth:,}", *cells])
-    head = ["model", "context", *("plain" if method == "ar" else method for method in methods)]
-    return f"{measured['device_name']}, commit `{measured['commit'][:12]}`.\n\n{table(head, lines)}"
-
-
-def cpu_documents() -> str:
-    """The section between the markers `cpu documents`."""
-    if not (RESULTS / "cpu-documents.json").exists():
-        return "No run is recorded."
-    measured = json.loads((RESULTS / "cpu-documents.json").read_text())
-    rows: list[Row] = measured["rows"]
-    alone = {row["method"]: row["tokens_per_s"] for row in rows if row["batch"] == 1}
-    lines = [
-        [
-            str(row["batch"]),
-            label(row),
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['tokens_per_s'] / alone[row['method']]:.2f}×",
-            f"{row['tokens_per_s'] / alone['ar']:.2f}×",
-            accepted(row),
-            f"{row['gamma_mean']:.1f}",
-            f"{row['bandwidth_gb_per_s']:.0f}",
-        ]
-        for row in rows
-    ]
-    head = ["sequences", "method", "tokens/s", "one after the other", "one, plain", "accepted", "mean γ", "read GB/s"]
-    together = "\n".join(
-        f"* {DOCUMENTS[0]} documents of {measured['prompt_tokens']:,} tokens in all, answers of {answer}, by `quantspec "
-        f"batch`: {_at_once(times)}."
-        for answer, times in measured["engine_s"].items()
-    )
-    return "\n\n".join(
-        (
-            f"{rows[0]['device_name']}, {rows[0]['threads']} threads, commit `{measured['commit'][:12]}`.",
-            table(head, lines),
-            f"{together}\n{second_question(measured['second'])}",
-        )
-    )
-
-
-def _at_once(times: dict[str, float]) -> str:
-    return ", ".join(
-        f"{parallel} at once in {seconds:.1f} s ({times['1'] / seconds:.2f}×)" for parallel, seconds in times.items()
-    )
-
-
-def second_question(found: Row) -> str:
-    """The lines of what second_question.py measured."""
-    first, memory, files = found["first"], found["memory"], found["files"]
-    from_files = (
-        f"after {files['first_token_s']:.2f} s ({100 * found['files_share']:.1f} %) from files"
-        if files
-        else "and no files are kept, as writing them takes longer than processing the document"
-    )
-    return (
-        f"* A document of {first['prompt_tokens']:,} tokens is processed in {first['prefill_s']:.2f} s. The answer to a "
-        f"second question starts after {memory['first_token_s']:.2f} s ({100 * found['memory_share']:.1f} %) from memory, "
-        f"{from_files}. Tokenizing takes {memory['tokenize_s']:.2f} s of that; keys and values have "
-        f"{found['prompt_cache_bytes'] / 1e9:.1f} GB."
-    )
-
-
-def gpu() -> str:
-    """The section between the markers `gpu`."""
-    parts = []
-    for name, shape in SHAPES.items():
-        if (RESULTS / f"h200-{name}.json").exists():
-            parts += [f"### {shape}", one_sequence(name)]
-    parts += ["### Batches", f"All that follows is of the first table's commit.\n\n{batches()}"]
-    parts += ["### Copies of earlier text", copies()]
-    parts += ["### A folder of documents", folder()]
-    if (asked := RESULTS / "h200-second-question.json").exists():
-        parts[-1] += "\n" + second_question(json.loads(asked.read_text()))
-    return "\n\n".join(parts)
-
-
-def one_sequence(name: str) -> str:
-    """What run_gpu.sh measured of one sequence on a widened model."""
-
-    def rows_of(kind: str) -> list[Row]:
-        rows: list[Row] = json.loads((RESULTS / f"h200-{name}{kind}.json").read_text())
-        return rows
-
-    rows = rows_of("")
-    torch = [json.loads(line) for line in (RESULTS / f"h200-{name}-torch.jsonl").read_text().splitlines()]
-    commit = (RESULTS / f"h200-{name}.commit").read_text().strip()
-    lines = [
-        [
-            f"{row['n_depth']:,}",
-            label(row) + ("" if row["weights"] == "checkpoint" else f", {row['weights']} weights"),
-            f"{row['ms_per_token']:.2f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{speedup(row, rows):.2f}×",
-            accepted(row),
-            planned(row),
-        ]
-        for row in rows + rows_of("-rejection") + rows_of("-int8")
-    ]
-    lines += [
-        [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""] for row in torch
-    ]
-    head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
-    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
-
-
-def copies() -> str:
-    """What quoting.py measured."""
-    if not (RESULTS / "h200-quoting.json").exists():
-        return "No run is recorded."
-    rows: list[Row] = json.loads((RESULTS / "h200-quoting.json").read_text())
-    lines = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        gains = [row["gain"] for row in rows if row["task"] == task]
-        copied = statistics.fmean(row["copied_per_token"] for row in rows if row["task"] == task)
-        lines.append(
-            f"* {task}: `quantspec+ngram` is {statistics.geometric_mean(gains):.2f} times as fast as `quantspec` "
-            f"({min(gains):.2f} to {max(gains):.2f}, {len(gains)} documents), with {copied:.2f} copied tokens per token."
-        )
-    return "\n".join(lines)
-
-
-def batches() -> str:
-    """The table of several sequences at once, against plain decoding of the same batch."""
-    rows: list[Row] = [json.loads(line) for line in (RESULTS / "h200-batch.jsonl").read_text().splitlines()]
-    plain = {(row["batch"], row["n_depth"]): row["tokens_per_s"] for row in rows if row["method"] == "ar"}
-    lines = [
-        [
-            str(row["batch"]),
-            f"{row['n_depth']:,}",
-            label(row),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['tokens_per_s'] / plain[row['batch'], row['n_depth']]:.2f}×",
-            accepted(row),
-            f"{row['gamma_mean']:.1f}",
-        ]
-        for row in rows
-    ]
-    return table(["sequences", "context of each", "method", "tokens/s", "speed-up", "accepted", "mean γ"], lines)
-
-
-def folder() -> str:
-    """The list of what folder.py measured."""
-    found = json.loads((RESULTS / "h200-folder.json").read_text())
-    tokens = found["prompt_tokens"]
-    return "\n".join(
-        (
-            f"* {found['documents']} documents of {tokens:,} tokens in all, answers of {found['new_tokens']:,}, in "
-            f"{found['wall_s']:.1f} s: {found['documents_per_hour']:,.0f} documents an hour.",
-            f"* The kernels alone, each prompt by itself and answers at the batch's size, need "
-            f"{100 * found['kernels_share']:.0f} % of that time.",
-            f"* The GPU idles {100 * found['idle_share_after_load']:.1f} % of the time after loading, "
-            f"{100 * found['idle_share']:.1f} % with loading and counting.",
-            f"* Documents that decode wait at most {found['longest_chunk_s']:.2f} s for a chunk of another's prompt.",
-        )
-    )
-
-
-def llama_cpp() -> str:
-    """The section between the markers `llama.cpp`."""
-    if not (RESULTS / "llama_cpp.json").exists():
-        return "No run is recorded."
-    measured = json.loads((RESULTS / "llama_cpp.json").read_text())
-    lines, prompts = [], []
-    for case in measured["cases"]:
-        by_depth: dict[int, dict[str, Row]] = {}
-        for row in case["rows"]:
-            by_depth.setdefault(row["depth"], {})[row["engine"]] = row
-        for depth, rows in by_depth.items():
-            engines = [rows[name] for name in ("llama.cpp", "ar", "quantspec")]
-            cells = [
-                "" if row["ratio"] is None else f"{row['tokens_per_s']:.0f} ({row['ratio']:.2f}×)" for row in engines
-            ]
-            read = f"{engines[0]['gb_per_s']:.0f}"
-            lines.append([case["file"], case["weights"], f"{depth:,}", read, *cells, accepted(rows["quantspec"])])
-        for row in case["prompts"]:
-            peer, own = row["llama.cpp"], row["quantspec"]
-            cells = [f"{peer:.0f} (1.00×)", f"{own:.0f} ({own / peer:.2f}×)"]
-            prompts.append([case["file"], case["weights"], f"{row['depth']:,}", *cells])
-    head = ["file", "`--weights`", "context", "GB/s", "llama.cpp", "plain, INT8 cache", "quantspec", "accepted"]
-    return (
-        f"{measured['device_name']}, {measured['threads']} threads, commit `{measured['commit'][:12]}`, "
-        f"xllamacpp {measured['xllamacpp']}. Tokens/s, and the ratio to llama.cpp, at the read bandwidth named.\n\n"
-        f"{table(head, lines)}\n\n"
-        "Prompt of 512 tokens, tokens/s after a context:\n\n"
-        f"{table(['file', '`--weights`', 'context', 'llama.cpp', 'quantspec'], prompts)}"
-    )
-
-
-def rendered(page: str) -> str:
-    """The page with its tables rendered from the results."""
-    sections = {
-        "cpu": cpu(),
-        "cpu documents": cpu_documents(),
-        "cpu plan": cpu_plan(),
-        "llama.cpp": llama_cpp(),
-        "gpu": gpu(),
-    }
-    for name, section in sections.items():
-        marked = rf"(<!-- {re.escape(name)} -->\n)(?:.*\n)?(<!-- /{re.escape(name)} -->)"
-        page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
-        if found != 1:
-            sys.exit(
-                f"error: {PAGE.name} has {found} pairs of markers {name}\nhint: keep <!-- {name} --> and <!-- /{name} -->"
-            )
-    return page
-
-
 def main() -> None:
-    """Measures, renders or checks."""
-    parser = argparse.ArgumentParser(description="Measure and render docs/benchmarks.md.")
+    """Measures and renders, or does what run_gpu.sh asks."""
+    parser = argparse.ArgumentParser(description="Measure the CPU cases of docs/benchmarks.md, and render it.")
     parser.add_argument("--models", type=Path, help="directory that holds seed-gqa and the file of SmolLM2")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--render", action="store_true", help="do not measure")
-    only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")
     only.add_argument("--plan-cpu", action="store_true", help="measure predictions on this CPU only")
     only.add_argument(
         "--documents-cpu", action="store_true", help="measure batches and a second question on this CPU only"
@@ -585,14 +265,9 @@ def main() -> None:
         measure_plan(options.models)
     elif options.documents_cpu:
         measure_documents()
-    elif not options.render and not options.check:
+    else:
         measure(options.models)
-    page = PAGE.read_text()
-    if options.check:
-        sys.exit(
-            0 if rendered(page) == page else "error: docs/benchmarks.md is stale\nhint: benchmarks/run.py --render"
-        )
-    PAGE.write_text(rendered(page))
+    run(sys.executable, "benchmarks/page.py")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures the GPU tables of docs/benchmarks.md: bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS [FOLDER OF seed-gqa]]
-# Needs an NVIDIA GPU (of four, each measures a part), quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/run.py --render
+# Needs an NVIDIA GPU (of four, each measures a part), quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/page.py
 # The shape of Llama-3.1-8B is left out without seed-gqa.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -47,7 +47,7 @@ def test_pages_are_short() -> None:
 
 def test_the_page_of_benchmarks_is_its_rendering() -> None:
     outcome = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/run.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "benchmarks/page.py"), "--check"], capture_output=True, text=True, check=False
     )
     assert outcome.returncode == 0, outcome.stderr
 
