@@ -32,7 +32,7 @@ from .generation import Generation, Stream
 from .slots import BeyondMemoryError, Opening
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from .batch import Arguments
     from .batch_plan import Room
@@ -437,19 +437,9 @@ class Run:
         shown = self.arguments.as_json or self._page is not None
         results = self.journal.results(names) if shown else []
         stats: dict[str, Any] = {}
-        if isinstance(engine, Cluster):
-            stats = engine.statistics()
-        elif engine is not None and failure is None:
-            stats = dict(engine.statistics())
-            if not self.arguments.quiet:
-                render.note_of_prompts(engine)
+        if isinstance(engine, Cluster) or (engine is not None and failure is None):
             # Few documents, which decode alone, are slower than the whole folder.
-            self._keep_rates(engine.info["device"], stats, replace=2 * done >= len(found))
-        stats |= {
-            "count_s": self._count_s,
-            "wall_s": wall_s,
-            "documents_per_hour": 3600 * done / wall_s if done else None,
-        }
+            stats = self._statistics(engine, whole=2 * done >= len(found))
         document = {
             "quantspec": __version__,
             "model": self.reader.model.name,
@@ -458,24 +448,44 @@ class Run:
             "failed": len(failed),
             "skipped": len(self.workload.skipped),
             "results": results,
-            "stats": stats,
+            "stats": stats
+            | {
+                "count_s": self._count_s,
+                "wall_s": wall_s,
+                "documents_per_hour": 3600 * done / wall_s if done else None,
+            },
         }
         if failure is not None:
             failure.kept = document
             raise failure
         if self._page is not None:
             self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
-        batch_view.failures(failed)
-        if not self.arguments.quiet:
-            for job in self._doubtful:
-                render.warn_of_document(job.source.shown, job.warnings)
-            batch_view.summary(document, self.arguments.out)
-            if interrupted:
-                without = "" if self.arguments.resume else " without --no-resume"
-                render.note(f"interrupted; run the same command{without} to continue")
-            batch_view.note_of_cuts(self._cut, self.reader.options)
+        self._show(document, failed, interrupted=interrupted)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.arguments.as_json else output.Done(code)
+
+    def _statistics(self, engine: Engine | Cluster, *, whole: bool) -> dict[str, Any]:
+        """Those of the engine. Rates of this machine are kept; those of a `whole` folder replace earlier ones."""
+        if isinstance(engine, Cluster):
+            return engine.statistics()
+        stats = dict(engine.statistics())
+        if not self.arguments.quiet:
+            render.note_of_prompts(engine)
+        self._keep_rates(engine.info["device"], stats, replace=whole)
+        return stats
+
+    def _show(self, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], *, interrupted: bool) -> None:
+        """Prints what failed and, unless quiet, warnings and the summary."""
+        batch_view.failures(failed)
+        if self.arguments.quiet:
+            return
+        for job in self._doubtful:
+            render.warn_of_document(job.source.shown, job.warnings)
+        batch_view.summary(document, self.arguments.out)
+        if interrupted:
+            without = "" if self.arguments.resume else " without --no-resume"
+            render.note(f"interrupted; run the same command{without} to continue")
+        batch_view.note_of_cuts(self._cut, self.reader.options)
 
     def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
         """Keeps the rates of this run for later predictions of `--dry-run`."""
