@@ -51,57 +51,106 @@ pub(crate) fn scores<'py>(
     let mut options = options(tokens.len(), threads, weights, kv_rounding).map_err(to_python)?;
     options.ablation = ablated.as_ref().map(ablation).transpose().map_err(to_python)?;
     let weights = options.weights;
-    let precision = sensitive(draft_precision).map_err(to_python)?;
+    let sensitive = sensitive(draft_precision).map_err(to_python)?;
     let raised = Raised::default();
-    let loading = progress(on_loading, raised.clone());
-    let mut show = progress(on_progress, raised.clone());
-    let polled = poll(raised.clone());
     let origin = OriginSlot::default();
-    let drafts = origin.hook();
-    let ((device, device_name), read, scored) = interruptible(py, &raised, || {
+    let hooks = Hooks {
+        poll: Box::new(poll(raised.clone())),
+        loading: Box::new(progress(on_loading, raised.clone())),
+        drafts: origin.hook(),
+    };
+    let mut show = progress(on_progress, raised.clone());
+    let scores = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
-        let chosen = ChosenDevice::choose(device, &checkpoint)?;
-        if options.ablation.is_some() && chosen.gpu().is_some() {
+        let request =
+            Request { checkpoint: &checkpoint, device, tokens: &tokens, context, options, sensitive, pages: &pages };
+        request.scores(hooks, &raised, &mut show)
+    })?;
+    let out = PyDict::new(py);
+    out.set_item("device", scores.device)?;
+    out.set_item("device_name", scores.device_name)?;
+    out.set_item("draft_precision", scores.sensitive.names())?;
+    out.set_item("tokens", tokens.len())?;
+    describe(&scores.evaluation, weights, &out)?;
+    origin.describe(&out)?;
+    Ok(out)
+}
+
+/// What is scored, and how.
+struct Request<'a> {
+    checkpoint: &'a Checkpoint,
+    device: &'a str,
+    tokens: &'a [u32],
+    /// Leading tokens that are prefilled.
+    context: usize,
+    options: Options,
+    /// Matrices that drafts read in the target's precision; None for the device's choice.
+    sensitive: Option<Sensitive>,
+    /// Page budgets whose choices are compared.
+    pages: &'a [usize],
+}
+
+/// The scores of a [`Request`].
+struct Scores {
+    device: String,
+    device_name: String,
+    sensitive: Sensitive,
+    evaluation: Evaluation,
+}
+
+impl Request<'_> {
+    /// Loads the model, with quantised weights also the checkpoint's, and scores. `hooks` are of the first load; exceptions
+    /// that end the other are kept in `raised`.
+    fn scores(mut self, hooks: Hooks, raised: &Raised, show: &mut dyn FnMut(usize, usize)) -> Result<Scores> {
+        let checkpoint = self.checkpoint;
+        let chosen = ChosenDevice::choose(self.device, checkpoint)?;
+        if self.options.ablation.is_some() && chosen.gpu().is_some() {
             return Err(Error::usage(
                 format!("{} reads no cache with other groups or truncated codes", chosen.name()),
                 "add --device cpu",
             ));
         }
-        let read =
-            chosen.sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
-        options.sensitive = precision.unwrap_or(read);
-        let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
-        let models = Models::alone(&checkpoint);
-        let stored_bytes =
-            stored.as_ref().map_or(Ok(0), |stored| Ok(chosen.memory_plan(models, stored, 0)?.needed_bytes))?;
-        chosen.plan(
-            models,
-            &options,
-            chosen.of_host(evaluate::bytes(checkpoint.config())).saturating_add(stored_bytes),
-        )?;
-        let (options, stored) = (chosen.adapt(&options), stored.map(|stored| chosen.adapt(&stored)));
-        let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
-        let text = Text { tokens: &tokens, context, block_rows: options.block_rows };
-        let scored = match &chosen {
+        let of_device = Options { slots: 1, ..self.options.clone() };
+        let of_device = chosen.sensitive_of(checkpoint, &of_device, (View::Upper, self.tokens.len()));
+        self.options.sensitive = self.sensitive.unwrap_or(of_device);
+        let quantised = self.options.weights != TargetWeights::Checkpoint;
+        let stored = quantised.then(|| evaluate::checkpoint_options(&self.options));
+        let models = Models::alone(checkpoint);
+        let stored_bytes = match &stored {
+            Some(stored) => chosen.memory_plan(models, stored, 0)?.needed_bytes,
+            None => 0,
+        };
+        let host_bytes = chosen.of_host(evaluate::bytes(checkpoint.config()));
+        chosen.plan(models, &self.options, host_bytes.saturating_add(stored_bytes))?;
+        self.options = chosen.adapt(&self.options);
+        let stored = stored.map(|stored| chosen.adapt(&stored));
+        let evaluation = match &chosen {
             ChosenDevice::Cpu => {
-                let load = |options: &Options, hooks| CpuBackend::load(&checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, &raised, (text, &pages), &mut show)
+                let load = |options: &Options, hooks| CpuBackend::load(checkpoint, options, hooks);
+                let backend = load(&self.options, hooks)?;
+                let stored = stored.map(|stored| load(&stored, raised.hooks())).transpose()?;
+                self.evaluation(backend, stored, show)?
             }
             ChosenDevice::Cuda { gpu, .. } => {
-                let load = |options: &Options, hooks| CudaBackend::load_on(gpu, &checkpoint, options, hooks);
-                score(load, (&options, stored.as_ref()), hooks, &raised, (text, &pages), &mut show)
+                let load = |options: &Options, hooks| CudaBackend::load_on(gpu, checkpoint, options, hooks);
+                let backend = load(&self.options, hooks)?;
+                let stored = stored.map(|stored| load(&stored, raised.hooks())).transpose()?;
+                self.evaluation(backend, stored, show)?
             }
         };
-        Ok(((chosen.name(), chosen.hardware()), options.sensitive, scored?))
-    })?;
-    let out = PyDict::new(py);
-    out.set_item("device", device)?;
-    out.set_item("device_name", device_name)?;
-    out.set_item("draft_precision", read.names())?;
-    out.set_item("tokens", tokens.len())?;
-    describe(&scored, weights, &out)?;
-    origin.describe(&out)?;
-    Ok(out)
+        let (device, device_name) = (chosen.name(), chosen.hardware());
+        Ok(Scores { device, device_name, sensitive: self.options.sensitive, evaluation })
+    }
+
+    fn evaluation<B: Backend>(
+        &self,
+        mut backend: B,
+        mut stored: Option<B>,
+        show: &mut dyn FnMut(usize, usize),
+    ) -> Result<Evaluation> {
+        let text = Text { tokens: self.tokens, context: self.context, block_rows: self.options.block_rows };
+        evaluate::evaluate(&mut backend, stored.as_mut(), text, self.pages, show)
+    }
 }
 
 /// Sets the fields of the scores.
@@ -156,21 +205,6 @@ fn describe(scored: &Evaluation, weights: TargetWeights, out: &Bound<'_, PyDict>
     Ok(())
 }
 
-/// [`evaluate::evaluate`] of a text and page budgets on a backend; `stored` are the options of one with the checkpoint's weights, if
-/// both are compared. Exceptions that end its load are kept in `raised`.
-fn score<B: Backend>(
-    load: impl Fn(&Options, Hooks) -> Result<B>,
-    (options, stored): (&Options, Option<&Options>),
-    hooks: Hooks,
-    raised: &Raised,
-    (text, pages): (Text, &[usize]),
-    show: &mut dyn FnMut(usize, usize),
-) -> Result<Evaluation> {
-    let mut backend = load(options, hooks)?;
-    let mut stored = stored.map(|stored| load(stored, raised.hooks())).transpose()?;
-    evaluate::evaluate(&mut backend, stored.as_mut(), text, pages, show)
-}
-
 /// `sensitivity(model, tokens, …)`: the default draft's acceptance with no matrix in 8 bits, and with each kind alone. The
 /// model is loaded for each. With `layers` also with each matrix alone in the target's precision.
 #[pyfunction]
@@ -197,16 +231,16 @@ pub(crate) fn sensitivity<'py>(
     }
     let raised = Raised::default();
     let mut show = progress(on_progress, raised.clone());
-    let (config, scores, matrices) = interruptible(py, &raised, || {
+    let (config, Sensitivity { scores, matrices }) = interruptible(py, &raised, || {
         let checkpoint = open(model, None)?;
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         if layers && chosen.gpu().is_some() {
             let message = format!("{} scores kinds of matrices, not those of each layer", chosen.name());
             return Err(Error::usage(message, "add --device cpu"));
         }
-        let text = (&tokens[..], context);
-        let (scores, matrices) = score_kinds(&chosen, &checkpoint, &options, text, layers, &raised, &mut show)?;
-        Ok((checkpoint.config().clone(), scores, matrices))
+        let text = Text { tokens: &tokens, context, block_rows: options.block_rows };
+        let found = Sensitivity::measure(&chosen, &checkpoint, &options, text, layers, &raised, &mut show)?;
+        Ok((checkpoint.config().clone(), found))
     })?;
     let (of_step, plain) =
         (draft_step_bytes(&config) as f64, scores.first().map_or(0.0, |(_, score)| score.acceptance));
@@ -228,48 +262,54 @@ pub(crate) fn sensitivity<'py>(
     Ok(out)
 }
 
-/// Scores of the default draft, by the name of the sensitive kind of matrices.
-type KindScores = Vec<(&'static str, DraftScore)>;
+/// What reading matrices in the target's precision gains the default draft.
+struct Sensitivity {
+    /// With no such matrix ("none"), then with each kind, by name.
+    scores: Vec<(&'static str, DraftScore)>,
+    /// Acceptance with each matrix alone, by layer and kind; empty unless asked for.
+    matrices: Vec<[f64; Sensitive::KINDS.len()]>,
+}
 
-/// Scores with no sensitive matrix and with each kind, of (tokens, context). With `layers` also the acceptance with each matrix
-/// alone in the target's precision, by layer and kind.
-fn score_kinds(
-    chosen: &ChosenDevice,
-    checkpoint: &Checkpoint,
-    options: &Options,
-    (tokens, context): (&[u32], usize),
-    layers: bool,
-    raised: &Raised,
-    show: &mut dyn FnMut(usize, usize),
-) -> Result<(KindScores, Vec<[f64; Sensitive::KINDS.len()]>)> {
-    let kinds = Sensitive::KINDS;
-    let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
-    // Progress counts drafts: one of each matrix, then one of each load.
-    let of_matrices = if layers { kinds.len() * checkpoint.config().layers } else { 0 };
-    let whole = of_matrices + 1 + kinds.len();
-    let (mut scores, mut matrices) = (Vec::new(), Vec::new());
-    for (index, (name, sensitive)) in read.enumerate() {
-        let options = Options { sensitive, ..options.clone() };
-        chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
-        let options = chosen.adapt(&options);
-        let (text, before) = (Text { tokens, context, block_rows: options.block_rows }, of_matrices + index);
-        let score = match chosen {
-            ChosenDevice::Cpu => {
-                let mut backend = CpuBackend::load(checkpoint, &options, raised.hooks())?;
-                if layers && sensitive == Sensitive::NONE {
-                    let mut show = |done, all| show(of_matrices * done, whole * all);
-                    matrices = evaluate::acceptance_by_matrix(&mut backend, text, &mut show)?;
+impl Sensitivity {
+    /// Loads the model for each score. `layers` asks for `matrices`.
+    fn measure(
+        chosen: &ChosenDevice,
+        checkpoint: &Checkpoint,
+        options: &Options,
+        text: Text,
+        layers: bool,
+        raised: &Raised,
+        show: &mut dyn FnMut(usize, usize),
+    ) -> Result<Sensitivity> {
+        let kinds = Sensitive::KINDS;
+        let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
+        // Progress counts drafts: one of each matrix, then one of each load.
+        let of_matrices = if layers { kinds.len() * checkpoint.config().layers } else { 0 };
+        let whole = of_matrices + 1 + kinds.len();
+        let (mut scores, mut matrices) = (Vec::new(), Vec::new());
+        for (index, (name, sensitive)) in read.enumerate() {
+            let options = Options { sensitive, ..options.clone() };
+            chosen.plan(Models::alone(checkpoint), &options, chosen.of_host(evaluate::bytes(checkpoint.config())))?;
+            let options = chosen.adapt(&options);
+            let (text, before) = (Text { block_rows: options.block_rows, ..text }, of_matrices + index);
+            let score = match chosen {
+                ChosenDevice::Cpu => {
+                    let mut backend = CpuBackend::load(checkpoint, &options, raised.hooks())?;
+                    if layers && sensitive == Sensitive::NONE {
+                        let mut show = |done, all| show(of_matrices * done, whole * all);
+                        matrices = evaluate::acceptance_by_matrix(&mut backend, text, &mut show)?;
+                    }
+                    let mut show = |done, all| show(before * all + done, whole * all);
+                    evaluate::acceptance(&mut backend, text, &mut show)?
                 }
-                let mut show = |done, all| show(before * all + done, whole * all);
-                evaluate::acceptance(&mut backend, text, &mut show)?
-            }
-            ChosenDevice::Cuda { gpu, .. } => {
-                let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, raised.hooks())?;
-                let mut show = |done, all| show(before * all + done, whole * all);
-                evaluate::acceptance(&mut backend, text, &mut show)?
-            }
-        };
-        scores.push((name, score));
+                ChosenDevice::Cuda { gpu, .. } => {
+                    let mut backend = CudaBackend::load_on(gpu, checkpoint, &options, raised.hooks())?;
+                    let mut show = |done, all| show(before * all + done, whole * all);
+                    evaluate::acceptance(&mut backend, text, &mut show)?
+                }
+            };
+            scores.push((name, score));
+        }
+        Ok(Sensitivity { scores, matrices })
     }
-    Ok((scores, matrices))
 }
