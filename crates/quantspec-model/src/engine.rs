@@ -206,35 +206,8 @@ impl<B: Backend> Engine<B> {
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`] if
     /// prompt and `max_new_tokens` exceed the capacity, and those of [`crate::backend::KvCache::open_sharing`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
-        let vocab = self.backend.config().vocab;
-        if prompt.is_empty() {
-            return Err(Error::usage(
-                "the prompt has 0 tokens",
-                "give at least one token, for example the model's BOS",
-            ));
-        }
-        forward::check_ids(prompt, vocab)?;
-        if max_new_tokens == 0 {
-            return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
-        }
-        let wanted = prompt.len().saturating_add(max_new_tokens);
-        if wanted > self.capacity {
-            return Err(Error::does_not_fit(
-                format!(
-                    "prompt of {} tokens and {max_new_tokens} new tokens exceed the capacity of {}",
-                    prompt.len(),
-                    self.capacity
-                ),
-                match (self.capacity.saturating_sub(max_new_tokens), self.capacity.saturating_sub(prompt.len())) {
-                    (0, 0) => "open the engine for longer sequences".to_string(),
-                    (0, new) => format!("ask for at most {new} new tokens"),
-                    (length, 0) => format!("shorten the prompt to at most {length} tokens"),
-                    (length, new) => {
-                        format!("shorten the prompt to at most {length} tokens, or ask for at most {new} new ones")
-                    }
-                },
-            ));
-        }
+        self.check_request(prompt, max_new_tokens)?;
+        let wanted = prompt.len() + max_new_tokens;
         let (slot, prefix) = self.room(prompt, wanted)?;
         self.backend.open_sharing(slot, wanted, prefix)?;
         self.sequences[slot] = Some(Sequence {
@@ -256,6 +229,34 @@ impl<B: Backend> Engine<B> {
             prefill_s: 0.0,
         });
         Ok(slot)
+    }
+
+    /// Refuses what [`Engine::add`] refuses in any slot.
+    fn check_request(&self, prompt: &[u32], max_new_tokens: usize) -> Result<()> {
+        if prompt.is_empty() {
+            return Err(Error::usage(
+                "the prompt has 0 tokens",
+                "give at least one token, for example the model's BOS",
+            ));
+        }
+        forward::check_ids(prompt, self.backend.config().vocab)?;
+        if max_new_tokens == 0 {
+            return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
+        }
+        let (length, capacity) = (prompt.len(), self.capacity);
+        if length.saturating_add(max_new_tokens) <= capacity {
+            return Ok(());
+        }
+        let hint = match (capacity.saturating_sub(max_new_tokens), capacity.saturating_sub(length)) {
+            (0, 0) => "open the engine for longer sequences".to_string(),
+            (0, new) => format!("ask for at most {new} new tokens"),
+            (length, 0) => format!("shorten the prompt to at most {length} tokens"),
+            (length, new) => {
+                format!("shorten the prompt to at most {length} tokens, or ask for at most {new} new ones")
+            }
+        };
+        let tokens = format!("prompt of {length} tokens and {max_new_tokens} new tokens");
+        Err(Error::does_not_fit(format!("{tokens} exceed the capacity of {capacity}"), hint))
     }
 
     /// Makes the slot's answer follow a grammar, which is at its beginning. Call it before the prompt is processed.

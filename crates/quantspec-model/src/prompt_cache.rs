@@ -64,34 +64,51 @@ pub fn fingerprint(
     threads: usize,
     mut poll: impl FnMut() -> Result<()>,
 ) -> Result<u128> {
-    let config = checkpoint.config();
+    let mut all = format!("{:?} {weights:?}", checkpoint.config()).into_bytes();
+    if weights != TargetWeights::Checkpoint {
+        all.extend_from_slice(RECIPE.as_bytes());
+    }
+    let hashes = hashes_of_weights(checkpoint, weights, threads, &mut poll)?;
+    hashes.iter().for_each(|hash| all.extend_from_slice(&hash.to_le_bytes()));
+    Ok(XxHash3_128::oneshot(&all))
+}
+
+/// Hash of rows of a matrix.
+fn hash_of_rows(checkpoint: &Checkpoint, weights: TargetWeights, part: Part, rows: Range<usize>) -> Result<u128> {
+    let values = rows.len() * checkpoint.shape(part).1;
+    let bytes = if weights == TargetWeights::Checkpoint {
+        let mut bytes = vec![0; values * checkpoint.dtype(part).bytes()];
+        checkpoint.read(part, rows, &mut bytes)?;
+        bytes
+    } else {
+        // Nibbles are made from the stored values, which `read` would round to a number format.
+        let mut stored = vec![0.0; values];
+        checkpoint.read_stored(part, rows, &mut stored)?;
+        stored.iter().flat_map(|value| value.to_le_bytes()).collect()
+    };
+    Ok(XxHash3_128::oneshot(&bytes))
+}
+
+/// Hashes of all weights in pieces, in order. Each thread takes the next piece until all are hashed or one fails.
+fn hashes_of_weights(
+    checkpoint: &Checkpoint,
+    weights: TargetWeights,
+    threads: usize,
+    poll: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<u128>> {
     let mut pieces = Vec::new();
-    for part in Part::all(config).into_iter().filter(|part| checkpoint.has(*part)) {
+    for part in Part::all(checkpoint.config()).into_iter().filter(|part| checkpoint.has(*part)) {
         let (rows, columns) = checkpoint.shape(part);
         let step = (READER_BYTES / (4 * columns.max(1))).max(1);
         pieces.extend((0..rows).step_by(step).map(|start| (part, start..rows.min(start + step))));
     }
-    let hash = |(part, rows): &(Part, Range<usize>)| {
-        let values = rows.len() * checkpoint.shape(*part).1;
-        let bytes = if weights == TargetWeights::Checkpoint {
-            let mut bytes = vec![0; values * checkpoint.dtype(*part).bytes()];
-            checkpoint.read(*part, rows.clone(), &mut bytes)?;
-            bytes
-        } else {
-            // Nibbles are made from the stored values, which `read` would round to a number format.
-            let mut stored = vec![0.0; values];
-            checkpoint.read_stored(*part, rows.clone(), &mut stored)?;
-            stored.iter().flat_map(|value| value.to_le_bytes()).collect()
-        };
-        Ok(XxHash3_128::oneshot(&bytes))
-    };
     let (next, ended) = (AtomicUsize::new(0), AtomicBool::new(false));
     let work = |poll: &mut dyn FnMut() -> Result<()>| {
         let mut own = Vec::new();
         while let (false, at) = (ended.load(Relaxed), next.fetch_add(1, Relaxed))
-            && let Some(piece) = pieces.get(at)
+            && let Some((part, rows)) = pieces.get(at)
         {
-            match poll().and_then(|()| hash(piece)) {
+            match poll().and_then(|()| hash_of_rows(checkpoint, weights, *part, rows.clone())) {
                 Ok(hash) => own.push((at, hash)),
                 Err(error) => {
                     ended.store(true, Relaxed);
@@ -103,19 +120,14 @@ pub fn fingerprint(
     };
     let mut hashes = thread::scope(|scope| {
         let others: Vec<_> = (1..threads).map(|_| scope.spawn(|| work(&mut || Ok(())))).collect();
-        let mut all = work(&mut poll)?;
+        let mut all = work(poll)?;
         for other in others {
             all.extend(other.join().map_err(|_| Error::internal("a thread that hashed weights panicked"))??);
         }
         Ok::<_, Error>(all)
     })?;
     hashes.sort_unstable();
-    let mut all = format!("{config:?} {weights:?}").into_bytes();
-    if weights != TargetWeights::Checkpoint {
-        all.extend_from_slice(RECIPE.as_bytes());
-    }
-    hashes.iter().for_each(|(_, hash)| all.extend_from_slice(&hash.to_le_bytes()));
-    Ok(XxHash3_128::oneshot(&all))
+    Ok(hashes.into_iter().map(|(_, hash)| hash).collect())
 }
 
 /// A folder for the prompts of one model.

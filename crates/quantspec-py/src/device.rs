@@ -1,6 +1,6 @@
 //! The device of an engine: choosing it, planning its memory, loading the model onto it.
 
-use crate::options::{Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
+use crate::options::{DraftedCache, Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages, sensitive};
@@ -320,18 +320,14 @@ impl ChosenDevice {
         })
     }
 
-    /// The sensitive matrices of drafts that read a view of this many tokens. There are none with weights in one plane, nor on
+    /// The sensitive matrices of drafts. There are none with weights in one plane, nor on
     /// a GPU, whose fused draft GEMMs support 4 bits only: bytes do not tell what leaving them costs.
-    pub(crate) fn sensitive_of(
-        &self,
-        checkpoint: &Checkpoint,
-        options: &Options,
-        (view, tokens): (View, usize),
-    ) -> Sensitive {
+    pub(crate) fn sensitive_of(&self, checkpoint: &Checkpoint, options: &Options, drafted: DraftedCache) -> Sensitive {
         if self.gpu().is_some() || options.weights == TargetWeights::Int4 {
             return Sensitive::NONE;
         }
-        sensitive(checkpoint.config(), options.draft_weights, view, tokens.min(options.capacity), options.slots)
+        let tokens = drafted.most_tokens.min(options.capacity);
+        sensitive(checkpoint.config(), options.draft_weights, drafted.view, tokens, options.slots)
     }
 
     /// Resolves `auto`: for the target's weights the checkpoint's if such an engine fits, else int8; for sensitive matrices

@@ -3,7 +3,7 @@
 use crate::device::{ChosenDevice, Models};
 use crate::errors::{interruptible, to_python};
 use crate::load::{OriginSlot, open};
-use crate::options::{ablation, default_threads, rounding, sensitive, target_weights, weights_name};
+use crate::options::{DraftedCache, ablation, default_threads, rounding, sensitive, target_weights, weights_name};
 use crate::raised::{Raised, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -110,8 +110,9 @@ impl Request<'_> {
                 "add --device cpu",
             ));
         }
+        let drafted = DraftedCache { view: View::Upper, most_tokens: self.tokens.len() };
         let of_device = Options { slots: 1, ..self.options.clone() };
-        let of_device = chosen.sensitive_of(checkpoint, &of_device, (View::Upper, self.tokens.len()));
+        let of_device = chosen.sensitive_of(checkpoint, &of_device, drafted);
         self.options.sensitive = self.sensitive.unwrap_or(of_device);
         let quantised = self.options.weights != TargetWeights::Checkpoint;
         let stored = quantised.then(|| evaluate::checkpoint_options(&self.options));

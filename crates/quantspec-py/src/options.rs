@@ -107,13 +107,20 @@ pub(crate) struct Resolved {
     /// If set, sensitive matrices are chosen by the bytes of a draft step ([`crate::device::ChosenDevice::resolve_auto`]);
     /// `options` has none.
     pub(crate) auto_precision: bool,
-    /// The view of the cache that a draft reads, and its most tokens.
-    pub(crate) drafted: (View, usize),
+    /// What a draft reads of the cache.
+    pub(crate) drafted: DraftedCache,
     pub(crate) accept: Accept,
     /// How the method drafts with a draft model, if it may; its drafter is then made with that model.
     pub(crate) draft_model: Option<WithDraftModel>,
     /// The view that a draft model's cache keeps; `None` for the target's planes.
     pub(crate) draft_model_view: Option<View>,
+}
+
+/// What a draft step reads of one sequence's cache.
+#[derive(Clone, Copy)]
+pub(crate) struct DraftedCache {
+    pub(crate) view: View,
+    pub(crate) most_tokens: usize,
 }
 
 /// How a method drafts with a draft model.
@@ -145,6 +152,14 @@ pub(crate) fn of_draft(target: &Options, view: Option<View>) -> Options {
         pool_pages: usize::MAX,
         planes: view.map_or(target.planes, |view| Planes::of(&[view])),
         ..target.clone()
+    }
+}
+
+/// The most tokens of the pages that a choice reads; `usize::MAX` for all.
+fn most_tokens(pages: Pages) -> usize {
+    match pages {
+        Pages::Tokens(tokens) => tokens,
+        _ => pages.count().map_or(usize::MAX, |pages| pages.saturating_mul(G)),
     }
 }
 
@@ -318,12 +333,7 @@ impl EngineArguments {
         let named: Vec<_> = METHODS.iter().map(|method| (method.name, method)).collect();
         let method = one_of("method", &self.method, &named)?;
         let pages = self.pages(method)?;
-        let tokens = |&asked: &Pages| match method.pages(asked) {
-            Pages::All => usize::MAX,
-            Pages::Window(pages) | Pages::Best(pages) | Pages::Snap { pages, .. } => pages.saturating_mul(G),
-            Pages::Tokens(tokens) => tokens,
-        };
-        let fewest = pages.iter().map(tokens).min().unwrap_or(0);
+        let fewest = pages.iter().map(|&asked| most_tokens(method.pages(asked))).min().unwrap_or(0);
         let drafter = method.drafter(target, wanted, &pages, None);
         let takes_one = matches!(method.source, Source::Checkpoint | Source::Several);
         let view = draft_model_view.unwrap_or(target);
@@ -331,6 +341,11 @@ impl EngineArguments {
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
             None => Needs { distributions: draft_model.is_some(), ..Needs::default() },
+        };
+        let drafted = DraftedCache { view: needs.view.unwrap_or(target), most_tokens: fewest };
+        let needs = match self.every_method {
+            true => Needs { draft_weights: true, distributions: true, page_masses: true, ..needs },
+            false => needs,
         };
         let policy = self.policy()?;
         let step_rows = self.step_rows(drafter.is_some() || draft_model.is_some())?;
@@ -356,17 +371,17 @@ impl EngineArguments {
                 rounding,
                 ablation: None,
                 weights: weights.unwrap_or_default(),
-                draft_weights: if self.every_method || needs.draft_weights { wanted } else { DraftWeights::None },
-                sensitive: sensitive.filter(|_| self.every_method || needs.draft_weights).unwrap_or_default(),
-                page_masses: self.every_method || needs.page_masses,
-                rejection: accept == Accept::Rejection && (self.every_method || needs.distributions),
+                draft_weights: if needs.draft_weights { wanted } else { DraftWeights::None },
+                sensitive: sensitive.filter(|_| needs.draft_weights).unwrap_or_default(),
+                page_masses: needs.page_masses,
+                rejection: accept == Accept::Rejection && needs.distributions,
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads.unwrap_or_else(default_threads),
             },
             auto_weights: weights.is_none(),
             auto_precision: sensitive.is_none(),
-            drafted: (needs.view.unwrap_or(target), fewest),
+            drafted,
             accept,
             draft_model,
             draft_model_view,
