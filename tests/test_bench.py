@@ -20,8 +20,9 @@ from conftest import copy_demo
 from quantspec_cli import _native, hub, render
 from quantspec_cli.bench import grid, samples, tables
 from quantspec_cli.bench import measure as measuring
-from quantspec_cli.bench.grid import Method
+from quantspec_cli.bench.grid import Variant
 from quantspec_cli.bench.samples import Sample
+from quantspec_cli.bench.work import Work, pages_share
 from quantspec_cli.errors import DeviceError, InternalError
 from quantspec_cli.model import Model
 from quantspec_cli.options import BATCH_MAX
@@ -30,17 +31,17 @@ PAGE = Path(__file__).parents[1] / "docs/json_bench.md"
 
 
 def test_methods_cross_gammas_and_pages() -> None:
-    assert grid.methods("ar-fp16,ar,quantspec", ["auto", 4], ["all", 8]) == [
-        Method("ar", "fp16"),
-        Method("ar", "int8"),
-        *(Method("quantspec", "int8", gamma, pages) for gamma in ("auto", 4) for pages in ("all", 8)),
+    assert grid.variants("ar-fp16,ar,quantspec", ["auto", 4], ["all", 8]) == [
+        Variant("ar", "fp16"),
+        Variant("ar", "int8"),
+        *(Variant("quantspec", "int8", gamma, pages) for gamma in ("auto", 4) for pages in ("all", 8)),
     ]
     # Prompt lookup reads no pages.
-    assert grid.methods("ngram", [2, 4], ["all", 8]) == [Method("ngram", "int8", 2), Method("ngram", "int8", 4)]
-    assert grid.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
+    assert grid.variants("ngram", [2, 4], ["all", 8]) == [Variant("ngram", "int8", 2), Variant("ngram", "int8", 4)]
+    assert grid.variants("w4-fp16", [3], ["all"]) == [Variant("w4", "fp16", 3)]
     # A window is never all pages.
-    assert grid.methods("window", [3], ["all"]) == [Method("window", "int8", 3, 16)]
-    assert grid.methods("window+ngram-fp16", [3], ["all", 8]) == [Method("window+ngram", "fp16", 3, 8)]
+    assert grid.variants("window", [3], ["all"]) == [Variant("window", "int8", 3, 16)]
+    assert grid.variants("window+ngram-fp16", [3], ["all", 8]) == [Variant("window+ngram", "fp16", 3, 8)]
 
 
 def test_a_model_counts_once(tmp_path: Path) -> None:
@@ -261,14 +262,13 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
 
 
 def test_copies_are_verified_and_not_drafted() -> None:
-    decoding = measuring.Bench.__new__(measuring.Bench)
-    decoding._model = Model.open("demo")
-    seen = {"pages": 2, "buffer_tokens": 100}
+    work = Work(info=Model.open("demo").info, draft_weights_bytes=0, draft_model_kv=None, page_choice=None)
+    traffic = {"pages": 2, "buffer_tokens": 100}
 
     def flops(copied: int) -> float:
         stats = {"drafted_tokens": 8, "copied_tokens": copied, "rounds": 2, "draft_pages_mean": None}
         run = Sample(1.0, 1.0, (1.0, 1.0), processed=10, stats=stats)
-        return decoding._decode_flops(Method("quantspec+ngram", "int8", "auto"), seen, [run])
+        return work.flops(Variant("quantspec+ngram", "int8", "auto"), traffic, [run])
 
     # 10 verified rows, and as many rows of drafts as were not copied, for 10 tokens.
     assert flops(0) == pytest.approx(18 / 10 * flops(8))
@@ -284,7 +284,7 @@ def test_pages_are_a_mean_over_draft_steps() -> None:
     runs = [run(8, 2, 4.0), run(2, 0, 8.0), run(3, 3, None)]
     assert samples.pages_mean(runs) == pytest.approx(5.0)
     assert samples.pages_mean([run(0, 0, None)]) is None
-    assert measuring.Bench._pages_share({"pages": 20, "buffer_tokens": 0}, runs) == pytest.approx(5 / 20)
+    assert pages_share({"pages": 20, "buffer_tokens": 0}, runs) == pytest.approx(5 / 20)
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
@@ -325,13 +325,13 @@ def test_different_tokens_are_an_error() -> None:
         return Sample(1, 1, (30.0, 30.0), processed=sum(map(len, tokens)), tokens=tokens)
 
     runs = {
-        Method("ar", "int8"): run([1, 2], [3, 4, 5]),
-        Method("ar", "fp16"): run([1, 3], [3]),
+        Variant("ar", "int8"): run([1, 2], [3, 4, 5]),
+        Variant("ar", "fp16"): run([1, 3], [3]),
         # A batch ends with its first answer, so others may be shorter with one method.
-        Method("quantspec", "int8", 4): run([1, 2, 7], [3, 4]),
+        Variant("quantspec", "int8", 4): run([1, 2, 7], [3, 4]),
     }
     samples.check_equal(runs)
-    runs[Method("kv4", "int8", 4)] = run([1, 2], [3, 5])
+    runs[Variant("kv4", "int8", 4)] = run([1, 2], [3, 5])
     with pytest.raises(InternalError, match="kv4 and ar emitted different tokens from the int8 target"):
         samples.check_equal(runs)
 

@@ -67,7 +67,7 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
         )
         texts = {
             "model": [model_cell(model.name, widened=wide) for model, wide in zip(opened, widened, strict=True)],
-            "method": ["any", *(method.name for method in grid.methods)],
+            "method": ["any", *(variant.name for variant in grid.variants)],
             "test": map(test_cell, tests(grid, ragged=arguments.ragged)),
         }
         rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ..model import Model
-    from ..options import EngineOptions
+    from ..options import EngineOptions, Method
 
 # The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, enough for every depth.
 BOOK = Path(__file__).parent.with_name("book.txt.gz")
@@ -43,11 +43,11 @@ Pages = int | Literal["all", "auto"]
 
 
 @dataclass(frozen=True)
-class Method:
-    """A decoding method with its settings.
+class Variant:
+    """A decoding method with its settings: what a row of decoding measures.
 
     Attributes:
-        name: a name of `options.METHODS`.
+        name: of the method.
         kv_target: the target's view of the cache.
         gamma: drafted tokens per round; 0 for "ar".
         draft_pages: pages a draft reads per KV head.
@@ -57,6 +57,11 @@ class Method:
     kv_target: str
     gamma: Gamma = 0
     draft_pages: Pages = "all"
+
+    @property
+    def method(self) -> Method:
+        """What the method reads."""
+        return METHODS[self.name]
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine.configure`."""
@@ -68,7 +73,7 @@ class Method:
         }
 
 
-BASELINE = Method("ar", "fp16")
+BASELINE = Variant("ar", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +113,7 @@ class Grid:
     n_gen: list[int]
     n_depth: list[int]
     batches: list[int]
-    methods: list[Method]
+    variants: list[Variant]
 
     @property
     def capacity(self) -> int:
@@ -136,14 +141,14 @@ def read_grid(arguments: Arguments, options: EngineOptions) -> Grid:
         n_gen=[n for n in numbers("-n", arguments.n_gen) if n > 0],
         n_depth=numbers("-d", arguments.n_depth),
         batches=_batches(arguments.batch),
-        methods=methods(
+        variants=variants(
             arguments.methods,
             numbers_or("--gamma", arguments.gamma, ("auto",), 0, GAMMA_MAX),
             numbers_or("--draft-pages", arguments.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
-    drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
-    chooses = any(METHODS[method.name].chooses for method in grid.methods)
+    drafting = [variant.name for variant in grid.variants if variant.method.draft_model]
+    chooses = any(variant.method.chooses for variant in grid.variants)
     hint = "give both --draft-model and --methods ...,draft-model or auto, or neither"
     if drafting and arguments.draft_model is None:
         raise UsageError(f"--methods has {drafting[0]}, but there is no draft model", hint, option="draft_model")
@@ -172,29 +177,29 @@ def tests(grid: Grid, *, ragged: bool) -> Iterator[dict[str, Any]]:
             yield test | ({"ragged": True} if ragged and batch > 1 else {})
 
 
-def page_choice(arguments: Arguments, method: str) -> str:
-    """How this method chooses pages, if it does not read all."""
-    return METHODS[method].page_choice or arguments.page_choice or PAGE_CHOICES[0]
+def page_choice(arguments: Arguments, method: Method) -> str:
+    """How a draft of this method chooses pages, if it does not read all."""
+    return method.page_choice or arguments.page_choice or PAGE_CHOICES[0]
 
 
-def quantises_cache(methods: Iterable[Method], draft_model_kv: str | None) -> bool:
+def quantises_cache(variants: Iterable[Variant], draft_model_kv: str | None) -> bool:
     """Whether the target, a draft or the draft model reads a quantised cache."""
-    views = {view for method in methods for view in (method.kv_target, METHODS[method.name].draft_view)}
+    views = {view for variant in variants for view in (variant.kv_target, variant.method.draft_view)}
     return not views | {draft_model_kv} <= {None, "target", "fp16"}
 
 
 def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> None:
     """Refuses settings that no method reads."""
-    methods_of = [METHODS[method.name] for method in grid.methods]
-    quantised = quantises_cache(grid.methods, arguments.draft_model_kv)
+    methods = [variant.method for variant in grid.variants]
+    quantised = quantises_cache(grid.variants, arguments.draft_model_kv)
     # Setting, its value, values without effect, whether a method reads it, what such a method does, one of them.
-    for option, value, harmless, read, does, method in (
-        ("gamma", arguments.gamma, {"auto", "0"}, any(m.drafts for m in methods_of), "drafts", "quantspec"),
+    for option, value, harmless, read, does, example in (
+        ("gamma", arguments.gamma, {"auto", "0"}, any(m.drafts for m in methods), "drafts", "quantspec"),
         (
             "draft_pages",
             arguments.draft_pages,
             {"all"},
-            any(m.draft_view for m in methods_of),
+            any(m.draft_view for m in methods),
             "drafts by pages",
             "quantspec",
         ),
@@ -202,7 +207,7 @@ def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> 
             "draft_precision",
             options.draft_precision,
             {"auto", "none"},
-            any(m.draft_weights for m in methods_of),
+            any(m.draft_weights for m in methods),
             "reads draft weights",
             "quantspec",
         ),
@@ -210,7 +215,7 @@ def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> 
             "draft_refresh",
             str(arguments.draft_refresh),
             {"0"},
-            any(m.page_choice == "snap" for m in methods_of),
+            any(m.page_choice == "snap" for m in methods),
             "keeps a choice of pages",
             "snapkv",
         ),
@@ -219,23 +224,23 @@ def _refuse_unread(arguments: Arguments, options: EngineOptions, grid: Grid) -> 
         if not read and not set(items(option, value)) <= harmless:
             raise IgnoredError(
                 f"--{option.replace('_', '-')} is {value}, but no method of --methods {does}",
-                f"add {method} to --methods, or leave it out",
+                f"add {example} to --methods, or leave it out",
                 option=option,
             )
 
 
 def _check_pages(arguments: Arguments, grid: Grid) -> None:
     """Refuses a choice of pages that no method makes, or without the scores that it needs."""
-    chosen = [method for method in grid.methods if method.draft_pages != "all"]
-    if arguments.page_choice == "window" and not any(METHODS[method.name].page_choice is None for method in chosen):
+    chosen = [variant for variant in grid.variants if variant.draft_pages != "all"]
+    if arguments.page_choice == "window" and not any(variant.method.page_choice is None for variant in chosen):
         raise IgnoredError(
             "page_choice is 'window', but no method of --methods chooses pages",
             "add --draft-pages N, or leave it out",
             option="page_choice",
         )
-    for method in chosen:
-        choice = page_choice(arguments, method.name)
-        check_scores(method.name, method.draft_pages, choice, method.kv_target, arguments.draft_model_kv)
+    for variant in chosen:
+        choice = page_choice(arguments, variant.method)
+        check_scores(variant.name, variant.draft_pages, choice, variant.kv_target, arguments.draft_model_kv)
 
 
 def _batches(given: str) -> list[int]:
@@ -245,9 +250,9 @@ def _batches(given: str) -> list[int]:
     return found
 
 
-def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:
+def variants(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Variant]:
     """The methods of a list of `METHOD` or `METHOD-KV`, combined with every γ and page count if they draft."""
-    found: dict[Method, None] = {}
+    found: dict[Variant, None] = {}
     for item in items("--methods", given):
         name, target = item, KV_TARGETS[0]
         if item not in METHODS:
@@ -263,7 +268,7 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
         if method.chooses or method.pages is not None:
             of_pages = [count for count in pages if count != "all"] or [method.pages or "auto"]
-        found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
+        found.update((Variant(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
 
@@ -330,7 +335,7 @@ def check_fits(model: Model, grid: Grid, arguments: Arguments, options: EngineOp
 def engine_options(grid: Grid, options: EngineOptions, draft_model_kv: str | None = None) -> dict[str, Any]:
     """Sizes and options of an engine that serves every method of the grid."""
     native = options.native()
-    full = any(method.kv_target == "fp16" for method in grid.methods)
+    full = any(variant.kv_target == "fp16" for variant in grid.variants)
     sizes = {"capacity": grid.capacity, "slots": max(grid.batches) if grid.n_gen else 1}
     return (
         sizes

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__, files, predict, render, settings
 from ..errors import native_errors
-from ..options import METHODS
-from ..options import Method as Drafting
 from .answers import SAMPLING, Answers
-from .grid import BASELINE, Arguments, Grid, Method, engine_options, page_choice, quantises_cache, tests
-from .samples import Sample, bandwidth_share, check_equal, pages_mean, speculation, speedup
+from .grid import BASELINE, Arguments, Grid, Variant, engine_options, page_choice, quantises_cache, tests
+from .samples import Sample, bandwidth_share, check_equal, speculation, speedup
+from .work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +61,12 @@ class Bench:
                 on_loading=on_loading,
             )
             memory[model.name] = self._engine.stats()
-            self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
+            self._work = Work(
+                info=model.info,
+                draft_weights_bytes=int(memory[model.name]["draft_weights_bytes"]),
+                draft_model_kv=arguments.draft_model_kv,
+                page_choice=arguments.page_choice,
+            )
             self._weights, self._precision = self._engine.info["weights"], self._engine.info["draft_precision"]
         self._accept, self._kv_rounding = options.accept, options.kv_rounding
         self._info = self._engine.info
@@ -104,7 +108,7 @@ class Bench:
 
     def _decode(self, test: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Decodes sequences together until the first has emitted `n_gen` tokens; each follows its own part of the text."""
-        repetitions, grid = self._arguments.repetitions, self._grid
+        repetitions, variants = self._arguments.repetitions, self._grid.variants
         depth, tokens = test["n_depth"], test["n_gen"]
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(
@@ -114,57 +118,64 @@ class Bench:
                 on_prefill=on_prefill,
             )
         traffic = self._traffic_of(answers)
-        samples: dict[Method, list[Sample]] = {method: [] for method in grid.methods}
+        samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
-            for method in grid.methods:
-                self._configure(method)
+            for variant in variants:
+                self._configure(variant)
                 answers.run(self._arguments.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
                 self._bandwidth_now = self._bandwidth()
-                # In alternating direction, so that a drift of the machine affects all methods alike.
-                for method in grid.methods[:: -1 if repetition % 2 else 1]:
-                    samples[method].append(self._sample(method, answers, traffic, repetition))
+                # In alternating direction, so that a drift of the machine affects all variants alike.
+                for variant in variants[:: -1 if repetition % 2 else 1]:
+                    samples[variant].append(self._sample(variant, answers, traffic, repetition))
                     if tick:
-                        tick(sum(map(len, samples.values())), repetitions * len(grid.methods))
+                        tick(sum(map(len, samples.values())), repetitions * len(variants))
                 if self._accept == "replay":
-                    check_equal({method: runs[-1] for method, runs in samples.items()})
+                    check_equal({variant: runs[-1] for variant, runs in samples.items()})
         answers.close()
-        for method, runs in samples.items():
-            row = self._row(runs, test)
-            row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
-            row |= {"draft_pages": method.draft_pages, "warm_up": self._arguments.warm_up}
+        for variant, runs in samples.items():
+            row = self._row(runs, test) | {"warm_up": self._arguments.warm_up}
             row |= speculation(runs) | speedup(runs, samples.get(BASELINE))
-            row["flops_per_token"] = statistics.fmean(self._decode_flops(method, of_one, runs) for of_one in traffic)
-            drafts = METHODS[method.name]
-            if method.draft_pages != "all":
-                row["page_choice"] = page_choice(self._arguments, method.name)
-            if drafts.page_choice == "snap":
-                row["draft_refresh"] = self._arguments.draft_refresh
-            if drafts.draft_weights:
-                row["draft_precision"] = self._precision
-            if drafts.draft_model or (drafts.chooses and self._arguments.draft_model):
-                row["draft_model"] = self._arguments.draft_model
-            if drafts.draft_model:
-                row["draft_model_kv"] = self._arguments.draft_model_kv or method.kv_target
-            if quantises_cache({method}, self._arguments.draft_model_kv):
-                row["kv_rounding"] = self._kv_rounding
-            yield row
+            row["flops_per_token"] = statistics.fmean(self._work.flops(variant, of_one, runs) for of_one in traffic)
+            yield row | self._settings(variant)
 
-    def _configure(self, method: Method) -> None:
-        drafts = METHODS[method.name]
+    def _settings(self, variant: Variant) -> dict[str, Any]:
+        """The settings that a variant reads, as fields of its rows."""
+        arguments, method = self._arguments, variant.method
+        found: dict[str, Any] = {
+            "method": variant.name,
+            "kv_target": variant.kv_target,
+            "gamma": variant.gamma,
+            "draft_pages": variant.draft_pages,
+        }
+        if variant.draft_pages != "all":
+            found["page_choice"] = page_choice(arguments, method)
+        if method.page_choice == "snap":
+            found["draft_refresh"] = arguments.draft_refresh
+        if method.draft_weights:
+            found["draft_precision"] = self._precision
+        if method.draft_model or (method.chooses and arguments.draft_model):
+            found["draft_model"] = arguments.draft_model
+        if method.draft_model:
+            found["draft_model_kv"] = arguments.draft_model_kv or variant.kv_target
+        if quantises_cache({variant}, arguments.draft_model_kv):
+            found["kv_rounding"] = self._kv_rounding
+        return found
+
+    def _configure(self, variant: Variant) -> None:
         self._engine.configure(
-            page_choice=page_choice(self._arguments, method.name),
-            draft_refresh=self._arguments.draft_refresh if drafts.page_choice == "snap" else 0,
-            **method.native(),
+            page_choice=page_choice(self._arguments, variant.method),
+            draft_refresh=self._arguments.draft_refresh if variant.method.page_choice == "snap" else 0,
+            **variant.native(),
         )
 
     def _sample(
-        self, method: Method, answers: Answers, traffic: Sequence[Mapping[str, Any]], repetition: int
+        self, variant: Variant, answers: Answers, traffic: Sequence[Mapping[str, Any]], repetition: int
     ) -> Sample:
         before = self._bandwidth_now
-        self._configure(method)
+        self._configure(variant)
         if self._arguments.warm_up:
-            # Tokens of another seed, so that the policy has measured the method, but not the timed text.
+            # Tokens of another seed, so that the policy has measured the variant, but not the timed text.
             answers.warm_up(self._arguments.seed + repetition + 1, self._arguments.warm_up)
             self._engine.reset_stats()
         seconds, tokens = answers.run(self._arguments.seed + repetition)
@@ -178,7 +189,7 @@ class Bench:
         after = self._bandwidth_now = self._bandwidth()
         return Sample(
             seconds,
-            statistics.fmean(self._decode_bytes(method, of_one, stats) for of_one in traffic),
+            statistics.fmean(self._work.read_bytes(variant, of_one, stats) for of_one in traffic),
             (before, after),
             processed=sum(map(len, tokens)),
             stats=stats,
@@ -220,64 +231,6 @@ class Bench:
         layers = traffic["weights_bytes"] - traffic["head_bytes"]
         read: float = len(blocks) * layers + sum(blocks) * traffic["token_bytes"] + traffic["head_bytes"]
         return read
-
-    def _decode_bytes(self, method: Method, traffic: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
-        """Bytes a run's verifications and drafts had to read, if all sequences are as long as that of `traffic`: weights once
-        for all sequences of a pass; per sequence the visible pages of the view and the recent tokens.
-        """
-        page, recent = predict.page_bytes(traffic), traffic["buffer_tokens"] * traffic["token_bytes"]
-        cache = traffic["pages"] * page[method.kv_target] + recent
-        read: float = stats["passes"] * traffic["weights_bytes"] + stats["rounds"] * cache
-        drafted = stats["drafted_tokens"] - stats["copied_tokens"]
-        pages = stats.get("draft_pages_mean") if method.draft_pages == "auto" else method.draft_pages
-        shares = {method.name: {"rounds": stats["rounds"], "drafted_tokens": drafted, "draft_pages_mean": pages}}
-        # With several methods, each has its own bytes.
-        for name, share in stats.get("by_method", shares).items():
-            if METHODS[name].draft_view is not None and share["drafted_tokens"]:
-                steps = stats["draft_steps"] * share["drafted_tokens"] / drafted
-                read += self._drafted_bytes(METHODS[name], method.kv_target, traffic, share, steps)
-        return read
-
-    def _drafted_bytes(
-        self, drafts: Drafting, target: str, traffic: Mapping[str, Any], share: Mapping[str, Any], steps: float
-    ) -> float:
-        """Bytes that the drafts of one method read in `steps` steps."""
-        if drafts.draft_model:
-            traffic, target = traffic["draft_model"], self._arguments.draft_model_kv or target
-        page, recent = predict.page_bytes(traffic), traffic["buffer_tokens"] * traffic["token_bytes"]
-        weights = (
-            (traffic["draft_weights_bytes"] or self._draft_bytes) if drafts.draft_weights else traffic["weights_bytes"]
-        )
-        view = page[target if drafts.draft_view == "target" else str(drafts.draft_view)]
-        asked = share["draft_pages_mean"]
-        pages = traffic["pages"] if asked == "all" else min(traffic["pages"], asked or 0.0)
-        read: float = steps * weights + share["drafted_tokens"] * (pages * view + recent)
-        if pages < traffic["pages"] and self._arguments.page_choice != "window" and drafts.pages is None:
-            read += share["rounds"] * traffic["pages"] * traffic["page_score_bytes"]
-        return read
-
-    def _decode_flops(self, method: Method, traffic: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Floating-point operations per emitted token: of verified rows, and of rows with which the model itself drafted."""
-        visible = traffic["pages"] * predict.PAGE_TOKENS + traffic["buffer_tokens"]
-        matrix, attention = predict.row_flops(self._model.info, visible)
-        emitted = sum(run.processed for run in runs)
-        proposed = sum(run.stats["drafted_tokens"] for run in runs) / emitted
-        # Copies of earlier text are verified, and no network computed them.
-        drafted = proposed - sum(run.stats["copied_tokens"] for run in runs) / emitted
-        rounds = sum(run.stats["rounds"] for run in runs) / emitted
-        operations: float = (proposed + rounds) * (matrix + attention)
-        if METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model:
-            share = 1.0 if method.draft_pages == "all" else self._pages_share(traffic, runs)
-            operations += drafted * (matrix + attention * share)
-        return operations
-
-    @staticmethod
-    def _pages_share(traffic: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Share of the visible tokens that a draft with selected pages reads."""
-        recent = traffic["buffer_tokens"]
-        read = min(pages_mean(runs) or 0.0, traffic["pages"]) * predict.PAGE_TOKENS + recent
-        share: float = read / max(traffic["pages"] * predict.PAGE_TOKENS + recent, 1)
-        return share
 
     def _row(self, samples: Sequence[Sample], test: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of every test."""

@@ -1,4 +1,4 @@
-"""Runs of one method, and the statistics of a row."""
+"""Runs of one variant, and the statistics of a row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .grid import Method
+    from .grid import Variant
 
 # Two bandwidths count as equal if they differ by less. Repeated readings of an idle memory differ by 3 %, the two speeds of
 # the memory of some machines by 70 %.
@@ -21,7 +21,7 @@ STEADY = 0.1
 
 @dataclass
 class Sample:
-    """One run of one method.
+    """One run of one variant.
 
     Attributes:
         seconds: wall time of the decoding, including the loop.
@@ -60,16 +60,16 @@ def is_same_bandwidth(one: float, other: float) -> bool:
     return abs(one - other) <= STEADY * max(one, other)
 
 
-def check_equal(runs: Mapping[Method, Sample]) -> None:
-    """Checks that methods with the same target and seed emit the same text, so that the compared work is equal.
+def check_equal(runs: Mapping[Variant, Sample]) -> None:
+    """Checks that variants with the same target and seed emit the same text, so that the compared work is equal.
 
-    A sequence of a batch may have emitted fewer tokens with one method than with another.
+    A sequence of a batch may have emitted fewer tokens with one variant than with another.
     """
-    for method, run in runs.items():
-        other = next(known for known in runs if known.kv_target == method.kv_target)
+    for variant, run in runs.items():
+        other = next(known for known in runs if known.kv_target == variant.kv_target)
         if any(one[: len(two)] != two[: len(one)] for one, two in zip(run.tokens, runs[other].tokens, strict=True)):
             raise InternalError(
-                f"{method.name} and {other.name} emitted different tokens from the {method.kv_target} target",
+                f"{variant.name} and {other.name} emitted different tokens from the {variant.kv_target} target",
                 "run quantspec selftest, and please report this",
             )
 
