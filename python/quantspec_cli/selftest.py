@@ -19,7 +19,7 @@ from .output import Done, Stdout
 from .text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .options import EngineOptions
 
@@ -103,7 +103,8 @@ def selftest(
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
     cases: list[Case] = []
-    for case in _cases(opened, options, draft_model, prompts, references):
+    ways = _ways(options, draft_model, prompts)
+    for case in _cases(opened, ways, prompts, references):
         cases.append(case)
         if not as_json:
             out.write(_line(case) + "\n")
@@ -155,65 +156,73 @@ def _references(
     return engine.info["device"], engine.info["weights"], decoded
 
 
-def _cases(
-    model: Model,
-    options: EngineOptions,
-    draft_model: str | None,
-    prompts: Sequence[list[int]],
-    references: dict[str, list[list[int]]],
-) -> Iterator[Case]:
+@dataclass(frozen=True)
+class Way:
+    """A way to decode prompts, with an engine of its own.
+
+    Attributes:
+        places: of the prompts.
+        alone: γ of the runs of one sequence.
+        batched: γ of the runs of a batch.
+    """
+
+    options: EngineOptions
+    places: Sequence[int]
+    alone: Sequence[int | str]
+    batched: Sequence[int | str]
+
+
+def _ways(options: EngineOptions, draft_model: str | None, prompts: Sequence[list[int]]) -> Iterator[Way]:
     everything = range(len(prompts))
-    long = [place for place in everything if len(prompts[place]) >= LONG]
     fixed = replace(options, gamma=GAMMA_MAX)
-    quantspec = replace(fixed, method="quantspec")
-    # Options, prompts, and the gammas of one sequence and of a batch.
-    ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
-        (
-            replace(
-                fixed,
-                method=name,
-                draft_pages=PAGES_MIN if method.pages else None,
-                draft_model=draft_model if method.draft_model or method.chooses else None,
-            ),
-            everything,
-            FEW,
-            FEW if name in COMBINED or method.chooses else GAMMAS,
+    for name, method in METHODS.items():
+        if not method.drafts or (method.draft_model and draft_model is None):
+            continue
+        drafting = replace(
+            fixed,
+            method=name,
+            draft_pages=PAGES_MIN if method.pages else None,
+            draft_model=draft_model if method.draft_model or method.chooses else None,
         )
-        for name, method in METHODS.items()
-        if method.drafts and (draft_model is not None or not method.draft_model)
-    ]
-    if long:
-        selected = replace(quantspec, draft_pages=PAGES_MIN)
-        ways += [(replace(selected, page_choice=choice), long, FEW, FEW) for choice in PAGE_CHOICES]
-    ways.append((replace(quantspec, threads=1), everything, FEW[:1], FEW[:1]))
+        yield Way(drafting, everything, FEW, FEW if name in COMBINED or method.chooses else GAMMAS)
+    quantspec = replace(fixed, method="quantspec")
+    if long := [place for place in everything if len(prompts[place]) >= LONG]:
+        for choice in PAGE_CHOICES:
+            yield Way(replace(quantspec, draft_pages=PAGES_MIN, page_choice=choice), long, FEW, FEW)
+    yield Way(replace(quantspec, threads=1), everything, FEW[:1], FEW[:1])
     # Drafts of one sequence that end early.
-    ways.append((replace(quantspec, gamma="auto"), everything, ("auto", "auto"), ()))
-    choosing = replace(fixed, method="auto", draft_model=draft_model, gamma="auto")
-    ways.append((choosing, everything, ("auto", "auto"), ()))
-    for way, places, alone, together in ways:
+    for way in (quantspec, replace(fixed, method="auto", draft_model=draft_model)):
+        yield Way(replace(way, gamma="auto"), everything, ("auto", "auto"), ())
+
+
+def _cases(
+    model: Model, ways: Iterable[Way], prompts: Sequence[list[int]], references: dict[str, list[list[int]]]
+) -> Iterator[Case]:
+    for way in ways:
         # Closed before the next one is loaded: two may not fit.
-        with _engine(model, way, prompts, batch=BATCH) as engine:
+        with _engine(model, way.options, prompts, batch=BATCH) as engine:
             for accept, sampling in _SAMPLING.items():
-                for batch in (1, BATCH):
-                    for turn, gamma in enumerate(together if batch > 1 else alone):
-                        # The batch advances by one prompt per case, so its neighbours have other lengths.
-                        chosen = [places[turn % len(places)]]
-                        chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
-                        decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
-                        expected = [references[accept][place] for place in chosen]
-                        case = Case(
-                            method=way.method,
-                            draft_pages=way.pages_of_draft,
-                            page_choice=None if way.pages_of_draft == "all" else way.choice_of_pages,
-                            threads=way.threads,
-                            gamma=gamma,
-                            accept=accept,
-                            batch=batch,
-                            tokens=sum(map(len, decoded)),
-                            difference=None,
-                        )
-                        found = first_difference([len(prompts[place]) for place in chosen], expected, decoded)
-                        yield case if found is None else replace(case, difference=f"{_line(case)}: {found}")
+                runs = [(1, *run) for run in enumerate(way.alone)] + [(BATCH, *run) for run in enumerate(way.batched)]
+                for batch, turn, gamma in runs:
+                    # The batch advances by one prompt per case, so its neighbours have other lengths.
+                    chosen = [way.places[turn % len(way.places)]]
+                    chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
+                    decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
+                    expected = [references[accept][place] for place in chosen]
+                    pages = way.options.pages_of_draft
+                    case = Case(
+                        method=way.options.method,
+                        draft_pages=pages,
+                        page_choice=None if pages == "all" else way.options.choice_of_pages,
+                        threads=way.options.threads,
+                        gamma=gamma,
+                        accept=accept,
+                        batch=batch,
+                        tokens=sum(map(len, decoded)),
+                        difference=None,
+                    )
+                    found = first_difference([len(prompts[place]) for place in chosen], expected, decoded)
+                    yield case if found is None else replace(case, difference=f"{_line(case)}: {found}")
 
 
 def first_difference(lengths: Sequence[int], expected: Sequence[list[int]], decoded: Sequence[list[int]]) -> str | None:
