@@ -121,20 +121,36 @@ def _resolve(
     path = os.path.expanduser(model)
     found = files.status(path)
     if found is not None:
-        kind = "directory" if S_ISDIR(found.st_mode) else "file"
-        if kind == "file" and not path.lower().endswith(gguf.SUFFIX):
-            raise ModelError(
-                f"model {model} is a file that is not called {gguf.SUFFIX}",
-                "give a GGUF file, or the directory that holds config.json and the weights",
-                option="model",
-            )
-        if revision is not None:
-            raise UsageError(
-                f"--revision {revision} with the {kind} {model}", f"a {kind} has no revisions", option="revision"
-            )
-        return _weights_of(model, Path(path)) if kind == "directory" else Path(path)
+        return _of_disk(model, path, revision, is_directory=S_ISDIR(found.st_mode))
     if model == DEMO and revision is None:
         return demo()
+    repository, wanted, pinned = _of_id(model)
+    if pinned is not None and revision is not None and pinned != revision:
+        raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
+    _check_revision(pinned)
+    if cache().parts[:1] == ("~",):
+        raise FileError("the hub's cache has no folder: no home directory is known", "set HF_HOME to a folder")
+    return from_hub(model, repository, wanted, revision or pinned, offline=offline, progress=progress)
+
+
+def _of_disk(model: str, path: str, revision: str | None, *, is_directory: bool) -> Path:
+    """The directory or GGUF file at a path that exists."""
+    kind = "directory" if is_directory else "file"
+    if not is_directory and not path.lower().endswith(gguf.SUFFIX):
+        raise ModelError(
+            f"model {model} is a file that is not called {gguf.SUFFIX}",
+            "give a GGUF file, or the directory that holds config.json and the weights",
+            option="model",
+        )
+    if revision is not None:
+        raise UsageError(
+            f"--revision {revision} with the {kind} {model}", f"a {kind} has no revisions", option="revision"
+        )
+    return _weights_of(model, Path(path)) if is_directory else Path(path)
+
+
+def _of_id(model: str) -> tuple[str, str, str | None]:
+    """Repository, NAME of a GGUF file ("" for none) and revision of a hub id; an error if it reads like a path."""
     name, _, pinned = model.partition("@")
     repository, colon, wanted = name.partition(":")
     what = "file" if model.lower().endswith(gguf.SUFFIX) else "directory"
@@ -150,12 +166,7 @@ def _resolve(
             "check the path, or give a hub id such as owner/name",
             option="model",
         )
-    if pinned and revision is not None and pinned != revision:
-        raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
-    _check_revision(pinned or None)
-    if cache().parts[:1] == ("~",):
-        raise FileError("the hub's cache has no folder: no home directory is known", "set HF_HOME to a folder")
-    return from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
+    return repository, wanted, pinned or None
 
 
 def _described(
