@@ -215,9 +215,17 @@ def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> N
     assert outcome.code == 3
     assert "does not fit" in outcome.stdout
     assert len(outcome.stderr.splitlines()) == 2
-    assert outcome.stderr.endswith(" or less, or --weights int8 or int4\n")
-    outcome = quantspec("plan", "-m", path, "--device", "cpu", "--weights", "int8")
-    assert (outcome.code, "--weights" in outcome.stderr) == (3, False)
+    # The cache alone does not fit.
+    assert outcome.stderr.endswith(f"hint: use -c {found['longest_context']} or less\n")
+
+
+def test_smaller_weights_are_a_remedy_if_the_rest_fits(quantspec: Run, tmp_path: Path) -> None:
+    # 6.6 TB of weights.
+    path = described(tmp_path / "m", num_hidden_layers=1024, hidden_size=8192, intermediate_size=1 << 17)
+    outcome = quantspec("plan", "-m", path, "-c", "64", "--device", "cpu")
+    assert (outcome.code, "--weights int8 or int4" in outcome.stderr) == (3, True), outcome
+    outcome = quantspec("plan", "-m", path, "-c", "64", "--device", "cpu", "--weights", "int8")
+    assert (outcome.code, "--weights" in outcome.stderr) == (3, False), outcome
 
 
 def test_a_context_beyond_the_models_is_exit_3_with_the_longest(quantspec: Run) -> None:

@@ -271,7 +271,10 @@ def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
         )
     fewer = found["largest_batch"]
     ways = [f"-c {longest} or less"] * bool(longest) + [f"--batch {fewer} or less"] * bool(fewer)
-    smaller = ["--weights int8 or int4"] * (context <= most and found["weights"] == "checkpoint")
+    # Smaller weights help if all but the weights fits.
+    rest = found["planned_bytes"] - found["weights_bytes"] - found["draft_weights_bytes"]
+    helps = context <= most and found["weights"] == "checkpoint" and rest < found["available_bytes"]
+    smaller = ["--weights int8 or int4"] * helps
     hint = f"use {', or '.join([*ways, *smaller])}"
     if not ways:
         hint = ", ".join(["not even a short text fits; use fewer sequences", *smaller, "a smaller model"])
