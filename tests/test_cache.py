@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Outcome
 
-from quantspec_cli import settings
+from quantspec_cli import _native, settings
 
 Run = Callable[..., Outcome]
 
@@ -52,6 +52,13 @@ def test_clear_removes_draft_files_alone(quantspec: Run, folder: Path) -> None:
 def test_a_folder_that_is_absent_is_empty(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "none"))
     assert json.loads(quantspec("cache", "--json").stdout)["files"] == []
+
+
+def test_a_time_beyond_the_calendar_is_listed(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "draft_files", lambda _: [(folder / "a.draft", None, 1, 1e13)])
+    (file,) = json.loads(quantspec("cache", "--json").stdout)["files"]
+    assert file["used"].startswith("999")
+    assert quantspec("doctor").code == 0
 
 
 def test_errors_are_one_line(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

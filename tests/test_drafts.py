@@ -162,6 +162,11 @@ def test_doctor_shows_path_and_size(quantspec: Run, folder: Path, monkeypatch: p
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", f"{folder}\x1b[2J")
     assert "\x1b" not in quantspec("doctor").stdout
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(kept))
+    reason = f"cannot read the cache of draft weights {kept}: not a directory"
+    found = quantspec("doctor", "--json").json["draft_cache"]
+    assert found == {"path": str(kept), "files": 0, "bytes": 0, "reason": reason}
+    assert f"draft cache unusable: {reason}\n" in quantspec("doctor").stdout
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
     assert quantspec("doctor", "--json").json["draft_cache"] is None
     assert "draft cache off" in quantspec("doctor").stdout

@@ -23,6 +23,9 @@ class Kind(NamedTuple):
     elsewhere: str
 
 
+# A file's time may lie beyond the year 9999, the last of Python's dates: this is its first day.
+LATEST_S = 253_370_764_800
+
 DRAFTS = Kind("draft weights", "set QUANTSPEC_DRAFT_CACHE to another one")
 PROMPTS = Kind("prompts", "name another one with --prompt-cache")
 
@@ -70,7 +73,7 @@ def listing(folder: Path, kind: Kind = DRAFTS) -> dict[str, Any]:
             "path": str(path),
             "model": None if model is None else str(model),
             "bytes": size,
-            "used": datetime.fromtimestamp(used).astimezone().isoformat(timespec="seconds"),
+            "used": datetime.fromtimestamp(min(used, LATEST_S)).astimezone().isoformat(timespec="seconds"),
         }
         for path, model, size, used in reversed(files)
     ]

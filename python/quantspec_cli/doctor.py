@@ -48,7 +48,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     cpu, gpu = found["cpu"], found["gpu"]
     report = [
         f"quantspec   {found['quantspec']}, Python {found['python']}, {found['platform']}",
-        f"processor   {cpu['name']}, {cpu['threads']} threads, reads {render.number(cpu['read_gb_per_s'])} GB/s",
+        f"processor   {cpu['name']}, {render.count(cpu['threads'], 'thread')}, "
+        f"reads {render.number(cpu['read_gb_per_s'])} GB/s",
         f"SIMD        {cpu['simd_reason']}",
         f"memory      {render.size(found['memory_bytes'])}",
     ]
@@ -95,13 +96,14 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def _draft_cache() -> dict[str, Any] | None:
-    """Folder and contents of the draft-weight cache; None if the cache is off. An unreadable folder counts as empty."""
+    """Folder and contents of the draft-weight cache; None if the cache is off. Of an unreadable folder, the reason."""
     folder = settings.draft_cache()
     if folder is None:
         return None
-    found: dict[str, Any] = {"files": [], "bytes": 0}
-    with suppress(FileError):
+    try:
         found = cache.listing(folder)
+    except FileError as error:
+        return {"path": str(folder), "files": 0, "bytes": 0, "reason": error.message}
     return {"path": str(folder), "files": len(found["files"]), "bytes": found["bytes"]}
 
 
@@ -109,9 +111,10 @@ def _drafts(kept: dict[str, Any] | None) -> str:
     if kept is None:
         said = os.environ.get("QUANTSPEC_DRAFT_CACHE") == "off"
         return "off: " + ("QUANTSPEC_DRAFT_CACHE is off" if said else "no home directory is known")
-    return (
-        f"{one_line(kept['path'])}: {render.count(kept['files'], 'file')}, {render.size(kept['bytes'])}; safe to delete"
-    )
+    if "reason" in kept:
+        return f"unusable: {kept['reason']}"
+    clear = "; quantspec cache --clear removes them" * bool(kept["files"])
+    return f"{one_line(kept['path'])}: {render.count(kept['files'], 'file')}, {render.size(kept['bytes'])}{clear}"
 
 
 def _versions() -> dict[str, str]:
