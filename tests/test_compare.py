@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,25 @@ def test_a_file_of_bench_compares_with_itself(quantspec: Callable[..., Outcome],
     assert outcome.code == 0, outcome
     assert len(outcome.stdout.splitlines()) == 2 + len(place.read_text().splitlines())
     assert quantspec("bench", "--compare", str(place), str(place), "--output", str(place)).code == 2
+
+
+def test_a_pipe_is_read(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    """As a shell passes `<(git show HEAD:rows.jsonl)`."""
+    place, pipe = tmp_path / "rows", tmp_path / "pipe"
+    place.write_text(json.dumps(ROW))
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cp", place, pipe]) as writer:
+        outcome = quantspec("bench", "--compare", str(pipe), str(place))
+        writer.kill()
+    assert outcome.code == 0, outcome
+
+
+def test_an_endless_pipe_is_an_error(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cp", "/dev/zero", tmp_path / "pipe"], stderr=subprocess.DEVNULL) as writer:
+        outcome = quantspec("bench", "--compare", str(tmp_path / "pipe"), "b")
+        writer.kill()
+    outcome.assert_error(1, "more than 67108864 bytes")
 
 
 @pytest.mark.parametrize(

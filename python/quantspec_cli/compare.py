@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from stat import S_ISFIFO, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from . import files, output, render
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-# Larger than any benchmark's rows; reading a device or a wrong file stops here.
+# Larger than any benchmark's rows; reading a pipe or a wrong file stops here.
 BYTES_MAX = 64 << 20
 # Larger than any time in ms and any number of repetitions. Quotients of such numbers are finite.
 NUMBER_MAX = 1e12
@@ -76,16 +77,21 @@ def compare(first: str, second: str, *, output_format: str, place: str | None, a
 def read(name: str) -> list[dict[str, Any]]:
     """The rows of a file: an array (`bench --json`, `-o json`), an error's document, or one row per line (`-o jsonl`)."""
     path = Path(name)
-    if not files.is_file(path):
+    status = files.status(path)
+    # A shell's <(git show ...) is a pipe.
+    if status is None or not (S_ISREG(status.st_mode) or S_ISFIFO(status.st_mode)):
         raise InputError(
             f"{name} is no file", "give a file that bench -o jsonl or bench --json wrote", option="compare"
         )
-    size = path.stat().st_size
-    if size > BYTES_MAX:
-        raise InputError(f"{name} has {size} bytes, at most {BYTES_MAX} are read", "give the rows of one benchmark")
     try:
-        text = files.read(path).decode("utf-8-sig")
-        found = _parsed(text)
+        with path.open("rb") as file:
+            raw = file.read(BYTES_MAX + 1)
+    except OSError as error:
+        raise files.unreadable(path, error) from error
+    if len(raw) > BYTES_MAX:
+        raise InputError(f"{name} has more than {BYTES_MAX} bytes", "give the rows of one benchmark")
+    try:
+        found = _parsed(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{name} holds no rows: {error}",
