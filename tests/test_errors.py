@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import pickle
 import signal
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind, one_line
+from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind, one_line, refused
 
 
 def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,11 @@ def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> 
     assert (internal(caught.value).kind, "ulimit" in internal(caught.value).hint) == ("does_not_fit", True)
     assert internal(MemoryError()).message == "out of memory"
     assert internal(RuntimeError("other")).kind == "internal"
+
+
+def test_open_files_are_not_blamed_on_the_disk() -> None:
+    assert "ulimit -n" in refused(OSError(errno.EMFILE, "Too many open files")).hint
+    assert "disk" in refused(OSError(errno.ENOSPC, "No space left on device")).hint
 
 
 @pytest.mark.parametrize("again", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])

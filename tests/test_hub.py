@@ -514,7 +514,7 @@ def test_weights_that_are_not_in_the_cache_are_no_fault_of_the_hub(
         ("owner/model:Q8_0", "has no GGUF file called Q8_0 of owner/model"),
     ):
         assert what in (answer := resolve(model, "--offline")), answer
-        assert "leave out --offline" in answer
+        assert "leave out --offline, unset HF_HUB_OFFLINE and QUANTSPEC_OFFLINE" in answer
         assert what in (answer := resolve(model, endpoint=nowhere)), answer
         assert "and the hub cannot be reached" in answer
     assert resolve("owner/model:Q8_0", function="describe").startswith("no GGUF file of owner/model:Q8_0")

@@ -200,6 +200,7 @@ def test_the_default_file_is_in_xdg_config_home(
         ("max-tokens = 0x" + "f" * 5000, "max-tokens is a number of 20000 bits"),
         ('[bench]\nwhat = "kernels"', "bench.what is no setting"),
         ("[cache]\nclear = true", "cache.clear is no setting"),
+        ("[doctor]\njson = true", "hint: remove it"),
         ("max_tokens = 3\nmax-tokens = 4", "max_tokens and max-tokens are one setting"),
         ("[run]\nctx-size = 3\nctx_size = 3", "run.ctx-size and run.ctx_size are one setting"),
     ],

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from contextlib import contextmanager
@@ -175,7 +176,13 @@ def no_thread() -> DoesNotFitError:
 def refused(error: OSError) -> FileError:
     """Converts an error of the operating system that no caller expected."""
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return FileError(f"{where}{reason(error)}", "check the permissions and the free space of the disk")
+    too_many = error.errno in {errno.EMFILE, errno.ENFILE}
+    hint = (
+        "raise the limit on open files (ulimit -n)"
+        if too_many
+        else "check the permissions and the free space of the disk"
+    )
+    return FileError(f"{where}{reason(error)}", hint)
 
 
 @contextmanager

@@ -349,7 +349,11 @@ def _names(model: str, repository: str, revision: str | None, *, offline: bool) 
 def _not_in_cache(message: str, *, offline: bool) -> ModelError:
     """The error for files that are not in the cache, if the hub is not to be asked or cannot be reached."""
     if offline:
-        return ModelError(message, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory", option="model")
+        return ModelError(
+            message,
+            "leave out --offline, unset HF_HUB_OFFLINE and QUANTSPEC_OFFLINE, or give a directory",
+            option="model",
+        )
     return ModelError(
         f"{message}, and the hub cannot be reached",
         "check the network, HTTPS_PROXY and HF_ENDPOINT, or give a directory with the model's files",

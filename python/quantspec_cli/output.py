@@ -57,7 +57,7 @@ class Stdout:
     def __init__(self) -> None:
         """Fails at once if there is no standard output (`>&-`)."""
         if sys.stdout is None:
-            raise FileError("standard output is closed", "leave it open, or name a file with --output")
+            raise FileError("standard output is closed", "leave it open, or redirect it to a file")
 
     def write(self, text: str) -> None:
         """Writes and flushes."""

@@ -238,4 +238,7 @@ def _refuse_twice(path: Path, section: str, table: Mapping[str, Any]) -> None:
 
 def _unknown(path: Path, key: str, known: Iterable[str]) -> UsageError:
     names = ", ".join(sorted(name.replace("_", "-") for name in known))
-    return UsageError(f"settings file {path}: {key} is no setting", f"known are {names}")
+    return UsageError(
+        f"settings file {path}: {key} is no setting",
+        f"known are {names}" if names else "remove it: this command has no settings",
+    )
