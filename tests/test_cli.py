@@ -161,6 +161,13 @@ def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, 
     assert names == ["text 1", "text 2"]
 
 
+def test_bytes_of_a_name_survive_json(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff\\.txt")
+    path.write_text("x")
+    outcome = quantspec("run", str(path), "-n", "2", "--json")
+    assert outcome.json["results"][0]["prompt"] == f"{tmp_path}/a\\xff\\.txt"
+
+
 def test_a_prompt_that_fails_ends_no_other(fake: Any, quantspec: Run, document: Path, tmp_path: Path) -> None:
     missing, long = tmp_path / "missing.txt", tmp_path / "long.txt"
     long.write_text("one two three " * 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -93,7 +94,10 @@ def execute(arguments: Sequence[str]) -> int:
     except Exception as error:
         if os.environ.get("QUANTSPEC_DEBUG"):
             raise
-        failure = refused(error) if isinstance(error, OSError) else internal(error)
+        if isinstance(error.__cause__, KeyboardInterrupt):  # during an import, see `__main__`
+            failure = interrupted(SIGNALS.number)
+        else:
+            failure = refused(error) if isinstance(error, OSError) else internal(error)
     else:
         code = 128 + SIGNALS.number if done.code == EXIT_INTERRUPTED else done.code
         return code if document is None else _print(document, code)
@@ -164,7 +168,9 @@ def _usage(error: click.UsageError, arguments: Sequence[str]) -> UsageError:
 
 
 def _line(document: object) -> str:
-    return json.dumps(document, ensure_ascii=False) + "\n"
+    text = json.dumps(document, ensure_ascii=False) + "\n"
+    # Bytes of a name that are not UTF-8 appear as \xff, as in `sources.shown`.
+    return re.sub("[\udc80-\udcff]", lambda byte: f"\\\\x{ord(byte[0]) - 0xDC00:02x}", text)
 
 
 def _write(document: str) -> None:
