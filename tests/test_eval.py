@@ -364,7 +364,7 @@ def test_values_that_are_not_text(quantspec: Callable[..., Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["eval"], 3, ("characters and more than 131072 tokens",)),
+        (["eval"], 3, ("characters and more than 131072 tokens", "--tokens 131072")),
         (["eval", "--tokens", "200000"], 3, ("200000 tokens", "--tokens 131072")),
         (["eval", "--tokens", "20"], 0, ()),
         (["bench", "-d", "20", "-p", "0", "-n", "2", "-r", "1", "--methods", "ar"], 0, ()),

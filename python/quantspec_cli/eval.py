@@ -176,14 +176,15 @@ def _refuse_with_ablation(arguments: Arguments) -> None:
 
 def _tokens(model: Model, text: str, name: str, arguments: Arguments) -> list[int]:
     """The tokens to score: exactly the requested number, at most the model's context."""
-    ids = model.prompt(text, name=name).ids if arguments.tokens is None else []
+    beginning = f"score its beginning with --tokens {model.context}, or less"
+    try:
+        ids = model.prompt(text, name=name).ids if arguments.tokens is None else []
+    except DoesNotFitError as error:
+        raise DoesNotFitError(error.message, beginning) from error
     wanted = len(ids) if arguments.tokens is None else arguments.tokens
     # Checked before encoding so many tokens.
     if wanted > model.context:
-        raise DoesNotFitError(
-            f"{wanted} tokens of {name} exceed the model's context of {model.context}",
-            f"score its beginning with --tokens {model.context}, or less",
-        )
+        raise DoesNotFitError(f"{wanted} tokens of {name} exceed the model's context of {model.context}", beginning)
     if arguments.context + 2 > model.context:
         raise DoesNotFitError(
             f"a prompt of {arguments.context} tokens and two after it exceed the model's context of {model.context}",
