@@ -7,7 +7,10 @@ def main() -> None:
     """The `quantspec` command."""
     try:
         from .entry import main as run
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # Before version 3.12 Python converts an exception raised while a class is made.
+        if KeyboardInterrupt not in {type(error), type(error.__cause__)}:
+            raise
         code = _interrupted(as_json="--json" in sys.argv)
     else:
         try:
