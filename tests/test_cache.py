@@ -61,6 +61,12 @@ def test_a_time_beyond_the_calendar_is_listed(quantspec: Run, folder: Path, monk
     assert quantspec("doctor").code == 0
 
 
+def test_a_folder_without_a_name_is_a_usage_error(quantspec: Run, folder: Path) -> None:
+    """As of `run`: an unset variable of a script must not clear the other folder alone."""
+    quantspec("cache", "--clear", "--prompt-cache", "").assert_error(2, "--prompt-cache is ''", "name a folder")
+    assert any(folder.glob("demo-*.draft"))
+
+
 def test_errors_are_one_line(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
     outcome = quantspec("cache")

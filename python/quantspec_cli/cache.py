@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import render, settings
+from .engine import check_folder
 from .errors import FileError, UsageError, native_errors, one_line, reason
 from .output import Done, Stdout
 
@@ -34,17 +35,19 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """Lists the files, or removes them.
 
     Raises:
-        UsageError: the cache of draft weights is off, and no folder of prompts is given.
+        UsageError: the name of the folder of prompts is empty, or there is none and the cache of draft weights is off.
         FileError: a folder cannot be read, or a file cannot be removed.
     """
+    if prompt_cache is not None:
+        check_folder(prompt_cache)
     folder = settings.draft_cache()
-    if folder is None and not prompt_cache:
+    if folder is None and prompt_cache is None:
         raise UsageError(
             "the cache of draft weights is off",
             "unset QUANTSPEC_DRAFT_CACHE, or set it to a folder; set HOME if it is unset",
         )
     drafts = listing(folder) if folder else None
-    prompts = listing(Path(prompt_cache), PROMPTS) if prompt_cache else None
+    prompts = listing(Path(prompt_cache), PROMPTS) if prompt_cache is not None else None
     kinds = [found for found in (drafts, prompts) if found is not None]
     if clear:
         for found in kinds:
