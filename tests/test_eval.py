@@ -228,6 +228,7 @@ def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
     command = ["eval", "--tokens", "40", "--device", "cpu"]
     plain = quantspec(*command, "--json").json
     assert "ablation" not in plain
+    assert plain.pop("kv_rounding") == "balanced"
     for flags, ablation in [
         (["--k-axis", "token"], ("token", "token", 128, "balanced")),
         (["--v-axis", "channel", "--kv-rounding", "paper"], ("channel", "channel", 128, "paper")),
@@ -240,6 +241,16 @@ def test_an_ablation_is_named(quantspec: Callable[..., Any]) -> None:
         assert found == plain
     lines = quantspec(*command, "--k-axis", "token", "--group", "64").stdout.splitlines()
     assert lines[1:3] == ["cache: keys by token, values by token, groups of 64, rounding balanced", ""]
+
+
+@pytest.mark.slow
+def test_another_rounding_is_named(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    command = ["eval", "--tokens", "40", "--device", "cpu", "--kv-rounding", "paper"]
+    assert quantspec(*command, "--json").json["kv_rounding"] == "paper"
+    report = tmp_path / "report.html"
+    lines = quantspec(*command, "--report", str(report)).stdout.splitlines()
+    assert lines[1:3] == ["cache: rounding paper", ""]
+    assert "rounding paper" in report.read_text()
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
             "model": model.name,
             "prompt": name,
             "context": arguments.context,
-            **_ablation(arguments, options),
+            **_cache(arguments, options),
             **_scores(model, ids, arguments, options, budgets),
         }
         if decoded is not None:
@@ -201,10 +201,10 @@ def _tokens(model: Model, text: str, name: str, arguments: Arguments) -> list[in
     return ids
 
 
-def _ablation(arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
-    """The ablation, as in the document; nothing if there is none."""
+def _cache(arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
+    """How the cache is quantised, as in the document: an ablation, or the rounding of the engine's own."""
     if arguments.ablation is None:
-        return {}
+        return {"kv_rounding": options.kv_rounding}
     found = dataclasses.asdict(arguments.ablation)
     rounding = TRUNCATE if found.pop("truncated") else options.kv_rounding
     return {"ablation": {**found, "kv_rounding": rounding}}
@@ -277,7 +277,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
         f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",
-        *([f"cache: {render.groups(found['ablation'])}"] if "ablation" in found else ()),
+        *([f"cache: {cache}"] if (cache := render.rounding(found)) else ()),
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .errors import one_line
+from .options import KV_ROUNDINGS
 from .output import redirect_to_null
 
 if TYPE_CHECKING:
@@ -195,10 +196,12 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def groups(ablation: Mapping[str, Any]) -> str:
-    """The groups and the rounding of a cache, as in the document of `eval`."""
-    keys, values, group, rounding = (ablation[name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
-    return f"keys by {keys}, values by {values}, groups of {group}, rounding {rounding}"
+def rounding(found: Mapping[str, Any]) -> str:
+    """The cache of a document of `eval`: the groups of an ablation, and the rounding; empty for the default."""
+    if "ablation" in found:
+        keys, values, group, codes = (found["ablation"][name] for name in ("k_axis", "v_axis", "group", "kv_rounding"))
+        return f"keys by {keys}, values by {values}, groups of {group}, rounding {codes}"
+    return "" if found["kv_rounding"] == KV_ROUNDINGS[0] else f"rounding {found['kv_rounding']}"
 
 
 def with_spread(mean: float, deviation: float, *, digits: int = 3) -> str:

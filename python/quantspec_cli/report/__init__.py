@@ -111,8 +111,8 @@ def evaluation(found: Row) -> str:
     ]
     about = {name: found[name] for name in ("device", "device_name")}
     facts = {"text": f"{found['prompt']}, {found['positions']:,} positions after {found['context']:,} tokens"}
-    if "ablation" in found:
-        facts["cache"] = render.groups(found["ablation"])
+    if cache := render.rounding(found):
+        facts["cache"] = cache
     return _page("quantspec eval", [found["model"]], about, [one for one in sections if one is not None], facts)
 
 
