@@ -344,6 +344,19 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
+def test_decoding_that_does_not_fit_is_refused_before_scoring(
+    quantspec: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantspec_cli._native.evaluate", None)
+    config = json.loads((hub.demo() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 28}))
+    for file in hub.demo().iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    outcome = quantspec("eval", "-m", str(tmp_path), "--decode", str((1 << 28) - 2), "--tokens", "40", "--device", "cpu")
+    outcome.assert_error(3, f"a sequence of {1 << 28} tokens", "shorten the text or the answer")
+
+
 @pytest.mark.parametrize("flags", [(), ("--sensitivity",)])
 def test_a_text_that_does_not_fit_has_the_remedies_of_eval(
     quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]

@@ -118,6 +118,8 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
         name = "sample.txt" if arguments.prompt is None else document.name
         ids = _tokens(model, document.text, name, arguments)
         text = [] if decoded is None else eval_decode.ids_of(model, name, document.text, decoded)
+        if decoded is not None:
+            eval_decode.check_fits(model, decoded, options)
         found = {
             "model": model.name,
             "prompt": name,

@@ -119,22 +119,37 @@ def _room(arguments: Arguments, context: int) -> str:
     return f"lower {' or '.join(ways) or '--depths and --decode'}"
 
 
+def check_fits(model: Model, arguments: Arguments, options: EngineOptions) -> None:
+    """Refuses an engine that memory does not hold, before anything is scored."""
+    from . import _native
+
+    with native_errors():
+        _native.planned(str(model.directory), **_engine_options(model, arguments, options))
+
+
+def _engine_options(model: Model, arguments: Arguments, options: EngineOptions) -> dict[str, Any]:
+    """Size and options of an engine that serves every method."""
+    native = options.native()
+    names = ("device", "threads", "weights", "kv_target", "kv_rounding", "draft_precision", "accept")
+    return {
+        "capacity": arguments.capacity,
+        "draft_model": model.draft_model(arguments.draft_model),
+        "draft_model_kv": arguments.draft_model_kv,
+        **{name: native[name] for name in names},
+    }
+
+
 def scores(model: Model, ids: Sequence[int], arguments: Arguments, options: EngineOptions) -> list[dict[str, Any]]:
     """A row for each depth, method and number of pages."""
     from . import _native
 
-    native = options.native()
-    names = ("device", "threads", "weights", "kv_target", "kv_rounding", "draft_precision", "accept")
     with render.progress("loading weights", shown=True) as on_loading, native_errors():
         engine = _native.Engine(
             str(model.directory),
-            capacity=arguments.capacity,
             every_method=True,
-            draft_model=model.draft_model(arguments.draft_model),
-            draft_model_kv=arguments.draft_model_kv,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
-            **{name: native[name] for name in names},
+            **_engine_options(model, arguments, options),
         )
     rows = []
     ways = list(arguments.ways())

@@ -141,7 +141,7 @@ impl MemoryPlan {
             }
             (0, _) => "not even short sequences fit; decode fewer at once, or use a smaller model".to_string(),
             (longest, 1) => {
-                format!("the longest context that fits is {longest} tokens; lower -n or shorten the prompt")
+                format!("the longest context that fits is {longest} tokens; shorten the text or the answer")
             }
             (longest, slots) => format!(
                 "each reserves the memory of the longest, and {slots} sequences of {longest} tokens fit; decode the longest alone, or fewer at once"
