@@ -353,7 +353,9 @@ def test_decoding_that_does_not_fit_is_refused_before_scoring(
     for file in hub.demo().iterdir():
         if file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)
-    outcome = quantspec("eval", "-m", str(tmp_path), "--decode", str((1 << 28) - 2), "--tokens", "40", "--device", "cpu")
+    outcome = quantspec(
+        "eval", "-m", str(tmp_path), "--decode", str((1 << 28) - 2), "--tokens", "40", "--device", "cpu"
+    )
     outcome.assert_error(3, f"a sequence of {1 << 28} tokens", "shorten the text or the answer")
 
 
