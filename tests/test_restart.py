@@ -28,7 +28,7 @@ def test_an_engine_keeps_an_fp16_cache_only_if_a_method_reads_it() -> None:
         small.configure(method="ar", kv_target="fp16")
     peaks: list[int] = []
     for methods, target in (("ar-int8,quantspec", "int8"), ("quantspec,w4-fp16", "fp16")):
-        of = grid.Grid([0], [4], [8000], [1], grid.methods(methods, ["auto"], ["all"]))
+        of = grid.Grid([0], [4], [8000], [1], grid.variants(methods, ["auto"], ["all"]))
         options = grid.engine_options(of, EngineOptions(device="cpu"))
         assert options["kv_target"] == target
         peaks.append(_native.planned(str(hub.demo()), **options))
