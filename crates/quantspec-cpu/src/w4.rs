@@ -183,18 +183,25 @@ mod tests {
 
     #[test]
     fn gemms_match_core_on_every_path() {
+        const MOST: usize = 2 * ROWS + 1;
         let mut noise = Noise::new(12);
         for k in [100, 128, 704] {
-            let (w, x) = (noise.normals(32 * k), noise.normals(5 * k));
+            let (w, x) = (noise.normals(32 * k), noise.normals(MOST * k));
             for of in [Bits::Four, Bits::Eight] {
                 let mut tiles = Tiles::zeros(1, k, of).unwrap();
                 encode(Simd::Scalar, of, &w, k, &mut tiles.data).unwrap();
                 for simd in paths() {
-                    let mut acts = Acts::zeros(5, k).unwrap();
-                    acts.quantize(simd, ACTIVATION_8, &x, k, 5, k);
-                    let mut y = vec![f32::NAN; 5 * PANEL];
-                    tiles.panel(simd, 0, &acts, 5, &mut y);
-                    for j in 0..5 {
+                    let mut acts = Acts::zeros(MOST, k).unwrap();
+                    acts.quantize(simd, ACTIVATION_8, &x, k, MOST, k);
+                    let mut y = vec![f32::NAN; MOST * PANEL];
+                    tiles.panel(simd, 0, &acts, MOST, &mut y);
+                    // Every number of rows that a pass may have.
+                    for m in 1..MOST {
+                        let mut fewer = vec![f32::NAN; m * PANEL];
+                        tiles.panel(simd, 0, &acts, m, &mut fewer);
+                        assert_eq!(bits(&fewer), bits(&y[..m * PANEL]), "{m} rows, {of:?} {simd:?} k {k}");
+                    }
+                    for j in 0..MOST {
                         let want = quantize_activations(&x[j * k..][..k]).unwrap();
                         for n in 0..32 {
                             let row = &w[n * k..][..k];
