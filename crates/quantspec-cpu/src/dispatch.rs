@@ -177,7 +177,7 @@ pub(crate) const AHEAD: usize = 768;
 #[cfg(target_arch = "x86_64")]
 pub(crate) const FAR_AHEAD: usize = 3072;
 
-/// Prefetch distance into L2 on other CPUs, in bytes. On Zen 4 4 to 16 KiB are equally good. L1 can wait for 24 lines, too few
+/// Prefetch distance into L2 on other CPUs, in bytes. On Zen 4 4 to 16 KiB are equally good. L1 tracks too few outstanding lines
 /// for the memory's speed: with prefetches into L1, four rows of planes take 1.3 times as long.
 #[cfg(target_arch = "x86_64")]
 const FAR_AHEAD_ALONE: usize = 4096;
@@ -215,6 +215,13 @@ impl Prefetch {
             let _ = busy;
             None
         }
+    }
+
+    /// Prefetches the cache lines at this distance after `bytes` bytes from `at` on; any address is allowed.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(crate) fn lines<T>(self, at: *const T, bytes: usize) {
+        (0..bytes).step_by(64).for_each(|line| self.line(at.cast::<u8>().wrapping_add(line)));
     }
 
     /// Prefetches the cache line at this distance after `at`; any address is allowed.

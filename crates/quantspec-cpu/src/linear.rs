@@ -232,15 +232,12 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Noise, bits, distance, paths, random_matrix};
+    use crate::testing::{Noise, bits, distance, padded, paths, random_matrix};
     use quantspec_core::config::Dtype;
     /// y [m][n] of rows x [m][k].
     fn apply(pool: &Pool, simd: Simd, matrix: &Matrix, x: &[f32], m: usize, n: usize) -> Vec<f32> {
         let (k, stride) = (matrix.k, row_stride(matrix.k));
-        let mut rows = vec![0f32; m * stride];
-        for j in 0..m {
-            rows[j * stride..][..k].copy_from_slice(&x[j * k..][..k]);
-        }
+        let rows = padded(&x[..m * k], k);
         let mut halves = vec![0u16; m * stride];
         to_bf16(simd, &rows, &mut halves);
         let pairs = crate::prefill::takes_pairs(simd, matrix);

@@ -2,7 +2,7 @@
 
 use crate::dispatch::Simd;
 use crate::lanes::{bf16_bits, bf16_value, f16_bits, f16_value};
-use crate::linear::{Matrix, Store, repack16, repack32};
+use crate::linear::{Matrix, Store, repack16, repack32, row_stride};
 use crate::panel::PANEL;
 use quantspec_core::config::Dtype;
 
@@ -39,6 +39,11 @@ impl Noise {
     pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.normal()).collect()
     }
+}
+
+/// Rows of k numbers with the stride of a linear layer, zero after k.
+pub(crate) fn padded(x: &[f32], k: usize) -> Vec<f32> {
+    x.chunks_exact(k).flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0.0, row_stride(k) - k))).collect()
 }
 
 /// Distance of `a` from the reference, relative to the reference's norm.

@@ -68,9 +68,9 @@ unsafe fn singles<const BOTH: bool, const M: usize>(
         for (g, tile) in upper.chunks_exact(UPPER).enumerate() {
             let (tile, lower) = (tile.as_ptr(), lower.as_ptr().wrapping_add(g * LOWER));
             if let Some(prefetch) = prefetch {
-                (0..UPPER).step_by(64).for_each(|line| prefetch.line(tile.wrapping_add(line)));
+                prefetch.lines(tile, UPPER);
                 if BOTH {
-                    (0..LOWER).step_by(64).for_each(|line| prefetch.line(lower.wrapping_add(line)));
+                    prefetch.lines(lower, LOWER);
                 }
             }
             let q = x.as_ptr().add(g * GROUP);

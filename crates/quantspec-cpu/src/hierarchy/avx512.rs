@@ -1,6 +1,6 @@
 //! Sums of a column of tiles by `vpdpbusd`.
 
-use super::{GROUP, LOWER, Operands, PARAMS, UPPER, VECTORS};
+use super::{GROUP, LOWER, Operands, PARAMS, ROWS, UPPER, VECTORS};
 use crate::dispatch::Prefetch;
 use crate::panel::PANEL;
 use std::arch::x86_64::*;
@@ -21,7 +21,7 @@ pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operand
             5 => tiles::<BOTH, LIMBS, 5>(part, out),
             6 => tiles::<BOTH, LIMBS, 6>(part, out),
             7 => tiles::<BOTH, LIMBS, 7>(part, out),
-            _ => tiles::<BOTH, LIMBS, 8>(part, out),
+            _ => tiles::<BOTH, LIMBS, ROWS>(part, out),
         }
     }
 }
@@ -38,6 +38,7 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
     // SAFETY: offsets are within the lengths that the caller guarantees.
     unsafe {
         let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::choose(M > 1));
+        // With an index of their own, sums take 2 · LIMBS · M registers.
         let second = if M <= 2 || !BOTH && LIMBS * M <= 10 { 1 } else { 0 };
         let mut acc = [_mm512_setzero_ps(); M];
         for g in 0..part.groups {
@@ -45,9 +46,9 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
             let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
             // Not between the products: each branch would make the compiler keep inputs of the following ones on the stack.
             if let Some(prefetch) = prefetch {
-                (0..UPPER).step_by(64).for_each(|line| prefetch.line(tile.wrapping_add(line)));
+                prefetch.lines(tile, UPPER);
                 if BOTH {
-                    (0..LOWER).step_by(64).for_each(|line| prefetch.line(lower.wrapping_add(line)));
+                    prefetch.lines(lower, LOWER);
                 }
             }
             for v in 0..VECTORS {

@@ -1,7 +1,7 @@
 use super::*;
 use crate::lanes::{bf16_bits, f16_bits};
 use crate::linear::row_stride;
-use crate::testing::{Noise, bits, distance, paths};
+use crate::testing::{Noise, bits, distance, padded, paths};
 use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
 /// A matrix of `n` rows, 33 to 64, of normally distributed weights with a constant group and rows of other magnitudes.
@@ -119,11 +119,6 @@ fn codes_are_those_of_core_and_come_back_as_core_s_values() {
             }
         }
     }
-}
-
-/// Rows of k with the stride of a linear layer.
-fn padded(x: &[f32], k: usize) -> Vec<f32> {
-    x.chunks_exact(k).flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(0.0, row_stride(k) - k))).collect()
 }
 
 /// GEMM of m rows with panel 0.

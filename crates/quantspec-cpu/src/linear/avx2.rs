@@ -91,9 +91,7 @@ unsafe fn lanes<const KIND: u8, T, const M: usize, const V: usize>(
                 if let Some(prefetch) = prefetch
                     && lane == 0
                 {
-                    for line in (0..2 * PANEL).step_by(64 / size_of::<T>()) {
-                        prefetch.line(at.wrapping_add(line));
-                    }
+                    prefetch.lines(at, 2 * PANEL * size_of::<T>());
                 }
                 let mut values = [[_mm256_setzero_ps(); V]; 2];
                 for v in 0..V {

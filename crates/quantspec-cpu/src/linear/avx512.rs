@@ -62,9 +62,7 @@ impl<T> Ahead<T> {
     #[inline(always)]
     fn prefetch(&self, w: *const T, at: usize, numbers: usize) {
         if let Some(own) = self.own {
-            for line in (0..numbers).step_by(64 / size_of::<T>()) {
-                own.line(w.wrapping_add(at + line));
-            }
+            own.lines(w.wrapping_add(at), numbers * size_of::<T>());
         }
         if let Some(next) = self.next {
             fetch_far(next.wrapping_add(at / 2));
