@@ -14,19 +14,14 @@ import json
 import re
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
-from run import DOCUMENTS
+from run import DOCUMENTS, RESULTS, ROOT, Row
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/benchmarks.md"
 NO_RUN = "No run is recorded."
 # The widened models of run_gpu.sh that decode one sequence.
 SHAPES = {"wide7": "Shape of Llama-2-7B", "wide8": "Shape of Llama-3.1-8B"}
-
-Row = dict[str, Any]
 
 
 def recorded(name: str) -> Any:
