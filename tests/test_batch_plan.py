@@ -191,7 +191,7 @@ def test_memory_decides_how_many_decode_together(fake: Any, quantspec: Run, tmp_
     for number in range(40):
         (folder / f"{number}.txt").write_text("word " * (100 + 10 * number))
     command = ["batch", str(folder), "--out", str(tmp_path / "out"), "-n", "16", "--dry-run", "--json"]
-    assert quantspec(*command).json["parallel"] == 8
+    assert quantspec(*command).json["parallel"] == 16
     fake.device = "cuda:0"
     assert quantspec(*command).json["parallel"] == 32
     assert quantspec(*command, "--parallel", "7").json["parallel"] == 7

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences decode 1.4
 # to 1.6 times the tokens/s of 8 with quantspec, and 64 or 128 after 4,096 tokens 8 or 13 % more than 32
-# (docs/benchmarks.md). On a CPU 8 take 9 % less time than 4 for 16 short documents with their prompts, and 16 no less than
-# 8. Memory may allow fewer.
-PARALLEL = {"cpu": 8, "cuda": 32}
+# (docs/benchmarks.md). On a CPU, for 16 short documents with their prompts, 8 take 9 % less time than 4, and 16 take 4 to
+# 7 % less than 8. Memory may allow fewer.
+PARALLEL = {"cpu": 16, "cuda": 32}
 
 
 class BeyondMemoryError(DoesNotFitError):
