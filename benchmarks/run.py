@@ -233,6 +233,9 @@ def predicted(plan: dict[str, Any], row: Row) -> float | None:
     if not of_method:
         return None
     times, gamma = of_method[0]["round_ms"], row["gamma_mean"]
+    if row["method"] == "ngram":
+        # A round drafts all tokens, or none where there is no copy.
+        times, gamma = [times[0], times[PLAN_GAMMA]], gamma / PLAN_GAMMA
     below = min(int(gamma), len(times) - 1)
     above = min(below + 1, len(times) - 1)
     time = times[below] + (times[above] - times[below]) * (gamma - below)
