@@ -135,6 +135,12 @@ def test_heights_are_proportions() -> None:
     assert at["0"] - at["4"] == pytest.approx(heights[1], abs=0.2)
 
 
+def test_short_labels_of_wide_letters_fit() -> None:
+    root = checked(charts.stacked(["demo"], [Series("s", [1.0])], x_title="x"))
+    label = next(text for text in root.findall(f"{SVG}text") if text.text == "demo")
+    assert float(label.attrib["x"]) > 34.1, "pixels of DejaVu Sans"
+
+
 def test_text_is_escaped() -> None:
     name = '<b onload="x">&'
     svg = charts.bars([name], [Series(name, [1.0])], x_title=name, y_title=name)
@@ -248,6 +254,25 @@ def test_acceptance_by_gamma_needs_two() -> None:
     assert "Acceptance by γ" not in parsed(report.bench(fixed[:1], {})).titles
 
 
+def test_a_chart_of_rounds_has_few_lines() -> None:
+    """Each number of pages has a chart of its own, as a chart has 16 distinct colours."""
+    score = {"acceptance_rate": 0.5, "tokens_per_round": [1.5, 1.9]}
+    decoded = [
+        {"depth": depth, "method": method, "draft_pages": pages, **score}
+        for depth in (300, 4000)
+        for method, default in (("quantspec", "all"), ("window", 16))
+        for pages in (default, 4, 16)
+    ]
+    target = {"nll": 1.0, "perplexity": 2.7, "kld": 0.1, "top1": 0.9}
+    found = {"model": "m", "prompt": "p", "positions": 1, "context": 0, "kv_rounding": "balanced", "drafts": {}}
+    found |= {"device": "cpu", "device_name": "c", "targets": {"int8": target}, "decoded": decoded}
+    text = report.evaluation(found)
+    titles = [f"Tokens per round after {depth}" for depth in ("300", "4,000")]
+    assert parsed(text).titles[:6] == [title + pages for title in titles for pages in ("", ", 4 pages", ", 16 pages")]
+    assert [chart.count("<polyline") for chart in text.split("<h2>")[1:7]] == [2] * 6
+    assert text.count("</span>window, 16 pages</li>") == 2, "the default number of pages is named"
+
+
 def test_a_model_name_is_escaped() -> None:
     name = "<script>alert('x')</script>&\x1b[31m"
     page = parsed(report.bench([row | {"model": name} for row in rows()], {name: {"weights_bytes": 1}}))
@@ -282,7 +307,10 @@ def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> No
         assert all(f"{score['acceptance']:.1%}" in page.text for score in scores.values())
     found = quantspec("eval", *flags, "--decode", "20", "--depths", "5,300", "--draft-pages", "2", "--json").json
     page = parsed(place.read_text())
-    assert page.titles[2:4] == ["Tokens per round after 5", "Tokens per round after 300"]
+    assert page.titles[2:6] == [
+        *("Tokens per round after 5", "Tokens per round after 5, 2 pages"),
+        *("Tokens per round after 300", "Tokens per round after 300, 2 pages"),
+    ]
     for row in found["decoded"]:
         cells = [render.percent(row["acceptance_rate"]), *(f"{tokens:.2f}" for tokens in row["tokens_per_round"])]
         assert "".join(cells) in page.text, row
@@ -330,6 +358,8 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     page = parsed(place.read_text())
     assert page.titles == ["Time of the engine", "Acceptance by position", "Memory", "Documents"]
     assert "a<b>.txt" in page.text
+    reason = "empty.txt is empty"
+    assert f'<td class="prose">{reason}</td>' in place.read_text(), "reasons wrap instead of leaving a narrow page"
     # A second run: all is done, and there is no engine to report on.
     outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
     assert parsed(place.read_text()).titles == ["Documents"]

@@ -181,6 +181,7 @@ def batch(document: Row, engine: Row) -> str:
                     ]
                     for row in listed
                 ],
+                prose=("document", "ended by", "warnings"),
             ),
         )
     )
@@ -349,18 +350,24 @@ def _acceptance_by_pages(choices: Mapping[str, Mapping[str, Row]]) -> list[Secti
 
 
 def _tokens_per_round(decoded: Sequence[Row]) -> list[Section]:
-    """Tokens of a round of every drafter by γ, for each context."""
+    """Tokens of a round of every drafter by γ: a chart for each context, and for each number of pages beyond the default."""
+    charts: dict[tuple[int, str], dict[str, Row]] = {}
+    for row in decoded:
+        of_context = charts.setdefault((row["depth"], ""), {})
+        if row["method"] not in of_context:
+            of_context[row["method"]] = row
+        else:
+            charts.setdefault((row["depth"], f", {row['draft_pages']} pages"), {})[row["method"]] = row
     sections = []
-    for depth in dict.fromkeys(row["depth"] for row in decoded):
-        rows = {
-            row["method"] + ("" if row["draft_pages"] == "all" else f", {row['draft_pages']} pages"): row
-            for row in decoded
-            if row["depth"] == depth
+    for (depth, pages), rows in charts.items():
+        named = {
+            method + ("" if pages or row["draft_pages"] == "all" else f", {row['draft_pages']} pages"): row
+            for method, row in rows.items()
         }
         chart = lines(
             [
                 (name, [(float(at), of) for at, of in enumerate(row["tokens_per_round"], 1)])
-                for name, row in rows.items()
+                for name, row in named.items()
             ],
             x_title="γ, drafted tokens per round",
             y_title="tokens per round",
@@ -370,11 +377,11 @@ def _tokens_per_round(decoded: Sequence[Row]) -> list[Section]:
             ["method", "accepted", *(f"γ {gamma}" for gamma in range(1, longest + 1))],
             [
                 [name, render.percent(row["acceptance_rate"]), *(f"{of:.2f}" for of in row["tokens_per_round"])]
-                for name, row in rows.items()
+                for name, row in named.items()
             ],
         )
         text = "Tokens that a round emits. Accepted is the share of all tokens of the longest drafts."
-        sections.append(Section(f"Tokens per round after {depth:,}", text, chart, list(rows), table))
+        sections.append(Section(f"Tokens per round after {depth:,}{pages}", text, chart, list(named), table))
     return sections
 
 

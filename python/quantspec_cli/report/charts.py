@@ -22,8 +22,8 @@ WIDTH = 720
 # Height of a plot with two axes, its margins, and of a row of bars.
 HEIGHT, TOP, RIGHT, BOTTOM, LEFT = 300, 18, 18, 46, 62
 ROW = 30
-# Width of a character in labels of 12 pixels, rounded up.
-CHARACTER = 6.8
+# Mean width of a character in labels of 12 pixels of DejaVu Sans, the widest common font, rounded up.
+CHARACTER = 7.2
 # Distinct colours. As many further series use pale versions, then colours repeat.
 COLOURS = 8
 # Beyond every measured quantity; sums and axes of such numbers stay finite.
@@ -221,7 +221,8 @@ def stacked(
     sums = [sum(max(value, 0) for value in usable(part.values[index] for part in parts)) for index in range(len(rows))]
     names = [one_line(row) for row in rows]
     names = [name if len(name) <= LABEL_MAX else name[: LABEL_MAX - 1] + "…" for name in names]
-    left = 14 + CHARACTER * max(map(len, names), default=0)
+    # Short names may have wide letters alone.
+    left = 20 + CHARACTER * max(map(len, names), default=0)
     marks = ticks(max(sums, default=0))
     # The longest bar leaves room for its sum.
     end = WIDTH - RIGHT - CHARACTER * max((len(shown(total)) for total in sums), default=0) - 6

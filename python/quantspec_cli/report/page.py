@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .charts import colour, escaped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 # Series use Okabe and Ito's colours, which colour-blind people can distinguish, lightened for dark.
 STYLE = """
@@ -39,6 +39,7 @@ div.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 8px 0; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
+th.prose, td.prose { text-align: left; } td.prose { white-space: normal; overflow-wrap: anywhere; min-width: 9em; }
 """ + "\n".join(
     f"svg .s{index} {{ fill: var(--s{index}); }} svg .s{index}.stroke {{ stroke: var(--s{index}); }} "
     f"ul .s{index} {{ background: var(--s{index}); }}"
@@ -48,16 +49,22 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers as text, the first column left-aligned."""
+    """Numbers as text, the first column left-aligned; the columns `prose` are left-aligned, too, and wrap."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    prose: Collection[str] = ()
 
     def html(self) -> str:
         """The table."""
-        head = "".join(f"<th>{escaped(cell)}</th>" for cell in self.head)
-        rows = "\n".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
+        kinds = [' class="prose"' if name in self.prose else "" for name in self.head]
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            inside = "".join(f"<{tag}{kind}>{escaped(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+            return f"<tr>{inside}</tr>"
+
+        rows = "\n".join(line("td", row) for row in self.rows)
+        return f'<div class="wide"><table><thead>{line("th", self.head)}</thead>\n<tbody>{rows}</tbody></table></div>'
 
 
 @dataclass(frozen=True)
