@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import copy_demo
+from conftest import Outcome, copy_demo
 
 import quantspec_cli
 from quantspec_cli import Engine
@@ -30,6 +31,19 @@ def test_pages_describe_every_method(page: str, others: set[str]) -> None:
     named = re.findall(r"^\| \[?`([\w+-]+)`", table, re.MULTILINE)
     assert len(named) == len(set(named))
     assert set(named) == (METHODS.keys() - COMBINED.keys()) | others
+
+
+def test_emulated_activations_are_noted(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.txt").write_text(TEXT)
+    run = ("run", "--text", TEXT, "-n", "2")
+    batch = ("batch", str(tmp_path / "docs"), "--out", str(tmp_path / "out"), "-n", "2")
+    bench = ("bench", "-p", "0", "-n", "2", "-r", "1")
+    for command, flag in ((run, "--method"), (batch, "--method"), (bench, "--methods")):
+        for method, count in (("qspec", 1), ("w4", 0)):
+            outcome = quantspec(*command, flag, method, "--device", "cpu")
+            assert outcome.code == 0, outcome
+            assert outcome.stderr.count("activations are emulated") == count, outcome
 
 
 @pytest.mark.parametrize(("name", "method"), METHODS.items())

@@ -120,6 +120,14 @@ def test_precision_changes_no_token(weights: str) -> None:
     assert (held == sorted(set(held))) if weights == "checkpoint" else held == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("precision", "shown"), [("none", ""), ("down", " (down in 8 bits)")])
+def test_statistics_name_what_is_read_in_8_bits(quantspec: Run, precision: str, shown: str) -> None:
+    flags = ("--draft-precision", precision, "--weights", "int8", "--device", "cpu")
+    outcome = quantspec("run", "-n", "4", "--text", "Once upon a time", *flags)
+    assert outcome.code == 0, outcome
+    assert f"draft weights 0 B{shown}, cache" in outcome.stderr
+
+
 def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
     config = quantspec("run", "-n", "4", "--json", "--device", "cpu", "--text", "Once upon a time").json
     assert config["draft_precision"] == "none"

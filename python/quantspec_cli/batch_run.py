@@ -563,4 +563,5 @@ def _engine(arguments: Arguments, engine_options: EngineOptions, reader: Reader,
     if not arguments.quiet:
         render.note_of_drafts(engine.info)
         render.note_of_weights(engine_options.weights, reader.model, engine.info)
+        render.note_of_emulation([engine_options.method])
     return engine

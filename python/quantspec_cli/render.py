@@ -131,6 +131,15 @@ def note_of_weights(asked: str, model: Model, info: dict[str, Any]) -> None:
         note(f"weights: {info['weights']}, because the checkpoint's do not fit into memory; they define the text")
 
 
+def note_of_emulation(methods: Iterable[str]) -> None:
+    """Notes that a method's 4-bit activations save no time: no kernel uses INT4 matrix instructions."""
+    if any(method.partition("+")[0] == "qspec" for method in methods):
+        note(
+            "qspec's 4-bit activations are emulated: its draft steps are no faster than those of w4; "
+            "quantspec bench --methods w4,qspec measures both"
+        )
+
+
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
     """Statistics of a run: prompts, speed, speculation, memory."""
     for line in statistics_lines(engine.info, engine.statistics(), names, answers):
@@ -164,8 +173,9 @@ def statistics_lines(
     if shares:
         lines.append("rounds by method: " + ", ".join(f"{name} {share['rounds']:,}" for name, share in shares))
     cache = stats["cache_upper_bytes"] + stats["cache_lower_bytes"] + stats.get("cache_full_bytes", 0)
+    precise = "" if info["draft_precision"] == "none" else f" ({info['draft_precision']} in 8 bits)"
     lines.append(
-        f"weights {size(stats['weights_bytes'])}, draft weights {size(stats['draft_weights_bytes'])}, "
+        f"weights {size(stats['weights_bytes'])}, draft weights {size(stats['draft_weights_bytes'])}{precise}, "
         f"cache {size(cache)}, buffer {size(stats['buffer_bytes'])}, "
         f"peak {size(stats['peak_bytes'])} (planned {size(stats['planned_bytes'])})"
     )

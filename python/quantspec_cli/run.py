@@ -95,6 +95,7 @@ def _run(
         if not arguments.quiet:
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, model, engine.info)
+            render.note_of_emulation([engine_options.method])
 
         sink: output.Sink = file or (stdout if stdout is not None and not arguments.as_json else output.NullSink())
         shown = [one_line(document.name) for document in documents if document.error is None]

@@ -71,6 +71,7 @@ class Bench:
         self._accept, self._kv_rounding = options.accept, options.kv_rounding
         self._info = self._engine.info
         render.note_of_drafts(self._info)
+        render.note_of_emulation(variant.name for variant in grid.variants)
         self._bandwidth_now = 0.0
         self._widened = widened
 

@@ -315,7 +315,7 @@ pub const METHODS: &[Entry] = &[
     Entry { name: "quantspec", about: "4-bit weights, 4-bit cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "full weights, 4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights, the target's cache", source: W4, copies: false },
-    Entry { name: "qspec", about: "as w4, with 4-bit activations", source: QSPEC, copies: false },
+    Entry { name: "qspec", about: "as w4, with emulated 4-bit activations", source: QSPEC, copies: false },
     Entry { name: "window", about: "as w4, over the first page and the newest", source: WINDOW, copies: false },
     Entry {
         name: "snapkv",
