@@ -218,6 +218,7 @@ def test_json_has_the_contracts_fields(quantspec: Callable[..., Any]) -> None:
     assert outcome.code == 0, outcome
     found = outcome.json
     assert (found["model"], found["device"], found["tokens"], found["positions"]) == ("demo", "cpu", 80, 79)
+    assert found["simd"] in {"amx", "avx512", "avx2", "neon", "scalar"}
     assert set(found["targets"]["int8"]) == {"nll", "perplexity", "kld", "top1"}
     assert set(found["drafts"]["quantspec"]) == {"acceptance", "top1"}
     assert outcome.stderr == ""

@@ -265,7 +265,7 @@ def test_a_chart_of_rounds_has_few_lines() -> None:
     ]
     target = {"nll": 1.0, "perplexity": 2.7, "kld": 0.1, "top1": 0.9}
     found = {"model": "m", "prompt": "p", "positions": 1, "context": 0, "kv_rounding": "balanced", "drafts": {}}
-    found |= {"device": "cpu", "device_name": "c", "targets": {"int8": target}, "decoded": decoded}
+    found |= {"device": "cpu", "device_name": "c", "simd": None, "targets": {"int8": target}, "decoded": decoded}
     text = report.evaluation(found)
     titles = [f"Tokens per round after {depth}" for depth in ("300", "4,000")]
     assert parsed(text).titles[:6] == [title + pages for title in titles for pages in ("", ", 4 pages", ", 16 pages")]
@@ -332,7 +332,7 @@ def test_a_page_of_sensitivity_and_weights(quantspec: Callable[..., Outcome], tm
         "Views of the cache",
         "Weights",
     ]
-    assert found["device_name"] in page.text
+    assert f"{found['device_name']}, {found['simd']}" in page.text
     assert f"{found['weights']['int8']['kld']:.2e}" in page.text
     for score in found["sensitivity"].values():
         assert f"{score['acceptance']:.1%}" in page.text

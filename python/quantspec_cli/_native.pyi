@@ -282,8 +282,8 @@ def evaluate(
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, device_name, draft_precision, tokens, positions, targets, drafts and page_choices as in
-    `quantspec eval --json`.
+    """Teacher-forced scores: device, device_name, simd, draft_precision, tokens, positions, targets, drafts and page_choices
+    as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `ablated` is a cache with other groups than the engine's, on a CPU: axis of keys and of values ("channel" or "token"),

@@ -251,6 +251,14 @@ impl ChosenDevice {
         }
     }
 
+    /// Name of the SIMD path; None on a GPU.
+    pub(crate) fn simd(&self) -> Result<Option<&'static str>> {
+        match self {
+            ChosenDevice::Cpu => Ok(Some(quantspec_cpu::dispatch::choose()?.simd.name())),
+            ChosenDevice::Cuda { .. } => Ok(None),
+        }
+    }
+
     /// Adjusts options that depend on the device.
     pub(crate) fn adapt(&self, options: &Options) -> Options {
         let block_rows = match self {

@@ -69,6 +69,7 @@ pub(crate) fn scores<'py>(
     let out = PyDict::new(py);
     out.set_item("device", scores.device)?;
     out.set_item("device_name", scores.device_name)?;
+    out.set_item("simd", scores.simd)?;
     out.set_item("draft_precision", scores.sensitive.names())?;
     out.set_item("tokens", tokens.len())?;
     describe(&scores.evaluation, weights, &out)?;
@@ -94,6 +95,7 @@ struct Request<'a> {
 struct Scores {
     device: String,
     device_name: String,
+    simd: Option<&'static str>,
     sensitive: Sensitive,
     evaluation: Evaluation,
 }
@@ -139,8 +141,8 @@ impl Request<'_> {
                 self.evaluation(backend, stored, show)?
             }
         };
-        let (device, device_name) = (chosen.name(), chosen.hardware());
-        Ok(Scores { device, device_name, sensitive: self.options.sensitive, evaluation })
+        let (device, device_name, simd) = (chosen.name(), chosen.hardware(), chosen.simd()?);
+        Ok(Scores { device, device_name, simd, sensitive: self.options.sensitive, evaluation })
     }
 
     fn evaluation<B: Backend>(

@@ -156,11 +156,8 @@ impl Loaded {
         let info = PyDict::new(py);
         info.set_item("device", self.chosen.name())?;
         info.set_item("device_name", self.chosen.hardware())?;
-        let simd = match &self.device {
-            Device::Cpu(_) => Some(detached(py, quantspec_cpu::dispatch::choose)?.simd.name()),
-            Device::Cuda(_) => None,
-        };
-        info.set_item("simd", simd)?;
+        let chosen = &self.chosen;
+        info.set_item("simd", detached(py, || chosen.simd())?)?;
         info.set_item("weights", weights_name(self.weights))?;
         info.set_item("draft_precision", self.sensitive.names())?;
         info.set_item("family", &self.config.family)?;

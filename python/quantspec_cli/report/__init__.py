@@ -109,7 +109,7 @@ def evaluation(found: Row) -> str:
         _views(found["targets"]),
         *_weights(found.get("weights", {})),
     ]
-    about = {name: found[name] for name in ("device", "device_name")}
+    about = {name: found[name] for name in ("device", "device_name", "simd")}
     facts = {"text": f"{found['prompt']}, {found['positions']:,} positions after {found['context']:,} tokens"}
     if cache := render.rounding(found):
         facts["cache"] = cache
