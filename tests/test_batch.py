@@ -20,7 +20,8 @@ import pypdf
 import pytest
 from conftest import Outcome, answers, lines, rest_of
 
-from quantspec_cli import batch, batch_reader, engine, journal
+from quantspec_cli import batch, batch_reader, batch_view, engine, journal, sources
+from quantspec_cli.batch_work import Job, RunningCall
 
 Run = Callable[..., Outcome]
 
@@ -387,6 +388,25 @@ def test_a_small_terminal_shows_names_and_totals(toy_command: list[str], docs: P
         assert "tokens/s" in "".join(frame[-2:]), "the totals are whole"
         rows = [row for row in frame if re.search(" (waiting|reading|decoding) ", row)]
         assert all(row.split()[0] in names for row in rows), rows
+
+
+def test_the_time_left_of_the_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower of two answers has 89 tokens to go, and takes 0.9 s for each."""
+    now = 0.0
+    monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
+    jobs = [Job(sources.Source(name), name, tokens=1000) for name in ("a", "b")]
+    with batch_view.View(2, 0, 0, longest=100, shown=False) as view:
+        jobs[0].running, jobs[1].running = [RunningCall(1000, "decoding", 1)], [RunningCall(1000, "reading", 1, 2)]
+        now = 50.0
+        assert "left" not in view.totals(jobs, [])
+        jobs[1].running[0] = RunningCall(1000, "decoding", 1)
+        now = 60.0
+        assert "left" not in view.totals(jobs, []), "no speed is known"
+        jobs[0].running[0].done, jobs[1].running[0].done = 21, 11
+        now = 69.0
+        assert ", at most 80 s left, " in view.totals(jobs, [])
+        del jobs[1]
+        assert ", at most 36 s left, " in view.totals(jobs, [])
 
 
 def test_an_encrypted_pdf_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
     monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
     parts = [{"prompt_tokens": 1000, "new_tokens": 50} for _ in range(10)]
     result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
-    with batch_view.View(3, 0, 1, shown=False) as view:
+    with batch_view.View(3, 0, 1, longest=50, shown=False) as view:
         now = 100.0
         book = batch_work.Job(sources.Source("a"), "a.md", tokens=3000)
         assert "left" not in view.totals([book], [])

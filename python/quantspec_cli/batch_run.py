@@ -121,7 +121,13 @@ class Run:
         self._part_threads = threading.Semaphore(0)
         self._count_s = 0.0
         documents = len(workload.todo) + len(workload.skipped) + len(workload.failed)
-        self._view = batch_view.View(documents, len(workload.skipped), len(workload.failed), shown=not arguments.quiet)
+        self._view = batch_view.View(
+            documents,
+            len(workload.skipped),
+            len(workload.failed),
+            longest=reader.options.max_new_tokens,
+            shown=not arguments.quiet,
+        )
         # What is noted at the end: answers that were cut, and answered documents with warnings.
         self._cut = 0
         self._doubtful: list[Job] = []

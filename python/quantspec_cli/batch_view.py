@@ -26,14 +26,16 @@ _NAME_COLUMNS = 16
 class View:
     """The state of a running batch. A terminal is redrawn in place; other outputs get finished documents only."""
 
-    def __init__(self, documents: int, skipped: int, failed: int, *, shown: bool) -> None:
-        """`skipped` are done by earlier runs, and `failed` failed in one."""
-        self._documents, self._shown = documents, shown
+    def __init__(self, documents: int, skipped: int, failed: int, *, longest: int, shown: bool) -> None:
+        """`skipped` are done by earlier runs, and `failed` failed in one. An answer has at most `longest` tokens."""
+        self._documents, self._longest, self._shown = documents, longest, shown
         self._done, self._failed = skipped, failed
         self._started = 0.0
         self._live: Any = None
         # Tokens of all calls of finished documents; their rates give the estimate of the time left.
         self._prompt_tokens = self._new_tokens = self._answers = 0
+        # Once all prompts are read: when an answer was first seen, and its tokens then.
+        self._seen: dict[int, tuple[float, int]] = {}
 
     def __enter__(self) -> View:
         self._started = time.perf_counter()
@@ -109,8 +111,26 @@ class View:
         # also of a document's parts, show how long that is.
         if (self._answers or any(job.done_calls for job in running)) and left and read:
             parts.append(f"about {duration(elapsed * left / read)} left")
+        if left or waiting:
+            self._seen.clear()
+        elif (most := self._last_answers(running, elapsed)) is not None:
+            parts.append(f"at most {duration(most)} left")
         parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         return ", ".join(parts)
+
+    def _last_answers(self, running: Sequence[Job], elapsed: float) -> float | None:
+        """Seconds until the last answers have as many tokens as they may, at their speeds; None if these are unknown, and
+        for parts, whose answers are not the last.
+        """
+        if any(job.known_calls for job in running):
+            return None
+        times = []
+        for call in [call for job in running for call in list(job.running)]:
+            since, before = self._seen.setdefault(id(call), (elapsed, call.done))
+            new = call.done - before
+            times.append((self._longest - call.done) * (elapsed - since) / new if new else None)
+        known = [time for time in times if time is not None]
+        return max(known) if known and len(known) == len(times) else None
 
 
 def _stage(job: Job) -> str:
