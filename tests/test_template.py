@@ -130,6 +130,15 @@ def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:
     assert len(caught.value.message) < 400
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ style.upper() }}{{ messages }}", "{% if not style %}{{ raise_exception('no style') }}{% endif %}"]
+)
+def test_an_argument_that_a_template_needs_is_named(source: str) -> None:
+    with pytest.raises(ModelError, match="style") as caught:
+        render(source)
+    assert " template arguments (not set: style) " in caught.value.hint
+
+
 @pytest.mark.slow
 def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "CPU_LIMIT_S", 1)

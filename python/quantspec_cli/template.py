@@ -127,9 +127,12 @@ def render(
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
     if "error" in answer:
         # A template may raise a text of any length, such as the document.
+        unset = [name for name in answer.get("unset", ()) if name not in {*RESERVED, *special}]
+        named = f" (not set: {', '.join(unset[:NAMED])})" if unset else ""
         raise ModelError(
             f"the chat template failed: {answer['error']:.{ERROR_CHARACTERS}}",
-            "adapt system prompt, messages or template arguments to it, or leave out --instruction and --system-prompt",
+            f"adapt system prompt, messages or template arguments{named} to it, or leave out --instruction and "
+            "--system-prompt",
         )
     if "unknown" in answer:
         name, known = answer["unknown"], [name for name in answer["variables"] if name not in {*RESERVED, *special}]
@@ -294,11 +297,17 @@ def _render_here(
     context = {"add_generation_prompt": True, "tools": None, "documents": None, THINKING: False, **special, **arguments}
     pieces: list[str] = []
     length = 0
-    for piece in environment.from_string(template).generate(messages=messages, **context):
-        length += len(piece)
-        if length > limit:
-            raise TemplateError(f"it rendered more than {limit} characters")
-        pieces.append(piece)
+    try:
+        for piece in environment.from_string(template).generate(messages=messages, **context):
+            length += len(piece)
+            if length > limit:
+                raise TemplateError(f"it rendered more than {limit} characters")
+            pieces.append(piece)
+    except TemplateError as error:
+        return {
+            "error": str(error) or type(error).__name__,
+            "unset": [name for name in variables if name not in context],
+        }
     return {"text": "".join(pieces), "variables": variables}
 
 
