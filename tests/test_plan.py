@@ -427,7 +427,7 @@ LOAD = Load(
     recent_bytes=0.0,
     matrix_flops=8e9,
     attention_flops=1e9,
-    layer_share=0.9,
+    prompt_shares=(0.9, 0.75),
     context=1000,
 )
 # What `_native.rates` says of a CPU: seconds of matrices and attention by rows, and of the first and later steps of drafts.
@@ -506,7 +506,7 @@ def test_operations_by_hand() -> None:
     machine = Machine.of(CPU, LOAD)
     matrices, attention = predict.prompt(machine, LOAD)
     assert matrices.seconds == pytest.approx(8e9 * 0.9 * 1000 / 1e12)
-    assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
+    assert attention.seconds == pytest.approx(1e9 * 0.75 * 1000 / 2 / 2e12)
     matrices, attention = predict.step(machine, LOAD, TARGET, rows=2, batch=1, name="verify")
     assert (matrices.name, matrices.flops, matrices.bytes, matrices.seconds) == ("verify matrices", 16e9, 8e9, 9.0)
     assert (attention.flops, attention.bytes, attention.seconds) == (2e9, 2e9, 3.0)
@@ -518,6 +518,15 @@ def test_operations_by_hand() -> None:
     machine = Machine.of(CPU | {"target": [(8, 10)] * 3}, LOAD)
     slow = predict.step(machine, LOAD, TARGET, rows=1, batch=1, name="")
     assert [one.to_json()["bound"] for one in slow] == ["memory", "compute"]
+
+
+def test_the_last_layer_computes_keys_and_values_of_a_prompt() -> None:
+    info = {"layers": 2, "hidden": 8, "heads": 4, "kv_heads": 1, "head_dim": 2, "intermediate": 10, "vocab": 100}
+    # 160 + 240 weights of a layer, 96 of them for queries, keys and values; 800 of the head.
+    traffic = {"weights_bytes": 0, "pages": 0, "buffer_tokens": 0, "token_bytes": 0}
+    traffic |= {"upper_page_bytes": 0, "lower_page_bytes": 0, "full_page_bytes": 0}
+    load = Load.of(info, traffic, 0, 1000, weights="checkpoint", kv_target="int8")
+    assert load.prompt_shares == (pytest.approx((400 + 96) / 1600), 0.5)
 
 
 def test_the_best_gamma_by_hand() -> None:

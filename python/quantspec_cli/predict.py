@@ -89,6 +89,12 @@ def _layer(info: Mapping[str, Any]) -> int:
     return weights
 
 
+def _prompt_shares(info: Mapping[str, Any], matrix_flops: float) -> tuple[float, float]:
+    """`Load.prompt_shares`. The queries of the last layer are computed with the keys and values."""
+    before, width = info["layers"] - 1, (info["heads"] + 2 * info["kv_heads"]) * info["head_dim"]
+    return 2.0 * (before * _layer(info) + info["hidden"] * width) / matrix_flops, before / info["layers"]
+
+
 class Draft(NamedTuple):
     """A method that drafts with the model itself, and the number of pages in place of its own choice."""
 
@@ -151,7 +157,8 @@ class Load:
         recent_bytes: of the recent tokens.
         matrix_flops: floating-point operations of the matrices for one row.
         attention_flops: the same for attention.
-        layer_share: part of `matrix_flops` without the head, whose logits only a prompt's last row needs.
+        prompt_shares: parts of `matrix_flops` and `attention_flops` that most rows of a prompt take: neither the head nor, in
+            the last layer, more than keys and values.
         context: tokens.
     """
 
@@ -166,7 +173,7 @@ class Load:
     recent_bytes: float
     matrix_flops: float
     attention_flops: float
-    layer_share: float
+    prompt_shares: tuple[float, float]
     context: int
 
     @classmethod
@@ -194,7 +201,7 @@ class Load:
             recent_bytes=traffic["buffer_tokens"] * traffic["token_bytes"],
             matrix_flops=matrix,
             attention_flops=attention,
-            layer_share=2.0 * info["layers"] * _layer(info) / matrix,
+            prompt_shares=_prompt_shares(info, matrix),
             context=context,
         )
 
@@ -334,9 +341,10 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
     if machine.prompt_matrix is None or machine.prompt_attention is None:
         return []
     tokens = max(load.context, 1)
-    matrix = load.matrix_flops * load.layer_share * tokens
+    of_matrices, of_attention = load.prompt_shares
+    matrix = load.matrix_flops * of_matrices * tokens
     # On average a token sees half of the context.
-    attention = load.attention_flops / 2 * tokens
+    attention = load.attention_flops * of_attention / 2 * tokens
     return [
         Operation("prompt matrices", matrix, load.weights_bytes, matrix / machine.prompt_matrix, machine.read),
         Operation(

@@ -14,6 +14,7 @@ use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::Reuse;
 use crate::prompt_rows::PromptRows;
 use crate::sampler::{TokenSampler, Turn};
+use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
@@ -124,10 +125,11 @@ pub fn prefill<B: Network + PromptRows>(
 
 /// Runs a prompt layer by layer in blocks of `block_rows`, and leaves the logits of the last row.
 ///
-/// Layer-major order keeps full-precision keys and values of one layer at a time. The call stops after `most_rows` rows,
-/// counted over all layers; the next call continues at the cursor. Steps of other slots may run in between without affecting
-/// a bit. Rows known to the cursor's [`Reuse`] are restored, except the prompt's last row. `progress` is called with the
-/// computed rows, counted over all layers, after each block and each layer.
+/// Layer-major order keeps full-precision keys and values of one layer at a time. In the last layer only the rows of the last
+/// page are computed beyond their keys and values, because nothing reads the hidden states of the others. The call stops after
+/// `most_rows` rows, counted over all layers; the next call continues at the cursor. Steps of other slots may run in between
+/// without affecting a bit. Rows known to the cursor's [`Reuse`] are restored, except the prompt's last row. `progress` is
+/// called with the computed rows, counted over all layers, after each block and each layer.
 ///
 /// # Errors
 /// Those of the operations of [`step`], of [`Network::store`], of [`Network::end_chunk`], and of [`Reuse`].
@@ -142,11 +144,12 @@ pub fn prefill_chunk<B: Network + PromptRows>(
 ) -> Result<Chunk> {
     let (layers, first) = (backend.config().layers, cursor.first());
     let computed = prompt.len() - first;
-    let starts = || (first..prompt.len()).step_by(block_rows);
-    let block = |start: usize| Block { slot, prompt, start, rows: block_rows.min(prompt.len() - start) };
+    // Where the last page begins, or the computed rows.
+    let last_page = first.max(prompt.len().saturating_sub(1) / G * G);
+    let block = |start: usize, end: usize| Block { slot, prompt, start, rows: block_rows.min(end - start) };
     if !cursor.embedded {
-        for start in starts() {
-            backend.embed(&Pass::Prefill(block(start)))?;
+        for start in (first..prompt.len()).step_by(block_rows) {
+            backend.embed(&Pass::Prefill(block(start, prompt.len())))?;
             backend.poll()?;
         }
         (cursor.embedded, cursor.row) = (true, first);
@@ -163,9 +166,15 @@ pub fn prefill_chunk<B: Network + PromptRows>(
         {
             return Ok(Chunk::Damaged);
         }
-        let next = block(cursor.row);
+        let whole = cursor.layer + 1 < layers || cursor.row >= last_page;
+        let next = block(cursor.row, if whole { prompt.len() } else { last_page });
         let pass = Pass::Prefill(next);
-        layer(backend, cursor.layer, &pass, [&pass; Sensitive::KINDS.len()])?;
+        if whole {
+            layer(backend, cursor.layer, &pass, [&pass; Sensitive::KINDS.len()])?;
+        } else {
+            backend.qkv(cursor.layer, &pass)?;
+            backend.poll()?;
+        }
         processed += next.rows + if cursor.row == first { first / RESTORED_PER_ROW } else { 0 };
         cursor.row += next.rows;
         progress(cursor.layer * computed + cursor.row - first, layers * computed);
@@ -179,8 +188,8 @@ pub fn prefill_chunk<B: Network + PromptRows>(
             progress(cursor.layer * computed, layers * computed);
         }
     }
-    if let Some(start) = starts().next_back() {
-        backend.head(&Pass::Prefill(block(start)))?;
+    if let Some(last) = prompt.len().checked_sub(1) {
+        backend.head(&Pass::Prefill(block(last, prompt.len())))?;
     }
     Ok(Chunk::End)
 }

@@ -42,8 +42,8 @@ pub struct ReferenceBackend {
     sampler: HostSampler,
     /// Hidden states of the current step, [1][hidden] per row.
     rows: Vec<Tensor>,
-    /// Hidden states of the current prompt, [rows][hidden], by the block's first row.
-    blocks: HashMap<usize, Tensor>,
+    /// Hidden states of the current prompt, [1][hidden], by row.
+    prompt: HashMap<usize, Tensor>,
     /// Result of the last operation for the next: queries, attention output, gated activations or a projection, [rows][n]
     /// each.
     between: Vec<Tensor>,
@@ -115,7 +115,7 @@ impl ReferenceBackend {
             full,
             draft,
             rows: Vec::new(),
-            blocks: HashMap::new(),
+            prompt: HashMap::new(),
             between: Vec::new(),
             scratch: None,
             last: Vec::new(),

@@ -499,11 +499,6 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => self.step_attend(layer, step),
             Pass::Prefill(block) => {
-                let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
-                if let Some(masses) = &mut self.masses {
-                    // SAFETY: as below.
-                    unsafe { masses.add_queries(block, q, kv)? };
-                }
                 let prompt = &self.prompt;
                 // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
                 unsafe {

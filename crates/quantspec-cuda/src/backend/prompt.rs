@@ -149,7 +149,10 @@ impl CudaBackend {
                 block.rows,
             )?;
         }
-        self.scale_queries(&prompt.q, 0, block.start, block.rows)
+        self.scale_queries(&prompt.q, 0, block.start, block.rows)?;
+        let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
+        // SAFETY: the buffers live as long as this backend.
+        self.masses.as_mut().map_or(Ok(()), |masses| unsafe { masses.add_queries(block, q, kv) })
     }
 
     /// The last projection of a branch, added to the hidden states.

@@ -29,18 +29,25 @@ impl ReferenceBackend {
     fn hidden(&self, pass: &Pass) -> Result<Vec<Tensor>> {
         match pass {
             Pass::Step(_) => Ok(self.rows.clone()),
-            Pass::Prefill(block) => match self.blocks.get(&block.start) {
-                Some(tensor) => Ok(vec![tensor.clone()]),
-                None => Err(Error::internal(format!("prompt block {} was not embedded", block.start))),
-            },
+            Pass::Prefill(block) => {
+                let rows = block.start..block.start + block.rows;
+                let hidden: Option<Vec<&Tensor>> = rows.clone().map(|row| self.prompt.get(&row)).collect();
+                let hidden = hidden.ok_or_else(|| Error::internal(format!("rows {rows:?} were not embedded")))?;
+                Ok(vec![tensor(|| Tensor::cat(&hidden, 0))?])
+            }
         }
     }
 
-    fn set_hidden(&mut self, pass: &Pass, hidden: Vec<Tensor>) {
+    fn set_hidden(&mut self, pass: &Pass, hidden: Vec<Tensor>) -> Result<()> {
         match pass {
             Pass::Step(_) => self.rows = hidden,
-            Pass::Prefill(block) => self.blocks.extend(hidden.into_iter().map(|tensor| (block.start, tensor))),
+            Pass::Prefill(block) => {
+                for row in 0..block.rows {
+                    self.prompt.insert(block.start + row, tensor(|| hidden[0].narrow(0, row, 1))?);
+                }
+            }
         }
+        Ok(())
     }
 
     /// `x · wᵀ + bias`, `[rows][outputs]`; quantised weights use int8 or 4-bit activations.
@@ -220,7 +227,7 @@ impl Network for ReferenceBackend {
             }
             Pass::Prefill(block) => {
                 if block.start == 0 {
-                    self.blocks.clear();
+                    self.prompt.clear();
                 }
                 self.last.clear();
                 block.prompt[block.start..block.start + block.rows].to_vec()
@@ -233,8 +240,7 @@ impl Network for ReferenceBackend {
             Pass::Step(_) => (0..tokens.len()).map(|row| tensor(|| hidden.narrow(0, row, 1))).collect::<Result<_>>()?,
             Pass::Prefill(_) => vec![hidden],
         };
-        self.set_hidden(pass, hidden);
-        Ok(())
+        self.set_hidden(pass, hidden)
     }
 
     fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -303,8 +309,7 @@ impl Network for ReferenceBackend {
         self.between = self.between.iter().map(|y| self.normed(y, layer, norm)).collect::<Result<_>>()?;
         let hidden = self.hidden(pass)?;
         let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
-        self.set_hidden(pass, sums);
-        Ok(())
+        self.set_hidden(pass, sums)
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
