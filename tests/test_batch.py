@@ -350,6 +350,7 @@ def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
     assert first["seconds"] != second["seconds"], "it was not tried again"
 
 
+@pytest.mark.slow
 def test_a_document_takes_one_line_of_a_terminal(toy_command: list[str], docs: Path, tmp_path: Path) -> None:
     (docs / f"{'long name ' * 20}.txt").write_text("The rain fell. " * 40)
     terminal, end = pty.openpty()
@@ -364,6 +365,7 @@ def test_a_document_takes_one_line_of_a_terminal(toy_command: list[str], docs: P
     assert re.search(r"of 4 documents, prompts \S+ and answers \S+ tokens/s", seen)
 
 
+@pytest.mark.slow
 def test_a_small_terminal_shows_names_and_totals(toy_command: list[str], docs: Path, tmp_path: Path) -> None:
     for number in range(9):
         (docs / f"{number}.txt").write_text("The rain fell. " * 40)

@@ -92,6 +92,7 @@ def test_an_answer_by_hand_to_a_failed_document_is_not_overwritten(
     assert quantspec(*command, "-n", "4").json["failed"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_answer_by_hand_after_an_interrupt_is_not_overwritten(
     start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path, number: int

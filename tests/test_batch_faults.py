@@ -155,6 +155,7 @@ def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_documents_that_change_while_the_batch_runs(start: Start, fake: Any, quantspec: Run, tmp_path: Path) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()

@@ -76,6 +76,7 @@ def test_ranges_are_measured(quantspec: Callable[..., Any]) -> None:
     assert [(row["n_depth"], row["n_prompt"], row["n_gen"], row["gamma"]) for row in rows] == expected
 
 
+@pytest.mark.slow
 def test_lists_may_be_given_in_parts(
     quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_settings_that_no_method_reads_are_refused(
     quantspec("bench", *arguments.split()).assert_error(2, *words)
 
 
+@pytest.mark.slow
 def test_every_row_of_a_table_has_its_columns(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     models = f"demo,{copy_demo(tmp_path / 'a | b')}"
     arguments = "-p 4 -n 4 -r 1 -g 2 --methods ar,window+ngram --device cpu"

@@ -1049,6 +1049,7 @@ def test_a_document_longer_than_one_read_is_read_completely(tmp_path: Path) -> N
     assert prompts.read(str(page_)).text.count("word") == 500_000
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_reading_of_a_slow_document(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "slow.pdf"
     path.write_bytes(pdf(*[lines(*(f"line {number} of many" for number in range(50)))] * 2000))

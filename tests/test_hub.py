@@ -484,6 +484,7 @@ def test_the_only_gguf_file_needs_no_name(server: Hub, resolve: Callable[..., st
     assert server.fetched == ["x.Q8_0.gguf"]
 
 
+@pytest.mark.slow
 def test_a_downloaded_gguf_file_needs_no_network(server: Hub, resolve: Callable[..., str]) -> None:
     server.files = {"x.Q8_0.gguf": b"GGUF", "x.Q4_0.gguf": b"GGUF"}
     nowhere = "http://127.0.0.1:9"
@@ -495,6 +496,7 @@ def test_a_downloaded_gguf_file_needs_no_network(server: Hub, resolve: Callable[
     assert "has no GGUF file called Q4_0 of owner/model, and the hub cannot be reached" in absent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listed", [True, False])
 def test_weights_that_are_not_in_the_cache_are_no_fault_of_the_hub(
     resolve: Callable[..., str], tmp_path: Path, listed: bool

@@ -91,6 +91,7 @@ def test_unscorable_texts_are_refused() -> None:
         assert engine.score(Prompt([1] * 50)).shape == (49,)
 
 
+@pytest.mark.slow
 def test_a_score_waits_for_a_slot_and_ends_with_its_caller() -> None:
     class Interrupted(KeyboardInterrupt):
         pass

@@ -125,6 +125,7 @@ def results(report: Any) -> dict[str, str]:
     return {result["document"]: json.dumps({**result, "seconds": 0}) for result in report["results"]}
 
 
+@pytest.mark.slow
 def test_parts_decode_together_and_change_nothing(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_partial_answer_that_was_cut_is_counted(fake: Any, quantspec: Run, tmp
     assert f"{sum(map(any, cut))} answers were cut" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_parts(start: Callable[..., Child], fake: Any, quantspec: Run, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("word " * 5000)
     command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--json", "--parallel", "3", "--out", str(tmp_path / "out")]

@@ -295,6 +295,7 @@ def test_a_callback_may_end_the_program_and_nothing_else(monkeypatch: pytest.Mon
         engine.prefill(slot, lambda *_: sys.exit(7))
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)

@@ -47,6 +47,7 @@ def described(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_json_has_the_contracts_fields_and_finite_numbers(quantspec: Run, tmp_path: Path) -> None:
     outcome = quantspec(
         "plan", "-m", described(tmp_path / "m"), "-c", "900", "--batch", "2", "--device", "cpu", "--json"

@@ -187,6 +187,7 @@ def test_a_document_that_has_begun_is_finished(start: Start, arguments: list[str
     assert "error" not in json.loads(out)
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_document_changes_no_exit_code(start: Start) -> None:
     """Python needs some 20 ms to end."""
     codes = []
@@ -380,6 +381,7 @@ def test_signals_that_end_a_program_clean_up(start: Start, tmp_path: Path, numbe
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_an_ignored_hang_up_stays_ignored(toy_command: list[str]) -> None:
     environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.02})}
     command = ["nohup", *toy_command, "run", "--text", "x", "-n", "150"]
@@ -533,6 +535,7 @@ def test_an_open_descriptor_is_written_at_its_position(toy_command: list[str], t
     assert os.listdir(tmp_path) == ["link"]
 
 
+@pytest.mark.slow
 def test_a_descriptor_that_cannot_be_written_is_an_error_before_any_work(toy_command: list[str]) -> None:
     for place, streams in (("/dev/fd/7", ""), ("/dev/stdin", "</dev/null"), ("/dev/fd/0", "<&-"), ("/dev/fd/7", "7</")):
         done = without(toy_command, streams, "run", "--text", "x", "-o", place)
@@ -556,6 +559,7 @@ def test_text_is_utf8_in_any_locale(start: Start) -> None:
     outputs.pop().decode("utf-8")
 
 
+@pytest.mark.slow
 def test_stdout_has_no_progress_and_stderr_none_without_a_terminal(start: Start) -> None:
     answer, _ = start("run", "--text", "x", "-n", "5", "-q").communicate(timeout=60)
     child = start("run", "--text", "x", "-n", "5", script={"load_s": 0.3, "prefill_s": 0.3})
@@ -608,6 +612,7 @@ def test_a_terminal_that_cannot_be_redrawn_gets_lines(
     assert command[0] == "run" or any(line.startswith("done    book.txt") for line in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["run", "-o"], ["batch", "--out"]])
 def test_a_terminal_that_goes_away_costs_no_answer(toy_command: list[str], tmp_path: Path, command: list[str]) -> None:
     import pty

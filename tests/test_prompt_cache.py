@@ -21,6 +21,7 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_second_question_reads_the_question_only(quantspec: Run, document: Path, tmp_path: Path) -> None:
     folder = tmp_path / "prompts"
     questions = ("Who is there?", "What is the weather like?")
@@ -106,6 +107,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(quantspec: Run, document: Pat
     assert "error: cannot read the cache of prompts" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = document.read_text()
     with Engine.load(device="cpu", threads=2, context=2048, prompt_cache=False) as engine:

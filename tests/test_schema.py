@@ -93,6 +93,7 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
             assert engine.statistics()["drafted_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_a_draft_model_drafts_by_the_schema_too() -> None:
     from conftest import DEMO
 
@@ -165,6 +166,7 @@ def test_masks_after_drafts_are_those_of_the_text() -> None:
             assert walked.mask([]) is None
 
 
+@pytest.mark.slow
 def test_what_a_draft_makes_too_hard_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.load(context=500, gamma=4, batch=2) as engine:
         want = engine.generate_batch(TEXTS[:2], max_new_tokens=100, json_schema=DIGITS)

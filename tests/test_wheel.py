@@ -75,6 +75,7 @@ def test_a_batch_prints_what_each_document_prints_alone(quantspec: Run, document
     assert together == alone
 
 
+@pytest.mark.slow
 def test_a_stop_string_cuts_the_text_of_any_method_at_the_same_place(quantspec: Run) -> None:
     command = ["run", "--prompt", str(SAMPLE), "-n", "80", "--json"]
     whole = quantspec(*command).json["results"][0]["text"]
@@ -198,6 +199,7 @@ def test_statistics_have_the_documented_names() -> None:
     assert engine.statistics()["acceptance_rate_per_position"] is None
 
 
+@pytest.mark.slow
 def test_threads_that_share_an_engine_get_what_each_gets_alone() -> None:
     engine = Engine.load(context=400, batch=2, gamma=3)
     prompts = ["It was a dark and stormy night", "The two men spoke in low voices"]
