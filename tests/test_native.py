@@ -1,10 +1,9 @@
-"""The native engine with threads and callbacks: one call at a time, and no deadlock."""
+"""The native engine with callbacks and signals: one call at a time, and no deadlock."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import os
 import signal
 import sys
 import threading
@@ -33,19 +32,29 @@ def first(engine: Any, prompt: list[int]) -> int:
     return token
 
 
-def test_a_callback_that_calls_the_engine_gets_an_error() -> None:
+def test_a_call_during_another_one_is_an_error() -> None:
     engine = opened()
     slot = engine.add([1] * 600, max_new_tokens=4, **SAMPLING)
+    calls: list[int] = []
     found: list[BaseException] = []
 
-    def ask(_done: int, _total: int) -> None:
-        with pytest.raises(_native.NativeError, match="callback of its own") as caught:
+    def ask(done: int, _total: int) -> None:
+        calls.append(done)
+        with pytest.raises(_native.NativeError, match="called during another call") as caught:
             engine.stats()
+        found.append(caught.value)
+        thread = threading.Thread(target=ask_elsewhere)
+        thread.start()
+        thread.join(60)
+
+    def ask_elsewhere() -> None:
+        with pytest.raises(_native.NativeError, match="called during another call") as caught:
+            engine.finish(slot)
         found.append(caught.value)
 
     engine.prefill(slot, ask)
-    assert [error.kind for error in found] == ["usage"] * len(found)  # type: ignore[attr-defined]
-    assert found
+    assert calls
+    assert [error.kind for error in found] == ["usage"] * 2 * len(calls)  # type: ignore[attr-defined]
     # The engine is as it was.
     engine.draft([(slot, 1)])
     assert engine.verify()
@@ -95,58 +104,12 @@ def test_options_are_read_by_name() -> None:
         opened(page_choice="worst")
 
 
-def test_threads_take_turns() -> None:
-    engine = opened(slots=2, gamma=8)
-    slots = [engine.add([1, 2, 3 + index] * 300, max_new_tokens=4, **SAMPLING) for index in range(2)]
-    firsts: dict[int, int] = {}
-
-    def prefill(slot: int) -> None:
-        firsts[slot] = engine.prefill(slot)
-
-    threads = [threading.Thread(target=prefill, args=(slot,)) for slot in slots]
-    for thread in threads:
-        thread.start()
-    # Called while other threads work: every call waits without the GIL, which their callbacks need. Of four new tokens a
-    # round may draft three, or two after the prefill and one round.
-    assert {engine.choose_gamma(slot) for slot in slots} <= {2, 3}
-    for thread in threads:
-        thread.join(60)
-    alone = opened()
-    for index, slot in enumerate(slots):
-        again = alone.add([1, 2, 3 + index] * 300, max_new_tokens=4, **SAMPLING)
-        assert firsts[slot] == alone.prefill(again)
-        alone.finish(again)
-
-
 def test_a_prompt_longer_than_was_planned_for() -> None:
     engine = opened(prompt_capacity=100)
     with pytest.raises(_native.NativeError, match="101 tokens") as caught:
         engine.add([1] * 101, max_new_tokens=1, **SAMPLING)
     assert caught.value.kind == "does_not_fit"  # type: ignore[attr-defined]
     assert first(engine, [1] * 100) == first(opened(), [1] * 100)
-
-
-def test_a_slot_is_freed_without_waiting_for_the_engine() -> None:
-    engine = opened(slots=2)
-    ended = engine.add([1, 2, 3], max_new_tokens=4, **SAMPLING)
-    busy = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
-    done: list[int] = []
-    inside, freed = threading.Event(), threading.Event()
-
-    def show(rows: int, _total: int) -> None:
-        done.append(rows)
-        inside.set()
-        # The prefill runs as long as this waits.
-        assert freed.wait(60)
-
-    thread = threading.Thread(target=engine.prefill, args=(busy, show))
-    thread.start()
-    assert inside.wait(60)
-    engine.finish(ended)
-    freed.set()
-    thread.join(60)
-    # Freed by the next call at the latest.
-    assert engine.add([4, 5], max_new_tokens=1, **SAMPLING) == ended
 
 
 def test_a_grammar_that_fails_after_a_round_ends_its_answer() -> None:
@@ -228,31 +191,6 @@ def test_an_exception_of_a_signal_handler_ends_work() -> None:
     assert caught.value.args == (signal.SIGALRM,)
     # The traceback shows where it was raised.
     assert [entry.name for entry in caught.traceback][-1] == "end"
-
-
-def test_an_exception_of_a_signal_handler_ends_waiting_for_the_engine() -> None:
-    engine = opened()
-    slot = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
-    inside, over = threading.Event(), threading.Event()
-
-    def show(_done: int, _total: int) -> None:
-        inside.set()
-        assert over.wait(60)
-
-    thread = threading.Thread(target=engine.prefill, args=(slot, show))
-    thread.start()
-    assert inside.wait(60)
-    try:
-        with handled(signal.SIGTERM, lambda *_: sys.exit(7)), pytest.raises(SystemExit) as caught:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            engine.stats()
-        assert caught.value.code == 7
-    finally:
-        over.set()
-        thread.join(60)
-    # The waiting thread was not affected.
-    engine.draft([(slot, 1)])
-    assert engine.verify()
 
 
 @pytest.mark.parametrize("handler", [end, Ender(), Ender().end, functools.partial(end_of, "the call")])

@@ -108,9 +108,10 @@ class Engine:
     Prompts have at most `prompt_capacity` tokens (None: `capacity`): prefill holds every hidden state of a prompt.
     Sequences share the pages of `pool_tokens` (None: `slots` times `capacity`).
 
-    Long calls release the GIL and run pending signal handlers. So Ctrl-C ends them within 0.3 s, as does any other
-    exception of a handler. Callbacks are called with (done, total), at most every 50 ms. KeyboardInterrupt, SystemExit
-    and exceptions of handlers inside a callback end the call; any other exception of it is unraisable.
+    One thread calls it; a call during another one, also from a callback, is an error. Long calls release the GIL and run
+    pending signal handlers. So Ctrl-C ends them within 0.3 s, as does any other exception of a handler. Callbacks are
+    called with (done, total), at most every 50 ms. KeyboardInterrupt, SystemExit and exceptions of handlers inside a
+    callback end the call; any other exception of it is unraisable.
     """
 
     def __new__(

@@ -5,24 +5,20 @@ use crate::errors::{detached, interruptible, to_python};
 use crate::grammar::PyGrammar;
 use crate::load::{Files, Loaded, Loading, OriginSlot};
 use crate::options::{DraftPages, EngineArguments};
-use crate::raised::{Raised, locked, poll, progress};
+use crate::raised::{Raised, poll, progress};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::config::Planes;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stats::MethodCounters;
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_model::backend::{Hooks, Memory, Options};
 use quantspec_model::engine::Emitted;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, TryLockError};
-use std::thread::{self, ThreadId};
-use std::time::{Duration, Instant};
-
-/// Interval of checks for whether another thread has left the engine; a step of the smallest model takes longer.
-const RETRY_EVERY: Duration = Duration::from_micros(200);
+use std::time::Instant;
 
 pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     let parts = PyDict::new(py);
@@ -43,23 +39,10 @@ type EmittedAndDrafted = (usize, Vec<u32>, Vec<u32>);
 /// A token's log-probability, and the most likely tokens at its position with theirs.
 type TokenLogprob = (f64, Vec<(u32, f64)>);
 
-/// Marks the engine as free of threads; dropped before its lock.
-struct UserGuard<'a>(&'a PyEngine);
-
-impl Drop for UserGuard<'_> {
-    fn drop(&mut self) {
-        *self.0.user() = None;
-    }
-}
-
 /// Decodes sequences on one device. `_native.pyi` documents each method.
 #[pyclass(name = "Engine", module = "quantspec_cli._native")]
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
-    /// The thread that holds `device`.
-    user: Mutex<Option<ThreadId>>,
-    /// Slots of sequences that ended while another thread held `device`; the next holder frees them.
-    ended: Mutex<Vec<usize>>,
     chosen: ChosenDevice,
     threads: usize,
     raised: Raised,
@@ -78,39 +61,13 @@ pub(crate) struct PyEngine {
 }
 
 impl PyEngine {
-    /// Runs one call at a time: other threads wait, and Ctrl-C ends their wait.
+    /// Runs a call without the GIL. Ctrl-C ends it.
     fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Device) -> Result<T> + Send) -> PyResult<T> {
         let own = Raised::default();
         interruptible(py, &own, || {
-            let me = thread::current().id();
-            let mut poll_callback = poll(own.clone());
-            let mut device = loop {
-                match self.device.try_lock() {
-                    Ok(device) => break device,
-                    Err(TryLockError::Poisoned(_)) => {
-                        return Err(Error::internal(
-                            "an earlier call panicked and left the engine in an unknown state",
-                        ));
-                    }
-                    Err(TryLockError::WouldBlock) if *self.user() == Some(me) => {
-                        return Err(Error::usage(
-                            "the engine is called from a callback of its own",
-                            "call it after the callback has returned",
-                        ));
-                    }
-                    Err(TryLockError::WouldBlock) => {
-                        poll_callback()?;
-                        thread::sleep(RETRY_EVERY);
-                    }
-                }
-            };
-            *self.user() = Some(me);
-            // Also when `work` panics.
-            let _user = UserGuard(self);
-            self.free_ended(&mut device);
+            let mut device = self.device()?;
             let done = work(&mut device);
-            // Taken while this thread holds the engine; a later exception belongs to the next holder. It may be that of the very
-            // last call of a callback or a grammar, after which no poll follows.
+            // It may be the exception of the very last call of a callback or a grammar, after which no poll follows.
             match self.raised.take() {
                 Some(error) => done.and(Err(own.keep(error))),
                 None => done,
@@ -118,15 +75,18 @@ impl PyEngine {
         })
     }
 
-    fn free_ended(&self, device: &mut Device) {
-        let ended = std::mem::take(&mut *locked(&self.ended));
-        for slot in ended {
-            on_device!(device, engine => engine.finish(slot));
-        }
-    }
-
-    fn user(&self) -> MutexGuard<'_, Option<ThreadId>> {
-        locked(&self.user)
+    /// The device, which one thread uses (`scheduler.py`). So another call is running only if a callback of that call makes this
+    /// one, or a second thread does.
+    fn device(&self) -> Result<MutexGuard<'_, Device>> {
+        self.device.try_lock().map_err(|error| match error {
+            TryLockError::Poisoned(_) => {
+                Error::internal("an earlier call panicked and left the engine in an unknown state")
+            }
+            TryLockError::WouldBlock => Error::usage(
+                "the engine is called during another call",
+                "call it from one thread, and after a callback has returned",
+            ),
+        })
     }
 
     /// One sample per prompt: the noise's sequence key is 0, so a prompt's text does not depend on its position in a batch.
@@ -172,8 +132,6 @@ impl PyEngine {
         let Loaded { device, make_drafter, chosen, planned_bytes, .. } = loaded;
         Ok(PyEngine {
             device: Mutex::new(device),
-            user: Mutex::new(None),
-            ended: Mutex::new(Vec::new()),
             chosen,
             threads,
             raised,
@@ -390,14 +348,15 @@ impl PyEngine {
         })
     }
 
-    /// Does not wait and cannot be interrupted: otherwise an interrupted caller would leak the slot.
+    /// Cannot be interrupted: otherwise an interrupted caller would leak the slot. After a panic no call needs the slot.
     fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
-        detached(py, || {
-            locked(&self.ended).push(slot);
-            if let Ok(mut device) = self.device.try_lock() {
-                self.free_ended(&mut device);
+        detached(py, || match self.device() {
+            Ok(mut device) => {
+                on_device!(&mut *device, engine => engine.finish(slot));
+                Ok(())
             }
-            Ok(())
+            Err(error) if error.kind == ErrorKind::Internal => Ok(()),
+            Err(error) => Err(error),
         })
     }
 
