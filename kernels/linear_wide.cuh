@@ -161,9 +161,9 @@ DEV void wide_fill(const Source& w, const uint8_t* x, const uint8_t* xs, uint32_
 
 // The inputs of a group in a stage, and who multiplies them.
 struct WideInputs {
-  uint32_t x;       // [N][128 bytes]
-  uint32_t beside;  // {scale, sum} of each row, or room for its sum
-  uint32_t ones;    // operand B of sums of inputs
+  uint32_t x;         // [N][128 bytes]
+  uint32_t row_sums;  // {scale, sum} of each row, or room for its sum
+  uint32_t ones;      // operand B of sums of inputs
   int warp, lane;
 };
 
@@ -231,7 +231,7 @@ struct DraftGroup {
     wgmma_fence();
     codes.multiply(d, desc_kmajor(in.x));
     wgmma_wait<0>();
-    return codes.add(acc, d, in.beside, in.lane & 3);
+    return codes.add(acc, d, in.row_sums, in.lane & 3);
   }
 };
 
@@ -285,7 +285,7 @@ struct PlaneGroup {
   static constexpr int SCALES = 0, INPUT_SUMS = 4;
   static constexpr uint32_t ONES = E::ONES;
   // As `DraftGroup::multiply_add`; operands and order of the sums are those of `group_add`. The inputs of a row are
-  // summed by one of the warps, as products with ones, and shared through `beside`.
+  // summed by one of the warps, as products with ones, and shared through `row_sums`.
   template <int D>
   static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, const WideInputs& in) {
     const int lane = in.lane, warp = in.warp & 3;
@@ -312,8 +312,8 @@ struct PlaneGroup {
     wgmma_wait<1>();
     const int row = warp * 16 + (lane >> 2);
     if (row < 2 * D && (lane & 3) == 0) {
-      sts32(in.beside + row * 4, __float_as_uint(sum[0] * E::OF_X));
-      sts32(in.beside + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
+      sts32(in.row_sums + row * 4, __float_as_uint(sum[0] * E::OF_X));
+      sts32(in.row_sums + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
     }
     bar_sync(1 + (in.warp >> 2), 128);
     const float2 of = GroupCodes<PLANES>::template factors<E>(unpack_half2(codes.params.x));
@@ -322,7 +322,7 @@ struct PlaneGroup {
     wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < D; j += 4) {
-      const uint2 pair = lds64(in.beside + (j * 2 + 2 * (lane & 3)) * 4);
+      const uint2 pair = lds64(in.row_sums + (j * 2 + 2 * (lane & 3)) * 4);
       seen |= pair.x;
 #pragma unroll
       for (int e = 0; e < 2; e++) {

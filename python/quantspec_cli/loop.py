@@ -33,7 +33,7 @@ class Decoder(Protocol):
         """Frees the slot."""
 
 
-def step(
+def run_round(
     engine: Decoder, slots: Sequence[int], choose_gamma: Callable[[int], int] | None = None
 ) -> list[tuple[int, list[int]]]:
     """One round of these sequences; per slot the tokens it emits, at least one. `choose_gamma` overrides the policy's γ."""
@@ -54,7 +54,7 @@ def decode(
         for slot in texts:
             yield _push(engine, running, slot, [engine.prefill(slot)])
         while running:
-            for slot, tokens in step(engine, list(running), choose_gamma):
+            for slot, tokens in run_round(engine, list(running), choose_gamma):
                 yield _push(engine, running, slot, tokens)
     finally:
         for slot in running:

@@ -1,8 +1,9 @@
 """One thread owns the engine; callers on any thread submit requests and receive text.
 
-Between two rounds (`loop.step`, the algorithm) the thread drops cancelled requests, admits a waiting one into a free slot
-and prefills a chunk of its prompt. Sequences join and leave the batch at any round, and a long prompt delays the others
-by one chunk at a time. Only this thread calls the engine: slots need no locks, and an interrupted caller cannot leak one.
+Between two rounds (`loop.run_round`, the algorithm) the thread drops cancelled requests, admits a waiting one into a free
+slot and prefills a chunk of its prompt. Sequences join and leave the batch at any round, and a long prompt delays the
+others by one chunk at a time. Only this thread calls the engine: slots need no locks, and an interrupted caller cannot
+leak one.
 """
 
 from __future__ import annotations
@@ -383,7 +384,7 @@ class Scheduler:
         started = time.perf_counter()
         try:
             with self._engine():
-                emitted = loop.step(self.native, slots)
+                emitted = loop.run_round(self.native, slots)
         except (NotFiniteError, InputError):
             self._round_of_each(slots)
             return
@@ -401,7 +402,7 @@ class Scheduler:
         for slot in slots:
             try:
                 with self._engine():
-                    ((_, tokens),) = loop.step(self.native, [slot], lambda _: 0)
+                    ((_, tokens),) = loop.run_round(self.native, [slot], lambda _: 0)
             except QuantspecError as error:
                 self._remove(slot).deliver(error, True)
             else:

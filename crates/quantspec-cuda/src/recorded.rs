@@ -10,7 +10,7 @@ const KINDS_MAX: usize = 4096;
 
 /// State of a kind of round.
 #[derive(Debug)]
-pub(crate) enum Kind<T> {
+pub(crate) enum State<T> {
     /// It ran once, launched kernel by kernel.
     Seen,
     /// The graph to launch.
@@ -22,7 +22,7 @@ pub(crate) enum Kind<T> {
 /// Kinds of rounds by key: at most [`KINDS_MAX`], with [`STEPS_MAX`] recorded steps. If a limit is exceeded, all are dropped.
 #[derive(Debug)]
 pub(crate) struct Recorded<T> {
-    kinds: HashMap<Vec<u64>, Kind<T>>,
+    kinds: HashMap<Vec<u64>, State<T>>,
     steps: usize,
 }
 
@@ -31,25 +31,25 @@ impl<T> Recorded<T> {
         Recorded { kinds: HashMap::new(), steps: 0 }
     }
 
-    pub(crate) fn find(&self, key: &[u64]) -> Option<&Kind<T>> {
+    pub(crate) fn find(&self, key: &[u64]) -> Option<&State<T>> {
         self.kinds.get(key)
     }
 
     /// Kinds of rounds that have a graph.
     pub(crate) fn graphs(&self) -> usize {
-        self.kinds.values().filter(|kind| matches!(kind, Kind::Graph(_))).count()
+        self.kinds.values().filter(|state| matches!(state, State::Graph(_))).count()
     }
 
     /// Records the state of a kind of round of `steps` steps.
-    pub(crate) fn note(&mut self, key: Vec<u64>, kind: Kind<T>, steps: usize) {
-        let steps = if matches!(kind, Kind::Graph(_)) { steps } else { 0 };
+    pub(crate) fn note(&mut self, key: Vec<u64>, state: State<T>, steps: usize) {
+        let steps = if matches!(state, State::Graph(_)) { steps } else { 0 };
         let more = !self.kinds.contains_key(&key);
         if self.steps + steps > STEPS_MAX || more && self.kinds.len() >= KINDS_MAX {
             self.kinds.clear();
             self.steps = 0;
         }
         self.steps += steps;
-        self.kinds.insert(key, kind);
+        self.kinds.insert(key, state);
     }
 }
 
@@ -61,27 +61,27 @@ mod tests {
     fn the_graph_cache_is_bounded() {
         let mut recorded = Recorded::new();
         // All kinds twice, five steps each.
-        for kind in [|_| Kind::Seen, Kind::Graph] {
+        for state in [|_| State::Seen, State::Graph] {
             for key in 0..10_000 {
-                recorded.note(vec![key], kind(key), 5);
+                recorded.note(vec![key], state(key), 5);
                 assert!(recorded.kinds.len() <= KINDS_MAX);
                 assert!(recorded.graphs() * 5 <= STEPS_MAX);
                 assert_eq!(recorded.steps, recorded.graphs() * 5);
             }
         }
-        assert!(matches!(recorded.find(&[9_999]), Some(Kind::Graph(9_999))));
+        assert!(matches!(recorded.find(&[9_999]), Some(State::Graph(9_999))));
         assert!(recorded.find(&[0]).is_none());
     }
 
     #[test]
     fn a_repeated_round_is_found() {
         let mut recorded = Recorded::new();
-        recorded.note(vec![1, 2], Kind::Seen, 3);
-        assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Seen)));
-        recorded.note(vec![1, 2], Kind::Graph('g'), 3);
-        recorded.note(vec![1], Kind::Refused, 3);
-        assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Graph('g'))));
-        assert!(matches!(recorded.find(&[1]), Some(Kind::Refused)));
+        recorded.note(vec![1, 2], State::Seen, 3);
+        assert!(matches!(recorded.find(&[1, 2]), Some(State::Seen)));
+        recorded.note(vec![1, 2], State::Graph('g'), 3);
+        recorded.note(vec![1], State::Refused, 3);
+        assert!(matches!(recorded.find(&[1, 2]), Some(State::Graph('g'))));
+        assert!(matches!(recorded.find(&[1]), Some(State::Refused)));
         assert!(recorded.find(&[2]).is_none());
         assert_eq!(recorded.steps, 3);
     }

@@ -367,7 +367,7 @@ fn two_devices_give_the_same_tokens_from_any_thread() {
     let kind = |index: usize| (&found[index].name, &found[index].compute_capability);
     // Splits of sums depend on the device, so only devices of the same kind agree.
     let Some(index) = (1..found.len()).find(|&index| kind(index) == kind(0)) else {
-        eprintln!("SKIPPED: the driver shows {} devices, and none beside the first of its kind", found.len());
+        eprintln!("SKIPPED: the driver shows {} devices, and only one of the first one's kind", found.len());
         return;
     };
     let devices = [first, open(index).unwrap()];

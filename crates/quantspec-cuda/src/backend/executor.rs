@@ -4,7 +4,7 @@ use super::CudaBackend;
 use super::describe::{StepLayout, Writer};
 use super::sampler::keeps_logits;
 use crate::device::Mark;
-use crate::recorded::Kind;
+use crate::recorded::State;
 use crate::sample::SamplingFeatures;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
@@ -132,25 +132,25 @@ impl CudaBackend {
         match self.recorded.find(&key) {
             // SAFETY: all recorded memory belongs to this backend; addresses of buffers that may be replaced are part of the
             // key.
-            Some(Kind::Graph(graph)) => unsafe { graph.launch() },
-            Some(Kind::Refused) => self.queue(described, false),
+            Some(State::Graph(graph)) => unsafe { graph.launch() },
+            Some(State::Refused) => self.queue(described, false),
             None if self.device.one_by_one => self.queue(described, false),
             None => {
-                self.recorded.note(key, Kind::Seen, steps);
+                self.recorded.note(key, State::Seen, steps);
                 self.queue(described, false)
             }
-            Some(Kind::Seen) => {
+            Some(State::Seen) => {
                 // Launches kernel by kernel once more, and records while the GPU works: building a graph of thousands of
                 // launches takes milliseconds.
                 self.queue(described, false)?;
                 let device = self.device.clone();
                 // The memory plan does not count graphs. If memory is short or the driver refuses, the round is only slower.
-                let kind = match device.record(|| self.queue(described, true)) {
-                    Ok(graph) => Kind::Graph(graph),
-                    Err(error) if matches!(error.kind, ErrorKind::DoesNotFit | ErrorKind::Device) => Kind::Refused,
+                let state = match device.record(|| self.queue(described, true)) {
+                    Ok(graph) => State::Graph(graph),
+                    Err(error) if matches!(error.kind, ErrorKind::DoesNotFit | ErrorKind::Device) => State::Refused,
                     Err(error) => return Err(error),
                 };
-                self.recorded.note(key, kind, steps);
+                self.recorded.note(key, state, steps);
                 Ok(())
             }
         }
