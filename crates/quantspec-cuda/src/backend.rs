@@ -2,7 +2,7 @@
 //!
 //! A round is one copy to the device (rows, angles, spans and turns of all its steps), one graph of all launches, and one
 //! copy back. Positions are known before a round starts, and drafted tokens stay on the device until its end. A step of a
-//! watched draft is a round of its own: a copy, a graph, and the logit margin of its token back.
+//! watched draft runs alone: a copy, a graph, and the logit margin of its token back.
 
 mod describe;
 mod executor;

@@ -308,7 +308,7 @@ fn rounds_are_their_steps() {
                 let verdict = if whole {
                     forward::verify(&mut backend, View::Both, &turns).unwrap()[0]
                 } else {
-                    let round = forward::Round::of_verification(View::Both, &turns);
+                    let round = forward::RoundSteps::of_verification(View::Both, &turns);
                     assert_eq!(round.drafts().count(), gamma);
                     forward::run_steps(&mut backend, &round).unwrap()[0]
                 };

@@ -328,7 +328,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             for offset in 0..12 {
                 // By steps that are not watched.
                 let span = offset..offset + 1;
-                let step = forward::Round::of_draft(&drafting("quantspec"), &never, &[span]).unwrap();
+                let step = forward::RoundSteps::of_draft(&drafting("quantspec"), &never, &[span]).unwrap();
                 forward::run_steps(&mut backend, &step).unwrap();
             }
             let want = backend.window(0, 13).unwrap();

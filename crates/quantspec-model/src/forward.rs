@@ -1,12 +1,12 @@
 //! The forward pass and the steps of a round. Every backend runs this code.
 //!
 //! ```text
-//! round    draft ──┬─> Round ─> Executor::run ─> steps ─> step ─┬─> layer ─> operations of Network
-//!          verify ─┘                                            │
-//! prompt   prefill_chunk ───────────────────────────────────────┘
+//! round    draft ──┬─> RoundSteps ─> Executor::run ─> steps ─> step ─┬─> layer ─> operations of Network
+//!          verify ─┘                                                 │
+//! prompt   prefill_chunk ────────────────────────────────────────────┘
 //! ```
 //!
-//! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
+//! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run [`RoundSteps`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
 use crate::kv_cache::KvCache;
@@ -194,10 +194,10 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     Ok(Chunk::End)
 }
 
-/// Steps to run together: draft steps, then the verification. A draft whose tokens the host reads after each step is one `Round`
-/// per step, before that of the verification.
+/// Steps of a round that run together: its draft steps, then the verification. If the host reads each drafted token, every
+/// draft step runs alone, and so does the verification.
 #[derive(Clone, Debug)]
-pub struct Round<'a> {
+pub struct RoundSteps<'a> {
     /// What each sequence does.
     pub turns: &'a [Turn],
     /// Draft steps: their configuration and their rows.
@@ -206,21 +206,21 @@ pub struct Round<'a> {
     verification: Option<(View, Vec<Row>)>,
 }
 
-impl<'a> Round<'a> {
+impl<'a> RoundSteps<'a> {
     /// One draft step, which has the rows at `offsets[i]` of turn i's window. `None` if all are empty.
-    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offsets: &[Range<usize>]) -> Option<Round<'a>> {
+    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offsets: &[Range<usize>]) -> Option<RoundSteps<'a>> {
         let rows = turns.iter().zip(offsets).flat_map(|(turn, own)| own.clone().map(|offset| row(turn, offset)));
         let rows: Vec<Row> = rows.collect();
-        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*config, rows)], verification: None })
+        (!rows.is_empty()).then(|| RoundSteps { turns, drafts: vec![(*config, rows)], verification: None })
     }
 
     /// The verification of every turn's window over the target view, preceded by the draft steps that [`draft`] deferred.
-    pub fn of_verification(view: View, turns: &'a [Turn]) -> Round<'a> {
+    pub fn of_verification(view: View, turns: &'a [Turn]) -> RoundSteps<'a> {
         let config = turns.iter().find_map(|turn| turn.to_draft);
         let left = |offset: usize| draft_rows(turns.iter().filter(|turn| turn.to_draft.is_some()), offset);
         let steps = (0..).map(left).take_while(|rows| !rows.is_empty());
         let drafts = config.map_or_else(Vec::new, |config| steps.map(|rows| (config, rows)).collect());
-        Round { turns, drafts, verification: Some((view, verify_rows(turns))) }
+        RoundSteps { turns, drafts, verification: Some((view, verify_rows(turns))) }
     }
 
     /// The draft steps, in order. The first step of a window chooses the pages.
@@ -255,7 +255,7 @@ fn verify_rows(turns: &[Turn]) -> Vec<Row> {
     turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| row(turn, offset))).collect()
 }
 
-/// Runs rounds. The provided methods run the steps one after another.
+/// Runs the steps of rounds. The provided methods run them one after another.
 pub trait Executor: Network + TokenSampler {
     /// Returns true if a whole round takes less time than its single steps. [`draft`] then defers unwatched drafts to
     /// [`verify`].
@@ -272,11 +272,11 @@ pub trait Executor: Network + TokenSampler {
         Ok(())
     }
 
-    /// Runs a round. Returns one verdict per turn if the round verifies, in order.
+    /// Runs steps that belong together. Returns one verdict per turn, in order, if the verification is among them.
     ///
     /// # Errors
     /// Those of [`run_steps`].
-    fn run(&mut self, round: &Round) -> Result<Vec<Verdict>>
+    fn run(&mut self, round: &RoundSteps) -> Result<Vec<Verdict>>
     where
         Self: Sized,
     {
@@ -296,7 +296,7 @@ pub trait Executor: Network + TokenSampler {
 ///
 /// # Errors
 /// Those of [`steps`] and [`TokenSampler::judge`].
-pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> Result<Vec<Verdict>> {
+pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &RoundSteps) -> Result<Vec<Verdict>> {
     steps(backend, round, |_| Ok(()))?;
     round.verification().map_or(Ok(Vec::new()), |window| backend.judge(&window, round.turns))
 }
@@ -307,7 +307,7 @@ pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> R
 /// Those of [`step`], [`TokenSampler::propose`] and `drafted`.
 pub fn steps<B: Network + TokenSampler>(
     backend: &mut B,
-    round: &Round,
+    round: &RoundSteps,
     drafted: impl FnOnce(&mut B) -> Result<()>,
 ) -> Result<()> {
     for next in round.drafts() {
@@ -383,7 +383,7 @@ pub fn draft_now<B: Executor + KvCache>(
             offsets.push(at..at + left.min(guess.len() + 1));
             guessed.push(guess);
         }
-        let Some(round) = Round::of_draft(config, turns, &offsets) else { break };
+        let Some(round) = RoundSteps::of_draft(config, turns, &offsets) else { break };
         match backend.run(&round) {
             // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
             // overwrite the draft's.
@@ -419,7 +419,7 @@ pub fn draft_now<B: Executor + KvCache>(
 /// Those of [`Network::poll`] and of [`Executor::run`].
 pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
     backend.poll()?;
-    backend.run(&Round::of_verification(view, turns))
+    backend.run(&RoundSteps::of_verification(view, turns))
 }
 
 /// Refuses token ids outside the vocabulary.
@@ -453,19 +453,19 @@ mod tests {
 
         for (offset, rows_of) in drafted.iter().enumerate() {
             let offsets = turns.each_ref().map(|turn| offset..turn.gamma.min(offset + 1));
-            let round = Round::of_draft(&CONFIG, &turns, &offsets).unwrap();
+            let round = RoundSteps::of_draft(&CONFIG, &turns, &offsets).unwrap();
             let steps: Vec<Step> = round.drafts().collect();
             assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
             assert!(round.verification().is_none());
         }
-        assert!(Round::of_draft(&CONFIG, &turns, &[2..2, 0..0, 1..1]).is_none());
+        assert!(RoundSteps::of_draft(&CONFIG, &turns, &[2..2, 0..0, 1..1]).is_none());
 
         // Tokens that are in the windows are verified without draft steps.
-        let round = Round::of_verification(View::Both, &turns);
+        let round = RoundSteps::of_verification(View::Both, &turns);
         assert_eq!((round.drafts().count(), rows(&round.verification().unwrap())), (0, window.to_vec()));
         // Deferred drafts run before the verification.
         turns.iter_mut().for_each(|turn| turn.to_draft = Some(CONFIG));
-        let round = Round::of_verification(View::Both, &turns);
+        let round = RoundSteps::of_verification(View::Both, &turns);
         assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
         assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
         for Step { weights, view, pages, .. } in round.drafts() {
@@ -477,6 +477,6 @@ mod tests {
         assert_eq!((weights, view, pages, choose_pages), (Weights::Full, View::Both, Pages::All, false));
         // A round that is repeated without its drafts has no draft steps.
         turns.iter_mut().for_each(|turn| turn.gamma = 0);
-        assert_eq!(Round::of_verification(View::Both, &turns).drafts().count(), 0);
+        assert_eq!(RoundSteps::of_verification(View::Both, &turns).drafts().count(), 0);
     }
 }

@@ -8,7 +8,7 @@ use crate::recorded::State;
 use crate::sample::SamplingFeatures;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{Executor, Round};
+use quantspec_model::backend::{Executor, RoundSteps};
 use quantspec_model::forward;
 
 /// Events at points of a round.
@@ -21,7 +21,7 @@ pub(super) struct Clock {
 
 /// A round whose description is on the device.
 struct Described<'a> {
-    round: &'a Round<'a>,
+    round: &'a RoundSteps<'a>,
     /// Layouts of its steps, in order.
     layouts: Vec<StepLayout>,
     /// Address of its turns; 0 without verification.
@@ -45,7 +45,7 @@ impl Executor for CudaBackend {
         Ok(())
     }
 
-    fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
+    fn run(&mut self, round: &RoundSteps) -> Result<Vec<Verdict>> {
         self.restore_head()?;
         if round.drafts().any(|step| step.weights.is_draft()) {
             self.restore_drafts()?;
@@ -65,17 +65,17 @@ impl Executor for CudaBackend {
 }
 
 /// Returns true if the device measures the round's drafting time. The host times rounds that only draft.
-fn timed(round: &Round) -> bool {
+fn timed(round: &RoundSteps) -> bool {
     round.drafts().next().is_some() && round.verification().is_some()
 }
 
 impl CudaBackend {
     /// Copies a round's description to the device. Draft steps without verification use one fixed address, so they share a
     /// graph.
-    fn describe_round<'a>(&mut self, round: &'a Round) -> Result<Described<'a>> {
+    fn describe_round<'a>(&mut self, round: &'a RoundSteps) -> Result<Described<'a>> {
         let features = self.sampling.upload(round.turns)?;
         self.stage()?;
-        // With a grammar every step is a round of its own (`forward::draft`).
+        // With a grammar every step runs alone (`forward::draft`).
         for step in round.drafts().chain(round.verification()) {
             self.sampling.upload_masks(step.rows, round.turns)?;
         }
