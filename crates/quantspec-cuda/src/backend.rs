@@ -138,8 +138,8 @@ pub struct CudaBackend {
     /// Logits of the last verification before penalties and masks, if the caller reads them. On the device, penalties and masks
     /// have overwritten them.
     unpenalised: Vec<Vec<f32>>,
-    /// Layouts of the round's steps that are not queued yet; `None` outside a round.
-    ahead: Option<std::vec::IntoIter<StepLayout>>,
+    /// Layouts of described steps that are not queued yet; `None` outside of a round.
+    described: Option<std::vec::IntoIter<StepLayout>>,
     /// Set while `reduce_residual` must still add the projection in y: the address of its bias, 0 without one.
     unreduced: Option<u64>,
     /// Set while the next norm must add the projection in y to the hidden states: the same address.
@@ -273,7 +273,7 @@ impl CudaBackend {
         let sizes = Sizes::new(&config, options, partial);
         let mut backend = CudaBackend {
             clock: Clock { start: device.mark()?, drafted: device.mark()?, ran: false },
-            ahead: None,
+            described: None,
             unreduced: None,
             residual: None,
             prompting: false,

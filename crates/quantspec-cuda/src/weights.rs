@@ -42,7 +42,7 @@ impl Full {
     }
 
     /// Address and bytes that a GEMM reads first.
-    pub(crate) fn ahead(&self) -> (u64, usize) {
+    pub(crate) fn first_read(&self) -> (u64, usize) {
         match self {
             Full::Whole(matrix) => (matrix.buffer.at(0), matrix.buffer.bytes()),
             Full::Nibbles(hierarchy) => (hierarchy.upper(), hierarchy.upper_bytes()),

@@ -134,8 +134,8 @@ impl CpuBackend {
             let mut halves = vec![0u16; 2 * d];
             for item in share(kv_heads + heads * m, thread, threads) {
                 // SAFETY: heads of a row do not overlap, and each belongs to one item.
-                let part = |j: usize, from: usize| unsafe { qkv.slice(j * offsets.width + from, d) };
-                let turn = |j: usize, x: &mut [f32], norm: Option<&Vec<f32>>| {
+                let head_at = |j: usize, from: usize| unsafe { qkv.slice(j * offsets.width + from, d) };
+                let norm_and_rotate = |j: usize, x: &mut [f32], norm: Option<&Vec<f32>>| {
                     if let Some(norm) = norm {
                         let before = x.to_vec();
                         rms_norm(simd, &before, norm, config.rms_eps, x);
@@ -145,15 +145,15 @@ impl CpuBackend {
                 };
                 if item >= kv_heads {
                     let (j, head) = ((item - kv_heads) / heads, (item - kv_heads) % heads);
-                    let query = part(j, head * d);
-                    turn(j, query, norms.map(|norms| &norms.0));
+                    let query = head_at(j, head * d);
+                    norm_and_rotate(j, query, norms.map(|norms| &norms.0));
                     let factor = config.query_factor(step.rows[j].position);
                     query.iter_mut().for_each(|x| *x *= factor);
                     continue;
                 }
                 for (j, row) in step.rows.iter().enumerate() {
-                    let (key, value) = (part(j, offsets.key + item * d), part(j, offsets.value + item * d));
-                    turn(j, key, norms.map(|norms| &norms.1));
+                    let (key, value) = (head_at(j, offsets.key + item * d), head_at(j, offsets.value + item * d));
+                    norm_and_rotate(j, key, norms.map(|norms| &norms.1));
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);
                     }

@@ -104,12 +104,12 @@ impl QkvHeads<'_> {
                 self.load(panel, from, lane, head);
                 match kind {
                     Kind::Query => {
-                        self.turn(panel, lane, self.norms.map(|norms| &norms.0[..]), head);
+                        self.norm_and_rotate(panel, lane, self.norms.map(|norms| &norms.0[..]), head);
                         // SAFETY: a query head of a panel is one item, by the caller's promise of one thread.
                         unsafe { self.put_query(panel, index, lane, head) };
                     }
                     Kind::Key => {
-                        self.turn(panel, lane, self.norms.map(|norms| &norms.1[..]), head);
+                        self.norm_and_rotate(panel, lane, self.norms.map(|norms| &norms.1[..]), head);
                         // SAFETY: the keys of a head are one item, by the caller's promise of one thread.
                         unsafe { self.put_tokens(self.keys, panel, index, lane, head) };
                     }
@@ -145,7 +145,7 @@ impl QkvHeads<'_> {
 
     /// Normalises a head, if there is a norm, and rotates it.
     #[inline]
-    fn turn(&self, panel: usize, lane: usize, weight: Option<&[f32]>, head: &mut [[f32; LANES]]) {
+    fn norm_and_rotate(&self, panel: usize, lane: usize, weight: Option<&[f32]>, head: &mut [[f32; LANES]]) {
         let simd = self.simd;
         if let Some(weight) = weight {
             let (head, eps) = (&mut *head, self.config.rms_eps);

@@ -99,9 +99,9 @@ impl CudaBackend {
 
     /// Queues the steps of a described round; `recording`: into a graph.
     fn queue(&mut self, described: &Described, recording: bool) -> Result<()> {
-        self.ahead = Some(described.layouts.clone().into_iter());
+        self.described = Some(described.layouts.clone().into_iter());
         let queued = self.queue_steps(described, recording);
-        self.ahead = None;
+        self.described = None;
         queued
     }
 

@@ -35,7 +35,7 @@ pub(super) struct HiddenStates {
     /// The current prompt is in host memory.
     streams: bool,
     /// The place of the current block, and the rows in it.
-    turn: usize,
+    current: usize,
     here: Range<usize>,
     /// Rows on their way to the other place; none if empty.
     ahead: Range<usize>,
@@ -70,7 +70,7 @@ impl HiddenStates {
             pitch,
             place: options.block_rows.max(1) * pitch,
             streams: false,
-            turn: 0,
+            current: 0,
             here: 0..0,
             ahead: 0..0,
             first: 0..0,
@@ -86,7 +86,7 @@ impl HiddenStates {
     pub(super) fn at(&self, row: usize) -> Result<u64> {
         let offset = match self.streams {
             false => row * self.pitch,
-            true if self.here.contains(&row) => self.turn * self.place + (row - self.here.start) * self.pitch,
+            true if self.here.contains(&row) => self.current * self.place + (row - self.here.start) * self.pitch,
             true => return Err(Error::internal(format!("prompt row {row} outside the current block {:?}", self.here))),
         };
         Ok(self.rows.at(offset))
@@ -105,7 +105,7 @@ impl HiddenStates {
         // The other place was copied out before the last block.
         copies.hold_work()?;
         copies.note()?;
-        (self.turn, self.here, self.ahead) = (1 - self.turn, rows, 0..0);
+        (self.current, self.here, self.ahead) = (1 - self.current, rows, 0..0);
         Ok(())
     }
 
@@ -117,7 +117,7 @@ impl HiddenStates {
             return Ok(());
         }
         copies.wait_for_work()?;
-        let other = 1 - self.turn;
+        let other = 1 - self.current;
         if self.ahead != rows {
             self.copy_in(other, &rows, &rows)?;
             copies.note()?;
@@ -134,10 +134,10 @@ impl HiddenStates {
             let piece = |rows: &Range<usize>| (rows.start + at).min(rows.end)..(rows.start + at + size).min(rows.end);
             self.copy_out(&piece(&self.here))?;
             copies.wait_for_host()?;
-            self.copy_in(self.turn, &next, &piece(&next))?;
+            self.copy_in(self.current, &next, &piece(&next))?;
         }
         copies.note()?;
-        (self.turn, self.here, self.ahead) = (other, rows, next);
+        (self.current, self.here, self.ahead) = (other, rows, next);
         Ok(())
     }
 
@@ -155,16 +155,16 @@ impl HiddenStates {
     /// Queues copying a piece of the current block to host memory.
     fn copy_out(&self, piece: &Range<usize>) -> Result<()> {
         let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
-        let place = self.turn * self.place + (piece.start - self.here.start) * self.pitch;
+        let place = self.current * self.place + (piece.start - self.here.start) * self.pitch;
         // SAFETY: `self` owns both memories and drops the streams first. The copy waits for the work on the block; later work on
         // this place waits for the copy.
         unsafe { copies.to_host((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
     }
 
     /// Queues copying a piece of a block from host memory to its place.
-    fn copy_in(&self, turn: usize, block: &Range<usize>, piece: &Range<usize>) -> Result<()> {
+    fn copy_in(&self, to: usize, block: &Range<usize>, piece: &Range<usize>) -> Result<()> {
         let (Some((copies, host)), false) = (&self.host, piece.is_empty()) else { return Ok(()) };
-        let place = turn * self.place + (piece.start - block.start) * self.pitch;
+        let place = to * self.place + (piece.start - block.start) * self.pitch;
         // SAFETY: as in `copy_out`; the copy waits for copies of what the place held.
         unsafe { copies.to_device((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
     }

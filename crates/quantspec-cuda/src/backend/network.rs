@@ -24,8 +24,8 @@ pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
 
 /// Bytes per SM of the following GEMM's weights that a GEMM with weights in nibbles prefetches. The output projection prefetches
 /// more, because its own weights are loaded while attention ends. Twice as many delay the inputs, and steps are not faster.
-const AHEAD_BYTES: usize = 32 << 10;
-const AHEAD_OF_OUTPUT_BYTES: usize = 64 << 10;
+const PREFETCH_BYTES: usize = 32 << 10;
+const OUTPUT_PREFETCH_BYTES: usize = 64 << 10;
 
 /// Kinds of matrices: indices in `Sensitive::KINDS`.
 const QKV: usize = 0;
@@ -178,8 +178,8 @@ impl CudaBackend {
     }
 
     /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
-    fn ahead(&self, next: &Full, per_sm: usize) -> (u64, usize) {
-        let (address, bytes) = next.ahead();
+    fn prefetch(&self, next: &Full, per_sm: usize) -> (u64, usize) {
+        let (address, bytes) = next.first_read();
         (address, bytes.min(per_sm * self.device.info.sms))
     }
 
@@ -196,7 +196,7 @@ impl CudaBackend {
         let layer = layer.ok_or_else(|| Error::internal(format!("layer {index} does not exist")))?;
         match &mut self.nibbles {
             Some((hierarchies, expanded)) => expanded.layer(hierarchies, index, layer),
-            None => Ok(layer.matrices().map(|full| full.ahead().0)),
+            None => Ok(layer.matrices().map(|full| full.first_read().0)),
         }
     }
 
@@ -272,7 +272,7 @@ impl CudaBackend {
             space.hidden.at(0),
         )?;
         // Attention prefetches the rest of the output projection.
-        let next = self.ahead(&weights.output, AHEAD_BYTES);
+        let next = self.prefetch(&weights.output, PREFETCH_BYTES);
         self.step_gemm(step, QKV, &weights.qkv, draft, &space.normed, next)
     }
 
@@ -384,7 +384,7 @@ impl CudaBackend {
         for (index, (slice, addresses)) in slices.iter().enumerate() {
             // Draft GEMMs prefetch their own weights, and no GEMM follows if another slice does.
             let none = draft || index + 1 < slices.len();
-            let prefetch = if none { (0, 0) } else { weights.output.ahead() };
+            let prefetch = if none { (0, 0) } else { weights.output.first_read() };
             let (input, panels) = (&space.attended, self.panels(&weights.output, draft, step.rows.len()));
             let direct = draft && self.attend.writes_codes(step.view, slice);
             let codes = direct.then(|| Codes { x: input.x8.at(0), xs: input.xs.at(0), panels });
@@ -433,7 +433,7 @@ impl CudaBackend {
         let norm = weights.mlp_norm.as_ref();
         let into = (&weights.gate_up, draft.is_some());
         self.norm(rows, norm, &space.normed, self.kernels.norm[0], into, space.hidden.at(0))?;
-        let next = self.ahead(&weights.down, AHEAD_BYTES);
+        let next = self.prefetch(&weights.down, PREFETCH_BYTES);
         self.step_gemm(step, GATE_UP, &weights.gate_up, draft, &space.normed, next)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
@@ -462,7 +462,7 @@ impl Network for CudaBackend {
             Pass::Step(step) => {
                 // A failed step may have left them set.
                 (self.unreduced, self.residual) = (None, None);
-                match &mut self.ahead {
+                match &mut self.described {
                     Some(layouts) => {
                         let next = layouts.next().ok_or_else(|| Error::internal("a step that was not described"));
                         self.layout = next?;
@@ -527,7 +527,7 @@ impl Network for CudaBackend {
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
-                let next = self.ahead(&weights.gate_up, AHEAD_OF_OUTPUT_BYTES);
+                let next = self.prefetch(&weights.gate_up, OUTPUT_PREFETCH_BYTES);
                 self.step_gemm(step, OUTPUT, &weights.output, draft, &self.step.attended, next)?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
@@ -586,7 +586,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let next = self.weights.layers.get(layer + 1).map_or(&self.weights.head, |layer| &layer.qkv);
-                let next = self.ahead(next, AHEAD_BYTES);
+                let next = self.prefetch(next, PREFETCH_BYTES);
                 self.step_gemm(step, DOWN, &weights.down, draft, &self.step.gated, next)?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
@@ -662,7 +662,7 @@ impl Network for CudaBackend {
 
     fn poll(&mut self) -> Result<()> {
         // A round is queued without polling: an interrupt would leave a half-recorded graph.
-        if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
+        if self.described.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }
 

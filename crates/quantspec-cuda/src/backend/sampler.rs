@@ -61,7 +61,7 @@ impl TokenSampler for CudaBackend {
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
         let features = self.sampling.upload(turns)?;
         // Those of a round were set before it was queued.
-        if self.ahead.is_none() {
+        if self.described.is_none() {
             self.sampling.upload_masks(step.rows, turns)?;
         }
         for row in step.rows {

@@ -78,7 +78,8 @@ struct Loader<'a> {
     hooks: &'a mut Hooks,
     pinned: [Pinned; 2],
     chunks: [Buffer; 2],
-    turn: usize,
+    /// The one to read next.
+    chunk: usize,
     atoms: Kernel,
     rows: Kernel,
     done: usize,
@@ -105,7 +106,7 @@ impl<'a> Loader<'a> {
             hooks,
             pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
             chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
-            turn: 0,
+            chunk: 0,
             atoms: device.kernel("weights_atoms", 0)?,
             rows: device.kernel("weights_rows", 0)?,
             done: 0,
@@ -144,14 +145,14 @@ impl<'a> Loader<'a> {
             for start in (0..rows).step_by(rows_at_once) {
                 let count = rows_at_once.min(rows - start);
                 let bytes = count * row_bytes;
-                let turn = self.turn;
-                self.turn = 1 - turn;
+                let chunk = self.chunk;
+                self.chunk = 1 - chunk;
                 // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
-                read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
+                read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[chunk].bytes()[..bytes])?;
                 self.device.synchronize()?;
                 // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
-                unsafe { self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)? };
-                let arguments = args![&self.chunks[turn], &buffer, piece.first + start, count, k, piece.interleave];
+                unsafe { self.chunks[chunk].write_pinned(0, &self.pinned[chunk], 0, bytes)? };
+                let arguments = args![&self.chunks[chunk], &buffer, piece.first + start, count, k, piece.interleave];
                 let (kernel, elements) = match dtype {
                     Dtype::F32 => (self.rows, count * k),
                     Dtype::Bf16 | Dtype::F16 => (self.atoms, count * k.div_ceil(8)),
