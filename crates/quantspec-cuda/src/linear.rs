@@ -18,7 +18,7 @@ pub(crate) const WARPS: usize = shapes::LINEAR_WARPS;
 /// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
 const RESIDENT: usize = 2;
 
-/// Pipeline of a GEMM on Hopper (`Pipeline` in kernels/linear.cuh).
+/// Pipeline of a GEMM on Hopper (`Pipeline` in kernels/linear_pipeline.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GemmPipeline {
     /// Bytes of shared memory.
