@@ -6,6 +6,7 @@
 
 mod describe;
 mod executor;
+mod gemm;
 mod hidden;
 mod kv_cache;
 mod network;
@@ -27,10 +28,10 @@ use crate::sample::{self, Sampling};
 use crate::weights::{self, Embedding, Expanded, Full, Weights as Stored};
 use describe::StepLayout;
 use executor::Clock;
+pub(crate) use gemm::NORM_THREADS;
 use hidden::HiddenStates;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
-pub(crate) use network::NORM_THREADS;
 use quantspec_core::Result;
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::plan::{CacheBytes, pages};

@@ -1,56 +1,21 @@
 //! The network's operations on the rows of a step.
 
 use super::CudaBackend;
+use super::gemm::{DOWN, GATE_UP, NORM_THREADS, OUTPUT, OUTPUT_PREFETCH_BYTES, Operand, PREFETCH_BYTES, QKV};
 use super::kv_cache::{ScoredPages, page_shared};
-use super::workspace::Input;
 use crate::args;
 use crate::attend::{Codes, Neighbours};
-use crate::device::{Buffer, Kernel, Launch};
-use crate::draft::{DraftGemms, Heads, Hidden};
+use crate::device::{Buffer, Launch};
+use crate::draft::Heads;
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
-use crate::linear::{ATOM, DRAFT_GROUP, Quantised};
+use crate::linear::Quantised;
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{
-    DraftWeights, Dtype, LayerNorms, ModelConfig, Pages, QkNorm, QueryScale, Rounding, Weights,
-};
+use quantspec_core::config::{ModelConfig, Pages, QkNorm, QueryScale, Rounding};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Branch, Executor, Network, Pass, Step};
-
-/// Threads of a norm's block.
-pub(crate) const NORM_THREADS: u32 = crate::shapes::NORM_THREADS as u32;
-
-/// Bytes per SM of the following GEMM's weights that a GEMM with weights in nibbles prefetches. The output projection prefetches
-/// more, because its own weights are loaded while attention ends. Twice as many delay the inputs, and steps are not faster.
-const PREFETCH_BYTES: usize = 32 << 10;
-const OUTPUT_PREFETCH_BYTES: usize = 64 << 10;
-
-/// Kinds of matrices: indices in `Sensitive::KINDS`.
-const QKV: usize = 0;
-const OUTPUT: usize = 1;
-const GATE_UP: usize = 2;
-const DOWN: usize = 3;
-
-/// Kinds whose GEMM a fused kernel can compute if those in `eight` have 8 bits and separate kernels. The fused down reads the
-/// BF16 result of the fused gate and up; an 8-bit down also reads it if it takes BF16 activations.
-const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
-    let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
-    [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]
-}
-
-/// The weights of a GEMM.
-#[derive(Clone, Copy)]
-struct Operand<'a> {
-    full: &'a Full,
-    /// The draft's own weights, if it has some.
-    draft: Option<&'a Quantised>,
-    /// Planes of weights in nibbles.
-    reads: Reads,
-    /// Address and bytes that the following GEMM reads first.
-    next: (u64, usize),
-}
 
 impl CudaBackend {
     pub(super) fn layer(&self, layer: usize) -> Result<&weights::Layer> {
@@ -60,133 +25,6 @@ impl CudaBackend {
     /// The flag for non-finite keys and values of the current step.
     fn step_flag(&self) -> u64 {
         if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
-    }
-
-    /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM. Without a norm
-    /// the hidden states as they are. `(full, quantised)`: the GEMM's weights, and whether it has draft weights.
-    pub(super) fn norm(
-        &self,
-        rows: usize,
-        weight: Option<&Buffer>,
-        input: &Input,
-        kernel: Kernel,
-        (full, quantised): (&Full, bool),
-        hidden: u64,
-    ) -> Result<()> {
-        let (width, eps) = (self.config.hidden, self.config.rms_eps);
-        let panels = self.panels(full, quantised, rows);
-        let Some(weight) = weight else {
-            let grid = [width.div_ceil(1024), rows, 1];
-            if quantised {
-                let arguments = args![hidden, &input.x8, &input.xs, width, panels];
-                return self.launch(self.kernels.convert_i8, grid, 256, 0, &arguments);
-            }
-            let arguments = args![hidden, &input.x, width, input.pitch(), panels];
-            return self.launch(self.kernels.convert, grid, 256, 0, &arguments);
-        };
-        let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
-        if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, panels];
-            self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
-        } else {
-            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch(), panels];
-            self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
-        }
-    }
-
-    /// Norms of all query heads and of all key heads in a GEMM's output, in place, if the model has such norms. `paired`: channels that
-    /// RoPE rotates together are adjacent.
-    fn norm_projections(&self, layer: usize, paired: bool, rows: usize) -> Result<()> {
-        let (config, weights) = (&self.config, self.layer(layer)?);
-        let (QkNorm::Projection, Some((q_norm, k_norm))) = (config.qk_norm, &weights.qk_norms) else { return Ok(()) };
-        let (q, kv) = (config.q_width(), config.kv_width());
-        let (pitch, paired) = (q + 2 * kv, if paired { config.head_dim } else { 0 });
-        for (first, width, norm) in [(0, q, q_norm), (q, kv, k_norm)] {
-            let y = self.step.y.at(first * 4);
-            let arguments = args![y, pitch, y, pitch, norm, config.rms_eps, width, paired, 0usize];
-            self.launch(self.kernels.norm_rows, [rows, 1, 1], NORM_THREADS, 0, &arguments)?;
-        }
-        Ok(())
-    }
-
-    /// The addition deferred by [`Network::reduce_residual`], before a fused kernel, which normalises the hidden stream but
-    /// adds nothing to it.
-    fn add_residual(&self, rows: usize) -> Result<()> {
-        let Some(bias) = self.residual else { return Ok(()) };
-        let elements = rows * self.config.hidden;
-        let arguments = args![&self.step.hidden, &self.step.y, bias, elements as u64, self.config.hidden];
-        self.launch(self.kernels.add_rows, [elements.div_ceil(1024), 1, 1], 256, 0, &arguments)
-    }
-
-    /// `panels` of a GEMM's input (kernels/panel.cuh). `draft`: it has draft weights.
-    fn panels(&self, full: &Full, draft: bool, rows: usize) -> usize {
-        match full {
-            _ if draft => self.linear.panels(rows),
-            Full::Whole(matrix) => self.linear.panels_of(matrix, rows),
-            Full::Nibbles(planes) => {
-                self.nibbles.as_ref().map_or(0, |(hierarchies, _)| hierarchies.panels_of(planes, rows))
-            }
-        }
-    }
-
-    /// y = input · weightsᵀ.
-    fn gemm(&self, weights: &Operand, input: &Input, y: u64, rows: usize) -> Result<()> {
-        let Operand { full, draft, reads, next } = *weights;
-        // SAFETY: inputs and outputs are this backend's, with room for `step_rows` rows.
-        unsafe {
-            match (draft, full, &self.nibbles) {
-                (Some(draft), ..) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
-                (None, Full::Whole(full), _) => self.linear.run(full, input.x.at(0), y, rows),
-                (None, Full::Nibbles(full), Some((hierarchies, _))) => {
-                    hierarchies.run(full, reads, input.x.at(0), y, rows, next)
-                }
-                (None, Full::Nibbles(_), None) => Err(Error::internal("weights in nibbles without their kernels")),
-            }
-        }
-    }
-
-    /// Rounds the input of a GEMM with `full` to 4 bits, if a draft uses such activations for this kind; `own`: it has separate
-    /// weights.
-    fn coarsen(&self, step: &Step, kind: usize, full: &Full, input: &Input, own: bool) -> Result<()> {
-        if step.weights != Weights::Draft4 || weights::draft_bits(&self.options)[kind] != Some(4) {
-            return Ok(());
-        }
-        let rows = step.rows.len();
-        let panels = self.panels(full, own, rows);
-        if own {
-            let groups = input.pitch8() / DRAFT_GROUP;
-            return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
-        }
-        let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
-        let groups = input.width.div_ceil(ATOM);
-        self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, panels])
-    }
-
-    /// y = input · weightsᵀ of one kind of matrices in a step. `draft`: the draft's own weights, if the step reads such.
-    fn step_gemm(
-        &self,
-        step: &Step,
-        kind: usize,
-        full: &Full,
-        draft: Option<&Quantised>,
-        input: &Input,
-        next: (u64, usize),
-    ) -> Result<()> {
-        self.coarsen(step, kind, full, input, draft.is_some())?;
-        let weights = Operand { full, draft, reads: self.reads(step, kind), next };
-        self.gemm(&weights, input, self.step.y.at(0), step.rows.len())
-    }
-
-    /// What a GEMM prefetches of the weights of the following one: at most `per_sm` bytes for each SM.
-    fn prefetch(&self, next: &Full, per_sm: usize) -> (u64, usize) {
-        let (address, bytes) = next.first_read();
-        (address, bytes.min(per_sm * self.device.info.sms))
-    }
-
-    /// The nibbles that a step reads of a kind of matrices.
-    fn reads(&self, step: &Step, kind: usize) -> Reads {
-        let four = weights::draft_bits(&self.options)[kind] == Some(4);
-        if four && step.weights.is_draft() { Reads::Upper } else { Reads::All }
     }
 
     /// Addresses of a layer's matrices in 16 bits for a prompt's GEMMs: QKV; output; gate and up; down.
@@ -200,23 +38,6 @@ impl CudaBackend {
         }
     }
 
-    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows, norms before the
-    /// branches.
-    fn fused_gemms(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
-        let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
-        let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
-        // The fused kernels compute 8-bit inputs.
-        let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
-        let fused = fused && self.config.norms == LayerNorms::Before;
-        let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
-        let of_draft = self.options.draft_weights == DraftWeights::Int4;
-        let takes = |draft: &&DraftGemms| match self.nibbles {
-            Some(_) => draft.takes_upper(widest, step.rows.len()),
-            None => draft.takes(widest, step.rows.len()),
-        };
-        self.draft.as_ref().filter(|draft| fused && of_draft && takes(draft))
-    }
-
     /// Copies a head in nibbles back whose memory a prompt has used, and waits, because kernels read weights before the previous
     /// kernel has ended.
     pub(super) fn restore_head(&mut self) -> Result<()> {
@@ -226,12 +47,6 @@ impl CudaBackend {
             self.overwritten = false;
         }
         Ok(())
-    }
-
-    /// The hidden stream of a step before a norm.
-    pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
-        let (eps, width) = (self.config.rms_eps, self.config.hidden);
-        Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
     }
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
@@ -663,28 +478,5 @@ impl Network for CudaBackend {
     fn poll(&mut self) -> Result<()> {
         // A round is queued without polling: an interrupt would leave a half-recorded graph.
         if self.described.is_some() { Ok(()) } else { (self.hooks.poll)() }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn fused_kernels_meet_inputs_in_their_form() {
-        let all = [true; 4];
-        assert_eq!(fused([false; 4], false), all);
-        for bits in 0..16usize {
-            let eight: [bool; 4] = std::array::from_fn(|kind| bits >> kind & 1 == 1);
-            for in_bf16 in [false, true] {
-                let fused = fused(eight, in_bf16);
-                assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
-                // BF16 between gate, up and down if gate and up are fused, else the format of down's own kernel.
-                assert!(!fused[DOWN] || fused[GATE_UP], "{eight:?}");
-                assert!(fused[DOWN] || !fused[GATE_UP] || in_bf16, "{eight:?}");
-            }
-        }
-        assert_eq!(fused([false, false, false, true], true), [true, true, true, false]);
-        assert_eq!(fused([false, false, false, true], false), [true, true, false, false]);
     }
 }

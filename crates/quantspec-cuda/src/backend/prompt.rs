@@ -1,7 +1,7 @@
 //! The network's operations on the rows of a prompt.
 
 use super::CudaBackend;
-use super::network::NORM_THREADS;
+use super::gemm::NORM_THREADS;
 use super::workspace::{angle_tables, scratch_bytes, unrotated_rows};
 use crate::args;
 use crate::device::{Buffer, Launch};
