@@ -353,7 +353,7 @@ class Run:
                 f"{engine.context}",
                 "run the command again",
             )
-        call = RunningCall(len(prompt.ids), "decoding" if isinstance(engine, Cluster) else "waiting")
+        call = RunningCall(len(prompt.ids), "running" if isinstance(engine, Cluster) else "waiting")
         job.running.append(call)
         try:
             if isinstance(engine, Cluster):

@@ -25,7 +25,7 @@ class RunningCall:
 
     Attributes:
         tokens: of its prompt.
-        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`; on a cluster "running", without it.
         stream: the growing answer, so that `_stop` can end it.
     """
 
