@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind, one_line, refused
+from quantspec_cli.errors import KINDS, QuantspecError, internal, interrupted, of_kind, one_line, reason, refused
 
 
 def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +26,12 @@ def test_a_limit_of_the_system_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> 
     assert (internal(caught.value).kind, "ulimit" in internal(caught.value).hint) == ("does_not_fit", True)
     assert internal(MemoryError()).message == "out of memory"
     assert internal(RuntimeError("other")).kind == "internal"
+
+
+def test_reasons_of_a_system_begin_small_and_keep_names() -> None:
+    assert reason(OSError(28, "No space left on device", "/a")) == "no space left on device"
+    assert reason(OSError("Is a directory (os error 21)")) == "is a directory"
+    assert reason(ConnectionError("Set the variable RAY_ADDRESS.")) == "set the variable RAY_ADDRESS."
 
 
 def test_open_files_are_not_blamed_on_the_disk() -> None:

@@ -199,7 +199,9 @@ def native_errors() -> Iterator[None]:
 def reason(error: OSError) -> str:
     """The operating system's message, without number and path."""
     # Errors of Rust code have the number in their text.
-    return (error.strerror or str(error).partition(" (os error ")[0]).lower()
+    text = error.strerror or str(error).partition(" (os error ")[0]
+    # Other words may be names, such as of a variable.
+    return text[:1].lower() + text[1:]
 
 
 def one_line(text: str) -> str:
