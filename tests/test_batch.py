@@ -20,7 +20,7 @@ import pypdf
 import pytest
 from conftest import Outcome, answers, lines, rest_of
 
-from quantspec_cli import batch, batch_reader, batch_view, engine, journal, sources
+from quantspec_cli import batch, batch_reader, batch_view, engine, fingerprint, journal, sources
 from quantspec_cli.batch_work import Job, RunningCall
 
 Run = Callable[..., Outcome]
@@ -78,7 +78,7 @@ def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs
 
 
 def test_finished_documents_are_skipped_and_changed_ones_repeated(
-    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "12", "--json"]
@@ -108,6 +108,10 @@ def test_finished_documents_are_skipped_and_changed_ones_repeated(
         assert quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", *flags, "--json").json["skipped"] == 4
     everything = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", "--no-resume", "--json").json
     assert (everything["done"], everything["skipped"]) == (4, 0)
+    monkeypatch.setattr(fingerprint, "__version__", "9")
+    newer = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.")
+    assert "the options or quantspec changed: 4\n" in newer.stderr
+    assert "4 done, 0 failed, 0 done before" in newer.stderr
 
 
 def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ class Run:
                     f"warning: the answer to {one_line(name)} was changed after it was written; it stays as it is"
                 )
             if workload.again:
-                render.note(f"done again, as the document or the options changed: {workload.again}")
+                render.note(
+                    f"done again, as the document, the model, the options or quantspec changed: {workload.again}"
+                )
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
