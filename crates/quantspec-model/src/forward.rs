@@ -144,7 +144,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
 ) -> Result<Chunk> {
     let (layers, first) = (backend.config().layers, cursor.first());
     let computed = prompt.len() - first;
-    // Where the last page begins, or the computed rows.
+    // The first row of the last page, or the first computed row if that is later.
     let last_page = first.max(prompt.len().saturating_sub(1) / G * G);
     let block = |start: usize, end: usize| Block { slot, prompt, start, rows: block_rows.min(end - start) };
     if !cursor.embedded {
