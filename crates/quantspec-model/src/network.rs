@@ -97,6 +97,8 @@ pub trait Network: Send {
     ///
     /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first
     /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_rows::PromptRows::import_rows`]).
+    /// The last layer may divide the rows into other blocks, of which all but those of the last page have [`Network::qkv`]
+    /// alone.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if the backend has no such rows, slots, tokens or planes, or a thread
