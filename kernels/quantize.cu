@@ -292,6 +292,50 @@ struct FromRows {
   }
 };
 
+// Rows of the texts by which inputs are weighed (quantspec_model::importance).
+constexpr int TEXT_ROWS = 64;
+
+// 16 rows of a matrix times x f32 [K][TEXT_ROWS], 256 threads with four outputs of a text row each.
+template <class T, class From>
+DEV void product(const void* w, const float* x, float* out, int N, int K) {
+  constexpr int AT_ONCE = 32;
+  __shared__ __align__(16) float weights[AT_ONCE][16], inputs[AT_ONCE][TEXT_ROWS];
+  const int t = threadIdx.x, row = t % TEXT_ROWS, first = t / TEXT_ROWS * 4;
+  float sums[4] = {};
+  for (int k0 = 0; k0 < K; k0 += AT_ONCE) {
+    const int count = min(AT_ONCE, K - k0);
+    __syncthreads();
+    for (int i = t; i < AT_ONCE * 16; i += 256) {
+      const int n = blockIdx.x * 16 + i / AT_ONCE, k = i % AT_ONCE;
+      weights[k][i / AT_ONCE] = n < N && k < count ? From::template load<T>(w, n, k0 + k, K) : 0.f;
+    }
+    for (int i = t; i < count * TEXT_ROWS; i += 256)
+      inputs[i / TEXT_ROWS][i % TEXT_ROWS] = x[(size_t)k0 * TEXT_ROWS + i];
+    __syncthreads();
+    for (int k = 0; k < count; k++) {
+      const float4 of = *(const float4*)&weights[k][first];
+      const float input = inputs[k][row], factors[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[i] = __fadd_rn(sums[i], __fmul_rn(factors[i], input));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int n = blockIdx.x * 16 + first + i;
+    if (n < N) out[(size_t)n * TEXT_ROWS + row] = sums[i];
+  }
+}
+
+// product_{bf16,f16,f32}(w, x, out f32 [N][TEXT_ROWS], N, K): w in the device's layout (atoms, or row-major for f32),
+// sums with k upwards, not fused. Grid ceil(N / 16), 256 threads, static shared memory.
+#define PRODUCT(NAME, T, FROM)                                                                            \
+  KERNEL __launch_bounds__(256) product_##NAME(const void* w, const float* x, float* out, int N, int K) { \
+    product<T, FROM>(w, x, out, N, K);                                                                    \
+  }
+PRODUCT(bf16, Bf16, FromAtoms)
+PRODUCT(f16, Half, FromAtoms)
+PRODUCT(f32, Single, FromRows)
+
 // The matrix row that output n stands for. `paired`: 0, or the width D of the heads that the rows form. A tile then
 // holds channels c .. c + 7 and D / 2 + c .. D / 2 + c + 7 of a head, which RoPE rotates together.
 DEV int paired_row(int n, int paired) {
@@ -313,12 +357,13 @@ constexpr int FITS = 2;
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
-  float x[EACH], low, high;  // low, high: of the elements inside the matrix
+  float x[EACH], factor[EACH];  // factor: importance, by which squared errors are multiplied
+  float low, high;              // of the elements inside the matrix
   bool inside[EACH], finite;
   int count;
-  // Of row n, from k0 on. `finite` is each lane's own.
+  // Of row n, from k0 on. `importance` [K] may be null: all weigh the same. `finite` is each lane's own.
   template <class T, class From>
-  DEV void read(const void* src, int n, int k0, int N, int K, int paired) {
+  DEV void read(const void* src, const float* importance, int n, int k0, int N, int K, int paired) {
     const int lane = threadIdx.x & 31;
     count = min(K - k0, 32 * EACH);
     low = infinity();
@@ -329,6 +374,7 @@ struct Weights {
       const int k = k0 + i * 32 + lane;
       inside[i] = n < N && k < K;
       x[i] = inside[i] ? From::template load<T>(src, paired_row(n, paired), k, K) : 0.f;
+      factor[i] = inside[i] && importance ? importance[k] : 1.f;
       if (inside[i]) {
         finite &= is_finite(x[i]);
         low = fminf(low, x[i]);
@@ -342,39 +388,50 @@ DEV Group weights_group(float scale, float zero) { return rounded(fmaxf(scale, S
 // The 4-bit code of a weight, from its distance to the zero and one over the scale.
 DEV float trial_code(float rest, float inverse) { return rintf(fminf(fmaxf(__fmul_rn(rest, inverse), 0.f), 15.f)); }
 
-// Sum of (w - (code * scale + zero))^2.
+// Sum of importance * (w - (code * step + zero))^2, codes first .. last.
 template <int EACH>
-DEV float squared_error(const Weights<EACH>& w, const Group& p) {
-  const float inverse = __fdiv_rn(1.f, p.scale);
+DEV float squared_error(const Weights<EACH>& w, float step, float zero, float first, float last) {
+  const float inverse = __fdiv_rn(1.f, step);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
-    const float code = trial_code(__fsub_rn(w.x[i], p.zero), inverse);
-    const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, p.scale), p.zero));
-    sum = __fadd_rn(sum, w.inside[i] ? __fmul_rn(error, error) : 0.f);
+    const float code = rintf(fminf(fmaxf(__fmul_rn(__fsub_rn(w.x[i], zero), inverse), first), last));
+    const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, step), zero));
+    sum = __fadd_rn(sum, w.inside[i] ? __fmul_rn(w.factor[i], __fmul_rn(error, error)) : 0.f);
   }
   return warp_sum(sum);
 }
+// With 4-bit codes, and with codes of both nibbles.
+template <int EACH>
+DEV float squared_error(const Weights<EACH>& w, const Group& p) {
+  return squared_error(w, p.scale, p.zero, 0.f, 15.f);
+}
+template <int EACH>
+DEV float squared_error_of_both(const Weights<EACH>& w, const Group& p) {
+  return squared_error(w, __fmul_rn(p.scale, 0.0625f), p.zero, -8.f, 247.f);
+}
 
-// Least-squares fit to the codes that p gives; false if all codes are equal.
+// Weighted least-squares fit to the codes that p gives; false if all codes are equal.
 template <int EACH>
 DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   const float inverse = __fdiv_rn(1.f, p.scale);
-  float codes = 0.f, squares = 0.f, values = 0.f, products = 0.f;
+  float count = 0.f, codes = 0.f, squares = 0.f, values = 0.f, products = 0.f;
 #pragma unroll
   for (int i = 0; i < EACH; i++)
     if (w.inside[i]) {
       const float rest = __fsub_rn(w.x[i], p.zero), code = trial_code(rest, inverse);
-      codes = __fadd_rn(codes, code);
-      squares = __fadd_rn(squares, __fmul_rn(code, code));
-      values = __fadd_rn(values, rest);
-      products = __fadd_rn(products, __fmul_rn(code, rest));
+      count = __fadd_rn(count, w.factor[i]);
+      codes = __fadd_rn(codes, __fmul_rn(w.factor[i], code));
+      squares = __fadd_rn(squares, __fmul_rn(w.factor[i], __fmul_rn(code, code)));
+      values = __fadd_rn(values, __fmul_rn(w.factor[i], rest));
+      products = __fadd_rn(products, __fmul_rn(w.factor[i], __fmul_rn(code, rest)));
     }
+  count = warp_sum(count);
   codes = warp_sum(codes);
   squares = warp_sum(squares);
   values = warp_sum(values);
   products = warp_sum(products);
-  const float count = w.count, spread = __fsub_rn(__fmul_rn(count, squares), __fmul_rn(codes, codes));
+  const float spread = __fsub_rn(__fmul_rn(count, squares), __fmul_rn(codes, codes));
   if (!(spread > 0.f)) return false;
   const float scale = __fdiv_rn(__fsub_rn(__fmul_rn(count, products), __fmul_rn(codes, values)), spread);
   found = weights_group(scale, __fadd_rn(p.zero, __fdiv_rn(__fsub_rn(values, __fmul_rn(scale, codes)), count)));
@@ -429,7 +486,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row;
     Weights<4> w;
-    w.read<T, From>(src, n, group * 128, N, K, paired);
+    w.read<T, From>(src, nullptr, n, group * 128, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N)
       p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
@@ -481,10 +538,79 @@ WEIGHTS(f32, Single, FromRows)
 // The code that the n-th try, n = 1 .. 7, gives a group's smallest weight; the try before them gives it 8
 // (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
+// Fine steps in a group's range that are tried (quantspec_core::weights::STEPS).
+constexpr int STEPS_FROM = 240, STEPS_TO = 247;
+
+// The greatest step of which two numbers are multiples; 0 counts as a multiple of any. Negative if it is below `least`,
+// and for a negative number. Exact: both are multiples of 2^-32 of a group's largest weight.
+DEV double common_step(double a, double b, double least) {
+  if (b < 0.0) return b;
+  while (a >= 0.0 && b != 0.0) {
+    const double rest = fabs(a - rint(a / b) * b);
+    a = b < least ? -1.0 : b;
+    b = rest;
+  }
+  return a;
+}
+
+// The number from `first` to `last` with the fewest significant bits (quantspec_core::weights::roundest).
+DEV int roundest(int first, int last) {
+  const int least = first > 0 ? first : -last;
+  int found = first > 0 ? last : -first;
+  if (least <= 0) return 0;
+  while ((found & (found - 1)) >= least) found &= found - 1;
+  return first > 0 ? found : -found;
+}
+
+// Parameters whose grid of codes 0 .. `most`, `offset` of which stands for the zero, has every multiple of `step` in a
+// group's range; false if there are none (quantspec_core::weights::grid_of).
+DEV bool grid_of_values(Group& found, double step, double low, double high, int most, int offset) {
+  double first = rint(low / step), last = rint(high / step);
+  if (last - first > most || fmax(fabs(first), fabs(last)) > 2048.0) return false;
+  while (most > 15 && 2.0 * (last - first) <= most) {
+    step *= 0.5;
+    first = rint(low / step);
+    last = rint(high / step);
+  }
+  const double scale = (most > 15 ? 16.0 : 1.0) * step;
+  // Codes n - q + offset, or those of -n with the step -d, are 0 .. most.
+  const double q[2] = {(double)roundest((int)last - most + offset, (int)first + offset),
+                       -(double)roundest(-(int)first - most + offset, offset - (int)last)};
+  auto half_of = [](double x) {
+    uint16_t bits;
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(x));
+    return bits;
+  };
+  auto exact = [&](double zero) { return (double)Half::to_float(half_of(zero)) == zero; };
+  if (!exact(scale)) return false;
+  const int other = !exact(q[0] * step) && exact(q[1] * step);
+  found.scale_bits = half_of(other ? -scale : scale);
+  found.zero_bits = half_of(q[other] * step);
+  found.scale = Half::to_float(found.scale_bits);
+  found.zero = Half::to_float(found.zero_bits);
+  found.ok = is_finite(found.scale) && is_finite(found.zero);
+  return found.ok;
+}
+
+// Parameters whose grid contains every weight of a group; false if there are none. A grid of 16 values comes first.
+template <int EACH>
+DEV bool grid_of(Group& found, const Weights<EACH>& w, bool both) {
+  const double range = (double)w.high - w.low, least = 0.999 * range / (both ? 255 : 15);
+  double step = 0.0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) step = common_step(step, fabs((double)w.x[i]), least);
+  if (__any_sync(~0u, step < 0.0)) return false;
+#pragma unroll 1
+  for (int lanes = 16; lanes; lanes >>= 1) step = common_step(step, __shfl_xor_sync(~0u, step, lanes), least);
+  if (step < 0.0) return false;
+  if (step >= 0.999 * range / 15 && grid_of_values(found, step, w.low, w.high, 15, 0)) return true;
+  return both && grid_of_values(found, step, w.low, w.high, 255, 8);
+}
 
 // One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.
 template <class T, class From>
-DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {
+DEV void quantize_planes(const void* src, const float* importance, uint8_t* upper, uint8_t* lower, int N, int K,
+                         int paired, uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][64];  // 16 U + L + 8
   const int tile = blockIdx.y, group = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const size_t block = (size_t)tile * gridDim.x + group;
@@ -492,22 +618,40 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row;
     Weights<2> w;
-    w.read<T, From>(src, n, group * 64, N, K, paired);
+    w.read<T, From>(src, importance, n, group * 64, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N && w.count > 0) {
-      const float range = __fsub_rn(w.high, w.low), step = __fdiv_rn(range, 240.f);
-      auto group_of_first = [&](int first) {
+      const float range = __fsub_rn(w.high, w.low);
+      // A range of this many fine steps that begins at code `first`.
+      auto group_of = [&](int steps, int first) {
+        const float step = __fdiv_rn(range, (float)steps);
         return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step)));
       };
       p = w.low == w.high ? rounded(0.f, w.low)
-          : lower         ? group_of_first(8)
+          : lower         ? group_of(STEPS_FROM, 8)
                           : weights_group(__fdiv_rn(range, 15.f), w.low);
       if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
+      Group grid;
       if (p.ok && p.scale != 0.f) {
-        if (lower) {
+        if (grid_of(grid, w, lower != nullptr)) {
+          p = grid;
+        } else if (lower) {
+          int steps = STEPS_FROM;
+          float least = squared_error_of_both(w, p);
+#pragma unroll 1
+          for (int tried = STEPS_FROM + 1; tried <= STEPS_TO; tried++) {
+            const Group next = group_of(tried, 8);
+            const float error = squared_error_of_both(w, next);
+            if (error < least) {
+              least = error;
+              steps = tried;
+              p = next;
+            }
+          }
           Best<2> found(w, p);
 #pragma unroll 1
-          for (int i = 1; i < 8; i++) found.consider(group_of_first(first_code(i)));
+          for (int i = 1; i < 8; i++)
+            if (first_code(i) <= 255 - steps) found.consider(group_of(steps, first_code(i)));
           p = found.best;
         } else {
           p = search(w, p, TARGET_SHRINK);
@@ -542,12 +686,12 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   plane[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as for weights_w4_*. Grid
-// (blocks per tile, ceil(N / 16)), 128 threads, static shared memory.
-#define PLANES(NAME, T, FROM)                                                                                    \
-  KERNEL __launch_bounds__(128)                                                                                  \
-      planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) { \
-    quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                             \
+// planes_{bf16,f16,f32}(src, importance [K] or null, upper, lower or null, N, K, paired, flag): src and `paired` as for
+// weights_w4_*. Grid (blocks per tile, ceil(N / 16)), 128 threads, static shared memory.
+#define PLANES(NAME, T, FROM)                                                                             \
+  KERNEL __launch_bounds__(128) planes_##NAME(const void* src, const float* importance, uint8_t* upper,   \
+                                              uint8_t* lower, int N, int K, int paired, uint32_t* flag) { \
+    quantize_planes<T, FROM>(src, importance, upper, lower, N, K, paired, flag);                          \
   }
 PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)

@@ -10,8 +10,8 @@
 //! rounding of `16·(w − z)/s` to −8..=247, instead of rounding U first and then the remainder. So U is the draft's nearest
 //! step except at ties, and no remainder is clipped.
 //!
-//! The range covers 240 of the 255 fine steps s/16 of the codes. A [`SMALL_GROUP`] takes the number of [`STEPS`] with the least
-//! squared error in view Both. The range may start at any of [`FIRST_CODES`]; the zero whose upper codes have the least
+//! The range covers 240 to 247 of the 255 fine steps s/16 of the codes: the number of [`STEPS`] with the least squared error
+//! in view Both. The range may start at any of [`FIRST_CODES`]; the zero whose upper codes have the least
 //! squared error is kept. A smaller s would clip the ends of a group in view Both, which costs the target more than the draft
 //! gains.
 //!
@@ -20,7 +20,7 @@
 //! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
 //! searched freely ([`TARGET_SHRINK`]).
 //!
-//! Groups of 32 weights `n·d` with integers n keep their integers, if a file's codes were of 4 or 8 bits ([`grid_of`]): GGUF's
+//! Groups of weights `n·d` with integers n keep their integers, if a file's codes were of 4 or 8 bits ([`grid_of`]): GGUF's
 //! Q4_0 and Q8_0, compressed-tensors, GPTQ and AWQ.
 
 use crate::error::{Error, Result};
@@ -28,7 +28,7 @@ use crate::quantize::{self, Group, Params, TARGET_SHRINK};
 use half::f16;
 
 /// Identifies these equations in the fingerprint of cached prompts. A change of codes needs a new name.
-pub const RECIPE: &str = "nibbles 5";
+pub const RECIPE: &str = "nibbles 6";
 
 /// Weights along k that share a scale and a zero on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
@@ -42,7 +42,7 @@ pub const SMALL_GROUP: usize = 32;
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
 /// Candidate numbers of fine steps in a group's range. Rounding to a few grids and keeping the best of them takes a quarter
-/// off the squared error in view Both. With more steps fewer of [`FIRST_CODES`] fit, and the draft would lose.
+/// off the squared error in view Both (of a [`GROUP`] a sixth). With more steps fewer of [`FIRST_CODES`] fit, and the draft would lose.
 pub const STEPS: [u8; 8] = [240, 241, 242, 243, 244, 245, 246, 247];
 
 /// The code with both nibbles 0.
@@ -99,10 +99,8 @@ pub fn quantize_row(w: &[f32], importance: &[f32], group: usize) -> Result<Row> 
     let code = |value: f32, scale: f32, zero: f32| {
         quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8
     };
-    let (small, steps) = if group == SMALL_GROUP { (true, &STEPS[..]) } else { (false, &STEPS[..1]) };
     let search = |group: Group, low: f32, high: f32| {
-        let grid = if small { grid_of(group.w, low, high, true) } else { None };
-        grid.map_or_else(|| search(group, low, high, steps), Ok)
+        grid_of(group.w, low, high, true).map_or_else(|| search(group, low, high), Ok)
     };
     quantize_groups(w, importance, group, search, code)
 }
@@ -116,10 +114,9 @@ pub fn quantize_row_upper(w: &[f32], importance: &[f32], group: usize) -> Result
     let code = |value: f32, scale: f32, zero: f32| {
         16 * quantize::nearest(((value - zero) / scale).clamp(0.0, 15.0)) as i32 + i32::from(ZERO)
     };
-    let small = group == SMALL_GROUP;
     let search = |group: Group, low: f32, high: f32| {
         let whole = Params::rounded((high - low) / 15.0, low).finite()?;
-        let grid = if small { grid_of(group.w, low, high, false) } else { None };
+        let grid = grid_of(group.w, low, high, false);
         Ok(grid.unwrap_or_else(|| quantize::search(group, low, high, whole, &TARGET_SHRINK)))
     };
     quantize_groups(w, importance, group, search, code)
@@ -179,14 +176,14 @@ fn quantize_group(
 
 /// Takes the number of fine steps across the range with the least squared error in view Both. Of [`FIRST_CODES`] it then takes
 /// the first code whose upper codes have the least squared error. The first of a list wins ties.
-fn search(group: Group, low: f32, high: f32, steps: &[u8]) -> Result<Params> {
+fn search(group: Group, low: f32, high: f32) -> Result<Params> {
     let params = |steps: u8, first: u8| {
         let step = (high - low) / f32::from(steps);
         Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step)
     };
-    let mut plain = params(steps[0], FIRST_CODES[0]).finite()?;
-    let (mut taken, mut least) = (steps[0], quantize::squared_error_of_both(group, plain));
-    for &steps in &steps[1..] {
+    let mut plain = params(STEPS[0], FIRST_CODES[0]).finite()?;
+    let (mut taken, mut least) = (STEPS[0], quantize::squared_error_of_both(group, plain));
+    for &steps in &STEPS[1..] {
         let found = params(steps, FIRST_CODES[0]);
         let error = quantize::squared_error_of_both(group, found);
         if error < least {
@@ -344,7 +341,8 @@ mod tests {
     proptest! {
         #[test]
         fn codes_of_files_are_kept(
-            codes in prop::collection::vec(0i32..=255, 2..=SMALL_GROUP),
+            codes in prop::collection::vec(0i32..=255, 2..=GROUP),
+            group in groups(),
             bits in prop_oneof![Just(4), Just(8)],
             zero in 0i32..=255,
             narrow in 0u32..4,
@@ -356,7 +354,7 @@ mod tests {
             let d = if brain { half::bf16::from_f32(d).to_f32() } else { f16::from_f32(d).to_f32() };
             let top = 1 << bits;
             let (zero, narrow) = (zero % top, narrow.min(bits - 1));
-            let mut steps: Vec<i32> = codes.iter().map(|code| ((code % top) >> narrow) - zero).collect();
+            let mut steps: Vec<i32> = codes.iter().take(group).map(|code| ((code % top) >> narrow) - zero).collect();
             // d is the greatest common divisor.
             steps[1] = if steps[0] + zero > 0 { steps[0] - 1 } else { steps[0] + 1 };
             if q8_0 {
@@ -365,12 +363,12 @@ mod tests {
             }
             let w: Vec<f32> = steps.iter().map(|&n| n as f32 * d).collect();
             let off = |view: Vec<f32>| view.iter().zip(&w).map(|(a, b)| (a - b).abs() / d).fold(0.0, f32::max);
-            let both = quantize_row(&w, &[], SMALL_GROUP).unwrap();
+            let both = quantize_row(&w, &[], group).unwrap();
             let within = |least, most| steps.iter().all(|n| (least..=most).contains(n));
             let exact = within(-8, 7) || within(-7, 8);
             if bits == 4 {
                 let allowed = if exact { 0.0 } else { 15.0 / 2_048.0 };
-                let upper = quantize_row_upper(&w, &[], SMALL_GROUP).unwrap();
+                let upper = quantize_row_upper(&w, &[], group).unwrap();
                 prop_assert!(off(upper.upper()) <= allowed && off(upper.both()) <= allowed, "{upper:?}");
                 prop_assert!(off(both.upper()) <= allowed && off(both.both()) <= allowed, "{both:?}");
             } else {
@@ -447,8 +445,7 @@ mod tests {
                 // The steps that give this scale: several, if it is the smallest.
                 let step = |steps: u8| (high - low) / f32::from(steps);
                 let scale = |steps: u8| f16::from_f32((16.0 * step(steps)).max(quantize::SCALE_MIN));
-                let steps = if group == SMALL_GROUP { &STEPS[..] } else { &STEPS[..1] };
-                let same = steps.iter().filter(|&&steps| scale(steps) == params.scale);
+                let same = STEPS.iter().filter(|&&steps| scale(steps) == params.scale);
                 let best = same.map(|&steps| {
                     let firsts = FIRST_CODES.into_iter().filter(|first| first + (steps - 240) <= 15);
                     let zeros = firsts.map(|first| f16::from_f32(low + (8.0 - f32::from(first)) * step(steps)));
@@ -517,19 +514,21 @@ mod tests {
 
     #[test]
     fn the_search_of_steps_pays_on_normal_weights() {
-        let w = normal(SMALL_GROUP * 400, 3);
-        let row = quantize_row(&w, &[], SMALL_GROUP).unwrap();
+        let w = normal(GROUP * 200, 3);
         let square = |x: &f32, y: &f32| f64::from(x - y).powi(2);
         let error = |row: &Row| -> f64 { row.both().iter().zip(&w).map(|(x, y)| square(x, y)).sum() };
         let of_240_steps = |w: &[f32]| {
             let (low, high) = quantize::range(w).unwrap();
-            let params = search(Group::plain(w), low, high, &STEPS[..1]).unwrap();
+            let params = Params::rounded((high - low) / 15.0, low);
             let (step, zero) = (params.scale.to_f64() / 16.0, params.zero.to_f64());
             let rest = |w: f64| (w - (((w - zero) / step).round_ties_even() * step + zero)).powi(2);
             w.iter().map(|&w| rest(f64::from(w))).sum::<f64>()
         };
-        let plain: f64 = w.chunks(SMALL_GROUP).map(of_240_steps).sum();
-        assert!((0.7..0.78).contains(&(error(&row) / plain)), "{}", error(&row) / plain);
+        for (group, least, most) in [(SMALL_GROUP, 0.7, 0.78), (GROUP, 0.78, 0.86)] {
+            let row = quantize_row(&w, &[], group).unwrap();
+            let plain: f64 = w.chunks(group).map(of_240_steps).sum();
+            assert!((least..most).contains(&(error(&row) / plain)), "{group}: {}", error(&row) / plain);
+        }
     }
 
     #[test]

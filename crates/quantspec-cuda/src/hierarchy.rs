@@ -8,6 +8,8 @@ use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
+use quantspec_model::importance::{Channel, ROWS};
+use std::ops::Range;
 use std::sync::Arc;
 
 // A warp processes a group of these weights where it processes an atom of 16-bit weights.
@@ -111,6 +113,7 @@ pub struct Hierarchies {
     upper: (Family, Vec<Wide>),
     /// From bf16, f16, f32.
     quantise: [Kernel; 3],
+    product: [Kernel; 3],
     atoms: Kernel,
 }
 
@@ -122,7 +125,10 @@ impl Hierarchies {
     pub fn new(device: &Arc<Device>, dtype: Dtype) -> Result<Hierarchies> {
         check(dtype)?;
         let of = name(dtype);
-        let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
+        let of_each = |kernel: &str| -> Result<[Kernel; 3]> {
+            let of = |dtype| device.kernel(&format!("{kernel}_{}", name(dtype)), 0);
+            Ok([of(Dtype::Bf16)?, of(Dtype::F16)?, of(Dtype::F32)?])
+        };
         let of_planes = |view: &str, planes: usize| {
             let shapes = shapes::WIDE_PLANES.iter().filter(|of| of.planes == planes).map(|of| (of.n, of.shared));
             gemms(device, &format!("linear_{view}_{of}"), |tiles| pipeline(planes, tiles), shapes)
@@ -130,26 +136,41 @@ impl Hierarchies {
         Ok(Hierarchies {
             both: of_planes("both", 2)?,
             upper: of_planes("upper", 1)?,
-            quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
+            quantise: of_each("planes")?,
+            product: of_each("product")?,
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),
             dtype,
         })
     }
 
-    /// Queues quantising a matrix: rows from `both_from` on to both planes, those before it to the upper one alone. `paired` as
-    /// in [`crate::linear::Quantised`]. `flag` begins with the device's error flag, a u32.
+    /// Queues quantising a matrix: rows from `both_from` on to both planes, those before it to the upper one alone. The search
+    /// weighs squared errors by `importance`, f32 `[k]` or empty ([`quantspec_core::weights::quantize_row`]). `paired` as in
+    /// [`crate::linear::Quantised`]. `flag` begins with the device's error flag, a u32.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, if rows are not whole
-    /// heads, or if planes change inside a tile or head. Those of [`Device::allocate`] and of the launch.
-    pub fn quantise(&self, weights: &Matrix, both_from: usize, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
+    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, if `importance` has another
+    /// length, if rows are not whole heads, or if planes change inside a tile or head. Those of [`Device::allocate`] and of
+    /// the launch.
+    pub fn quantise(
+        &self,
+        weights: &Matrix,
+        importance: &[f32],
+        both_from: usize,
+        paired: usize,
+        flag: &Buffer,
+    ) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             let (held, flag) = (weights.buffer.bytes(), flag.bytes());
             return Err(Error::internal(format!("{held} bytes of weights instead of {full}, {flag} of a flag")));
         }
+        if !importance.is_empty() && importance.len() != k {
+            return Err(Error::internal(format!("importance of {} inputs of {k}", importance.len())));
+        }
+        let importance = if importance.is_empty() { None } else { Some(self.device.copied(importance)?) };
+        let importance = importance.as_ref().map_or(0, |buffer| buffer.at(0));
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
         }
@@ -161,20 +182,39 @@ impl Hierarchies {
         let [_, lower] = Hierarchy::bytes(n - both_from, k);
         let planes = self.device.allocate(upper + lower)?;
         let to = Hierarchy { planes, both_from, n, k, paired, dtype: self.dtype };
-        let [bf16, f16, f32] = self.quantise;
-        let kernel = match weights.dtype {
-            Dtype::Bf16 => bf16,
-            Dtype::F16 => f16,
-            Dtype::F32 => f32,
-        };
+        let kernel = of_dtype(self.quantise, weights.dtype);
         for (first, rows, lower) in to.parts() {
             let grid = [stride(k) as u32, rows.div_ceil(TILE) as u32, 1];
             let from = weights.buffer.at(Matrix::bytes(weights.dtype, first, k));
-            let arguments = args![from, to.upper_at(first), lower, rows, k, paired, flag];
+            let arguments = args![from, importance, to.upper_at(first), lower, rows, k, paired, flag];
             // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
             unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
         }
         Ok(to)
+    }
+
+    /// A [`quantspec_model::importance::Product`] of some rows of a matrix, which begin with a tile. Waits for it.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for rows that do not exist or begin inside a tile, and for other inputs than the
+    /// matrix has. Those of [`Device::allocate`], of the launch and of [`Buffer::read`].
+    pub fn product(&self, weights: &Matrix, rows: Range<usize>, x: &[Channel]) -> Result<Vec<Channel>> {
+        let &Matrix { ref buffer, dtype, n, k } = weights;
+        if rows.end > n
+            || !rows.start.is_multiple_of(TILE)
+            || x.len() != k
+            || buffer.bytes() < Matrix::bytes(dtype, n, k)
+        {
+            return Err(Error::internal(format!("rows {rows:?} of {n} times {} inputs of {k}", x.len())));
+        }
+        let mut found = vec![[0f32; ROWS]; rows.len()];
+        let (inputs, out) = (self.device.copied(x.as_flattened())?, self.device.allocate(size_of_val(&found[..]))?);
+        let arguments = args![buffer.at(Matrix::bytes(dtype, rows.start, k)), &inputs, &out, rows.len(), k];
+        let launch = Launch { grid: [rows.len().div_ceil(TILE) as u32, 1, 1], block: 256, shared: 0, overlap: false };
+        // SAFETY: the argument list is the kernel's, and the buffers have the sizes that it reads and writes: see above.
+        unsafe { self.device.launch(of_dtype(self.product, dtype), launch, &arguments)? };
+        out.read_into(0, found.as_flattened_mut())?;
+        Ok(found)
     }
 
     /// `panels` of a step's inputs (kernels/panel.cuh), 0 if row-major.
@@ -262,6 +302,15 @@ impl Hierarchies {
                 name(self.dtype)
             )))
         }
+    }
+}
+
+/// The kernel for a number format, of those from bf16, f16 and f32.
+fn of_dtype([bf16, f16, f32]: [Kernel; 3], dtype: Dtype) -> Kernel {
+    match dtype {
+        Dtype::Bf16 => bf16,
+        Dtype::F16 => f16,
+        Dtype::F32 => f32,
     }
 }
 

@@ -70,9 +70,9 @@ fn weights(
     let full = Matrix { buffer: matrix(device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
     let made = match kind {
         Kind::Own => Weights::Own(Linear::new(device).unwrap().quantise(&full, 4, paired, &flag).unwrap()),
-        Kind::Upper => {
-            Weights::Upper(Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, 0, paired, &flag).unwrap())
-        }
+        Kind::Upper => Weights::Upper(
+            Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, &[], 0, paired, &flag).unwrap(),
+        ),
     };
     device.synchronize().unwrap();
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);

@@ -13,19 +13,27 @@ use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
+use quantspec_model::importance::Channel;
 use std::sync::Arc;
 
 /// Weights with the statistics of trained ones: most are small, some rows have outliers, some groups are constant or all
-/// zero.
+/// zero. Others are codes of 4 or 8 bits times a step, as of quantised files.
 fn weights(random: &mut Random, n: usize, k: usize, dtype: Dtype) -> Vec<f32> {
     let mut w = random.normals(n * k);
     for (row, w) in w.chunks_mut(k).enumerate() {
         let size = 0.02 * (1.0 + random.uniform());
         w.iter_mut().for_each(|v| *v *= size);
-        match row % 5 {
+        match row % 7 {
             1 => w[random.below(k)] *= 40.0,
             2 => w.iter_mut().take(64).for_each(|v| *v = 0.25),
             3 => w.iter_mut().skip(64).take(64).for_each(|v| *v = 0.0),
+            // Steps in the bits that codes leave of the format; zero points at 8, at 128 and outside the codes.
+            4.. => {
+                let step =
+                    if dtype == Dtype::F32 { round(size, Dtype::F16) } else { 2f32.powi(random.below(6) as i32 - 9) };
+                let (codes, zero) = [(16, 8), (256, 128), (150, 200)][row % 3];
+                w.iter_mut().for_each(|v| *v = (random.below(codes) as f32 - zero as f32) * step);
+            }
             _ => (),
         }
     }
@@ -62,10 +70,9 @@ fn source_row(stored: usize, paired: usize) -> usize {
     head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
 }
 
-fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
-    w.chunks(k)
-        .map(|row| if both { quantize_row(row, &[], GROUP) } else { quantize_row_upper(row, &[], GROUP) }.unwrap())
-        .collect()
+fn quantised(w: &[f32], importance: &[f32], k: usize, both: bool) -> Vec<Row> {
+    let quantise = if both { quantize_row } else { quantize_row_upper };
+    w.chunks(k).map(|row| quantise(row, importance, GROUP).unwrap()).collect()
 }
 
 /// Core's rows in the layout of kernels/hierarchy.cuh.
@@ -127,12 +134,14 @@ fn planes_have_cores_bytes() {
             let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            for both in [true, false] {
-                let got = hierarchies.quantise(&full, if both { 0 } else { n }, paired, &flag).unwrap();
-                let want = packed(&quantised(&w, k, both), n, k, paired);
+            let weighed: Vec<f32> = (0..k).map(|_| 2f32.powf(8.0 * random.uniform() - 4.0)).collect();
+            for (both, importance) in [(true, &[][..]), (false, &[]), (true, &weighed), (false, &weighed)] {
+                let got = hierarchies.quantise(&full, importance, if both { 0 } else { n }, paired, &flag).unwrap();
+                let want = packed(&quantised(&w, importance, k, both), n, k, paired);
                 assert_eq!(got.lower() > 0, both);
                 for ((plane, want), name) in planes(&got).iter().zip(&want).zip(["upper", "lower"]) {
-                    let what = format!("{dtype:?} {n} x {k}, paired {paired}, both {both}, {name}");
+                    let weighed = !importance.is_empty();
+                    let what = format!("{dtype:?} {n} x {k}, paired {paired}, both {both}, weighed {weighed}, {name}");
                     equal(plane, if both || name == "upper" { want } else { &[] }, &what);
                 }
                 let [upper, lower] = Hierarchy::bytes(n, k);
@@ -141,6 +150,32 @@ fn planes_have_cores_bytes() {
         }
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
+#[test]
+fn products_of_texts_have_the_host_s_bits() {
+    let Some(device) = device() else { return };
+    let mut random = Random(12);
+    for (n, k) in SHAPES {
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+            let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
+            let w = weights(&mut random, n, k, dtype);
+            let matrix = on_device(&device, &w, n, k, dtype);
+            let x: Vec<Channel> = (0..k).map(|_| std::array::from_fn(|_| random.normal())).collect();
+            for first in [0, 16] {
+                let got = hierarchies.product(&matrix, first..n, &x).unwrap();
+                for (w, got) in w.chunks(k).skip(first).zip(&got) {
+                    let want: Channel =
+                        std::array::from_fn(|row| w.iter().zip(&x).fold(0.0, |sum, (w, x)| sum + w * x[row]));
+                    assert_eq!(got.map(f32::to_bits), want.map(f32::to_bits), "{dtype:?} {n} x {k}");
+                }
+                assert_eq!(got.len(), n - first);
+            }
+            for rows in [0..n + 1, 8..n] {
+                assert_eq!(hierarchies.product(&matrix, rows, &x).unwrap_err().kind, ErrorKind::Internal);
+            }
+        }
+    }
 }
 
 #[test]
@@ -153,7 +188,7 @@ fn nan_weights_are_flagged() {
         let mut w = weights(&mut random, 32, 128, Dtype::Bf16);
         w[17 * 128 + 100] = bad;
         hierarchies
-            .quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), if both { 0 } else { 32 }, 0, &flag)
+            .quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), &[], if both { 0 } else { 32 }, 0, &flag)
             .unwrap();
         assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad}");
     }
@@ -172,11 +207,11 @@ fn the_matrix_of_both_planes() {
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
             for both in [true, false] {
-                let planes = hierarchies.quantise(&full, if both { 0 } else { n }, paired, &flag).unwrap();
+                let planes = hierarchies.quantise(&full, &[], if both { 0 } else { n }, paired, &flag).unwrap();
                 let to = poisoned(&device, full.buffer.bytes());
                 hierarchies.expand(&planes, &to, 0).unwrap();
                 let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
-                let rows = quantised(&w, k, both);
+                let rows = quantised(&w, &[], k, both);
                 let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
                 let want = gpu::atoms(&bits(&values, dtype), n, k);
                 let inside = gpu::atoms(&vec![1; n * k], n, k);
@@ -221,7 +256,7 @@ fn check_gemms(shapes: &[(usize, usize)]) {
             let x_device = upload(&device, &pitched, dtype);
             let full = on_device(&device, &w, n, k, dtype);
             for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
-                let planes = hierarchies.quantise(&full, if both { 0 } else { n }, 0, &flag).unwrap();
+                let planes = hierarchies.quantise(&full, &[], if both { 0 } else { n }, 0, &flag).unwrap();
                 let y = poisoned(&device, most * n * 4);
                 // Prefetching changes no bit.
                 let next = if reads == Reads::All { (full.buffer.at(0), full.buffer.bytes()) } else { (0, 0) };
@@ -239,7 +274,7 @@ fn check_gemms(shapes: &[(usize, usize)]) {
                     assert_eq!(differs, None, "{rows} of {most} rows change bits: {dtype:?} {n} x {k}, {reads:?}");
                 }
                 let (mut got, mut want) = (Vec::new(), Vec::new());
-                for (out, row) in quantised(&w, k, both).iter().enumerate() {
+                for (out, row) in quantised(&w, &[], k, both).iter().enumerate() {
                     let values = if reads == Reads::All { row.both() } else { row.upper() };
                     for row in [0, 6, 30, most - 1] {
                         got.push(all[row * n + out]);
@@ -277,7 +312,7 @@ fn check_last_rows(shapes: &[(usize, usize, usize, usize, Dtype)]) {
         let w = weights(&mut random, n, k, dtype);
         let of_rows = |w: &[f32], both_from: usize| {
             let rows = w.len() / k;
-            hierarchies.quantise(&on_device(&device, w, rows, k, dtype), both_from, paired, &flag).unwrap()
+            hierarchies.quantise(&on_device(&device, w, rows, k, dtype), &[], both_from, paired, &flag).unwrap()
         };
         let (whole, first, last) =
             (of_rows(&w, both_from), of_rows(&w[..both_from * k], both_from), of_rows(&w[both_from * k..], 0));
@@ -310,7 +345,7 @@ fn check_last_rows(shapes: &[(usize, usize, usize, usize, Dtype)]) {
                 assert_eq!(differs, None, "{rows} rows, {n} x {k}, {reads:?}");
             }
         }
-        let odd = hierarchies.quantise(&on_device(&device, &w, n, k, dtype), both_from + 8, paired, &flag);
+        let odd = hierarchies.quantise(&on_device(&device, &w, n, k, dtype), &[], both_from + 8, paired, &flag);
         assert_eq!(odd.unwrap_err().kind, ErrorKind::Internal);
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
@@ -329,7 +364,7 @@ fn other_work_changes_no_bit() {
         let full = on_device(&device, &w, n, k, Dtype::Bf16);
         let most = 64;
         let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
-        let planes = hierarchies.quantise(&full, 0, 0, &flag).unwrap();
+        let planes = hierarchies.quantise(&full, &[], 0, 0, &flag).unwrap();
         for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();

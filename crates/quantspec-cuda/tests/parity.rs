@@ -21,9 +21,11 @@ use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{ChosenPath, Simd};
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
-use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::forward;
+use quantspec_model::importance::{Channel, LayerImportance, MadeUpRows, product};
 use random::Shape;
+use std::ops::Range;
 
 /// Tokens of the first prompt: five pages are complete, of which rows after it see four. A sixth is complete nine tokens
 /// later.
@@ -107,8 +109,18 @@ impl Model {
         })
     }
 
+    /// The checkpoint with its matrices replaced by their dequantised nibbles.
+    fn in_nibbles(&self, seed: u64, weights: TargetWeights) -> Checkpoint {
+        let plain = self.checkpoint(seed, &|_, _| ());
+        let here = |count: usize, work: &(dyn Fn(Range<usize>) -> quantspec_core::Result<()> + Sync)| work(0..count);
+        let product = |part: Part, x: &[Channel]| product(&plain, &here, part, x);
+        let mut rows = MadeUpRows::new(&plain).unwrap();
+        let importance: Vec<_> = (0..plain.config().layers).map(|_| rows.next_layer(&product).unwrap()).collect();
+        self.checkpoint(seed, &|name, values| self.quantise(weights, &importance, name, values))
+    }
+
     /// Replaces a tensor by its dequantised nibbles, if `weights` stores it in nibbles.
-    fn quantise(&self, weights: TargetWeights, name: &str, values: &mut [f32]) {
+    fn quantise(&self, weights: TargetWeights, importance: &[LayerImportance], name: &str, values: &mut [f32]) {
         let Shape { dtype, hidden, intermediate, heads, head_dim, tied, .. } = self.shape;
         let (k, format) = match name {
             "lm_head.weight" => (hidden, self.tables.unwrap_or(dtype)),
@@ -123,17 +135,22 @@ impl Model {
             "F16" => Dtype::F16,
             _ => Dtype::F32,
         };
+        let part = match name {
+            name if name.contains("o_proj") => LayerPart::Output,
+            name if name.contains("down_proj") => LayerPart::Down,
+            name if name.contains("mlp.") => LayerPart::Gate,
+            _ => LayerPart::Q,
+        };
+        let layer = name.split('.').find_map(|piece| piece.parse::<usize>().ok());
+        let importance = layer.map_or(&[][..], |layer| importance[layer].of(part));
         // Rows of the queries of a matrix that keys and values follow.
         let queries = if name.contains("qkv_proj") { heads * head_dim } else { 0 };
         for (index, row) in values.chunks_mut(k).enumerate() {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
             let few = (name.contains("k_proj") || name.contains("v_proj")) && index >= queries;
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight") && !few;
-            row.copy_from_slice(
-                &if upper { quantize_row_upper(row, &[], GROUP) } else { quantize_row(row, &[], GROUP) }
-                    .unwrap()
-                    .both(),
-            );
+            let quantise = if upper { quantize_row_upper } else { quantize_row };
+            row.copy_from_slice(&quantise(row, importance, GROUP).unwrap().both());
         }
     }
 
@@ -498,7 +515,7 @@ fn weights_in_nibbles() {
             let checkpoint = model.checkpoint(seed, &|_, _| ());
             let mut gpu = CudaBackend::load_on(&device, &checkpoint, &in_nibbles, Hooks::default()).unwrap();
             let found = decode(&mut gpu, &texts, model.second_prompt, &configs);
-            let quantised = model.checkpoint(seed, &|name, values| model.quantise(weights, name, values));
+            let quantised = model.in_nibbles(seed, weights);
             let expected = decode(&mut slow(&quantised, &options), &texts, model.second_prompt, &configs);
             failures.extend(report(model, &found, &expected));
         }

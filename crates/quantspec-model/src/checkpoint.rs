@@ -180,6 +180,15 @@ impl Checkpoint {
         }
     }
 
+    /// Whether the file has codes of this matrix, so that [`Checkpoint::read_stored`] and [`Checkpoint::read_f32`] can differ.
+    pub fn has_codes(&self, part: Part) -> bool {
+        match &self.weights {
+            Weights::SafeTensors { locations, .. } => !locations.contains_key(&part) && self.has(part),
+            Weights::Gguf { .. } => self.encoding(part).is_some_and(|encoding| encoding.block().0 > 1),
+            Weights::StandIn => false,
+        }
+    }
+
     /// The type of a GGUF file's matrix.
     pub fn encoding(&self, part: Part) -> Option<Encoding> {
         match &self.weights {

@@ -18,16 +18,21 @@ use std::sync::Mutex;
 /// Made-up texts, and tokens of each. Ids are evenly spaced in the first quarter of the vocabulary, where frequent tokens are.
 const TEXTS: usize = 4;
 const TOKENS: usize = 16;
-const ROWS: usize = TEXTS * TOKENS;
+/// Rows of all texts.
+pub const ROWS: usize = TEXTS * TOKENS;
 
 /// One channel of all rows, `[token][text]`.
-type Channel = [f32; ROWS];
+pub type Channel = [f32; ROWS];
 
 /// Rows whose sums are in registers together, and rows of a matrix that are read at once.
 const LANES: usize = 16;
 const READ_ROWS: usize = 32;
 
 const _: () = assert!(ROWS.is_multiple_of(LANES) && READ_ROWS.is_multiple_of(2));
+
+/// Multiplies a matrix of the current layer by all rows: `[inputs]` to `[outputs]`. A sum adds products with the input upwards,
+/// each rounded to f32 before it is added. [`product`] is such a function.
+pub type Product<'a> = &'a dyn Fn(Part, &[Channel]) -> Result<Vec<Channel>>;
 
 /// Runs work on ranges that cover 0..count, in any order, on threads of the caller.
 pub type Parallel<'a> = &'a dyn Fn(usize, &(dyn Fn(Range<usize>) -> Result<()> + Sync)) -> Result<()>;
@@ -60,7 +65,6 @@ impl LayerImportance {
 /// The rows of the texts on their way through the layers.
 pub struct MadeUpRows<'a> {
     checkpoint: &'a Checkpoint,
-    parallel: Parallel<'a>,
     /// The residual stream, `[hidden]`.
     stream: Vec<Channel>,
     layer: usize,
@@ -71,7 +75,7 @@ impl<'a> MadeUpRows<'a> {
     ///
     /// # Errors
     /// Those of [`Checkpoint::read_stored`].
-    pub fn new(checkpoint: &'a Checkpoint, parallel: Parallel<'a>) -> Result<MadeUpRows<'a>> {
+    pub fn new(checkpoint: &'a Checkpoint) -> Result<MadeUpRows<'a>> {
         let config = checkpoint.config();
         let mut stream = vec![[0.0; ROWS]; config.hidden];
         let mut row = vec![0.0; config.hidden];
@@ -80,31 +84,31 @@ impl<'a> MadeUpRows<'a> {
             checkpoint.read_stored(Part::Embedding, id..id + 1, &mut row)?;
             stream.iter_mut().zip(&row).for_each(|(channel, x)| channel[lane] = x * config.scales.embedding);
         }
-        Ok(MadeUpRows { checkpoint, parallel, stream, layer: 0 })
+        Ok(MadeUpRows { checkpoint, stream, layer: 0 })
     }
 
     /// Passes the next layer.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_stored`] and of the caller's threads.
-    pub fn next_layer(&mut self) -> Result<LayerImportance> {
+    /// Those of [`Checkpoint::read_f32`] and of `product`.
+    pub fn next_layer(&mut self, product: Product) -> Result<LayerImportance> {
         use LayerPart::*;
         let config = self.checkpoint.config();
         let normed = self.normed(self.stream.clone(), AttentionNorm)?;
-        let mut values = self.product(V, VBias, &normed)?;
+        let mut values = self.biased(product, V, VBias, &normed)?;
         values.iter_mut().for_each(means_so_far);
         let heads = (0..config.heads).map(|head| head / config.group() * config.head_dim);
         let read: Vec<Channel> = heads.flat_map(|first| values[first..first + config.head_dim].to_vec()).collect();
         let qkv = importance_of(&normed);
-        let branch = self.product(Output, OutputBias, &read)?;
+        let branch = self.biased(product, Output, OutputBias, &read)?;
         self.add(branch, AttentionOutputNorm)?;
         let normed = self.normed(self.stream.clone(), MlpNorm)?;
-        let mut inner = self.product(Gate, GateBias, &normed)?;
-        let up = self.product(Up, UpBias, &normed)?;
+        let mut inner = self.biased(product, Gate, GateBias, &normed)?;
+        let up = self.biased(product, Up, UpBias, &normed)?;
         for (gate, up) in inner.iter_mut().flatten().zip(up.iter().flatten()) {
             *gate = activated(config.activation, *gate) * up;
         }
-        let branch = self.product(Down, DownBias, &inner)?;
+        let branch = self.biased(product, Down, DownBias, &inner)?;
         self.add(branch, MlpOutputNorm)?;
         self.layer += 1;
         let (output, gate_up, down) = (importance_of(&read), importance_of(&normed), importance_of(&inner));
@@ -144,30 +148,36 @@ impl<'a> MadeUpRows<'a> {
     }
 
     /// A matrix of the current layer times the rows, plus its bias.
-    fn product(&self, part: LayerPart, bias: LayerPart, x: &[Channel]) -> Result<Vec<Channel>> {
-        let (checkpoint, bias) = (self.checkpoint, self.vector(bias)?);
-        let (part, width) = (Part::Layer(self.layer, part), x.len());
-        let (outputs, _) = checkpoint.shape(part);
-        let out = Mutex::new(vec![[0.0; ROWS]; outputs]);
-        (self.parallel)(outputs, &|rows| {
-            let mut w = vec![0.0; READ_ROWS.min(rows.len()) * width];
-            for first in rows.clone().step_by(READ_ROWS) {
-                let rows = first..rows.end.min(first + READ_ROWS);
-                let w = &mut w[..rows.len() * width];
-                checkpoint.read_stored(part, rows.clone(), w)?;
-                let mut found = vec![[0.0; ROWS]; rows.len()];
-                found.chunks_mut(2).zip(w.chunks(2 * width)).for_each(|(out, w)| multiply(w, x, out));
-                if let Some(bias) = &bias {
-                    let biased = found.iter_mut().zip(&bias[rows.clone()]);
-                    biased.for_each(|(channel, bias)| channel.iter_mut().for_each(|x| *x += bias));
-                }
-                let mut out = out.lock().map_err(|_| Error::internal("a thread failed"))?;
-                out[rows].copy_from_slice(&found);
-            }
-            Ok(())
-        })?;
-        out.into_inner().map_err(|_| Error::internal("a thread failed"))
+    fn biased(&self, product: Product, part: LayerPart, bias: LayerPart, x: &[Channel]) -> Result<Vec<Channel>> {
+        let mut out = product(Part::Layer(self.layer, part), x)?;
+        for (channel, bias) in out.iter_mut().zip(self.vector(bias)?.into_iter().flatten()) {
+            channel.iter_mut().for_each(|x| *x += bias);
+        }
+        Ok(out)
     }
+}
+
+/// A [`Product`] on threads of the caller, which reads the matrix.
+///
+/// # Errors
+/// Those of [`Checkpoint::read_stored`] and of the threads.
+pub fn product(checkpoint: &Checkpoint, parallel: Parallel, part: Part, x: &[Channel]) -> Result<Vec<Channel>> {
+    let (outputs, width) = checkpoint.shape(part);
+    let out = Mutex::new(vec![[0.0; ROWS]; outputs]);
+    parallel(outputs, &|rows| {
+        let mut w = vec![0.0; READ_ROWS.min(rows.len()) * width];
+        for first in rows.clone().step_by(READ_ROWS) {
+            let rows = first..rows.end.min(first + READ_ROWS);
+            let w = &mut w[..rows.len() * width];
+            checkpoint.read_stored(part, rows.clone(), w)?;
+            let mut found = vec![[0.0; ROWS]; rows.len()];
+            found.chunks_mut(2).zip(w.chunks(2 * width)).for_each(|(out, w)| multiply(w, x, out));
+            let mut out = out.lock().map_err(|_| Error::internal("a thread failed"))?;
+            out[rows].copy_from_slice(&found);
+        }
+        Ok(())
+    })?;
+    out.into_inner().map_err(|_| Error::internal("a thread failed"))
 }
 
 /// One or two rows of a matrix times all rows: sums with the input upwards.

@@ -11,7 +11,7 @@ mod weights;
 
 use crate::backend::{Backend, Executor, Hooks, HostSampler, Memory, Options, SamplesOnHost};
 use crate::checkpoint::{Checkpoint, Part};
-use crate::importance::MadeUpRows;
+use crate::importance::{Channel, MadeUpRows, product};
 use crate::prompt_rows::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{Device, Tensor};
@@ -78,8 +78,9 @@ impl ReferenceBackend {
         let mut importance = Vec::new();
         if options.weights != TargetWeights::Checkpoint {
             let here = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| work(0..count);
-            let mut rows = MadeUpRows::new(checkpoint, &here)?;
-            importance = (0..config.layers).map(|_| rows.next_layer()).collect::<Result<_>>()?;
+            let product = |part: Part, x: &[Channel]| product(checkpoint, &here, part, x);
+            let mut rows = MadeUpRows::new(checkpoint)?;
+            importance = (0..config.layers).map(|_| rows.next_layer(&product)).collect::<Result<_>>()?;
         }
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);

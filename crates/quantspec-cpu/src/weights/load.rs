@@ -15,7 +15,7 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::draft_cache::{self, DraftBlocks};
-use quantspec_model::importance::{LayerImportance, MadeUpRows};
+use quantspec_model::importance::{self, Channel, LayerImportance, MadeUpRows};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -69,11 +69,11 @@ impl Model {
             Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
         let mut layers = Vec::with_capacity(config.layers);
         let parallel = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| on_threads(pool, count, work);
-        let mut rows =
-            if weights == TargetWeights::Checkpoint { None } else { Some(MadeUpRows::new(checkpoint, &parallel)?) };
+        let product = |part: Part, x: &[Channel]| importance::product(checkpoint, &parallel, part, x);
+        let mut rows = if weights == TargetWeights::Checkpoint { None } else { Some(MadeUpRows::new(checkpoint)?) };
         for index in 0..config.layers {
             // Directly before the layer is loaded, so that its matrices are read from a disk once.
-            let importance = rows.as_mut().map(MadeUpRows::next_layer).transpose()?;
+            let importance = rows.as_mut().map(|rows| rows.next_layer(&product)).transpose()?;
             (loader.hooks.poll)()?;
             layers.push(loader.layer(index, &sizes, importance.as_ref())?);
         }

@@ -67,7 +67,7 @@ impl Bench {
             let Some(hierarchies) = &hierarchies else { continue };
             let [upper, lower] = Hierarchy::bytes(n, k);
             let nibbles: Vec<Hierarchy> = (0..self.copies(upper + lower))
-                .map(|i| hierarchies.quantise(&matrices[i % matrices.len()], 0, 0, &flag))
+                .map(|i| hierarchies.quantise(&matrices[i % matrices.len()], &[], 0, 0, &flag))
                 .collect::<Result<_>>()?;
             for (reads, form, bytes) in [(Reads::All, "int8", upper + lower), (Reads::Upper, "int4", upper)] {
                 for &rows in rows {

@@ -11,6 +11,7 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use quantspec_model::importance::{Channel, LayerImportance, MadeUpRows};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -22,29 +23,42 @@ const READERS: usize = 4;
 /// Fewest bytes for which another thread pays.
 const READ_MIN: usize = 1 << 20;
 
-/// Reads rows of a matrix in their stored format with several threads.
-fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
-    let row_bytes = out.len() / rows.len().max(1);
-    let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
-    let read = |index: usize, out: &mut [u8]| {
-        let start = rows.start + index * each;
-        checkpoint.read(part, start..(start + each).min(rows.end), out)
-    };
-    let mut pieces = out.chunks_mut((each * row_bytes).max(1)).enumerate();
-    let Some((first, own)) = pieces.next() else { return Ok(()) };
+/// Runs the first of several jobs on this thread and each of the others on one of its own.
+fn on_threads(jobs: impl Iterator<Item = impl FnOnce() -> Result<()> + Send>) -> Result<()> {
+    let mut jobs = jobs;
+    let Some(first) = jobs.next() else { return Ok(()) };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = pieces
-            .map(|(index, out)| std::thread::Builder::new().spawn_scoped(scope, move || read(index, out)))
-            .collect();
-        read(first, own)?;
-        readers.into_iter().try_for_each(|reader| {
+        let others: Vec<_> = jobs.map(|job| std::thread::Builder::new().spawn_scoped(scope, job)).collect();
+        first()?;
+        others.into_iter().try_for_each(|other| {
             let no_thread = |error| {
                 let hint = "allow this user more threads (ulimit -u)";
-                Error::device(format!("a thread that reads weights did not start: {error}"), hint)
+                Error::device(format!("a thread that loads weights did not start: {error}"), hint)
             };
-            reader.map_err(no_thread)?.join().unwrap_or_else(|_| Err(Error::internal("a reader panicked")))
+            other.map_err(no_thread)?.join().unwrap_or_else(|_| Err(Error::internal("a loading thread panicked")))
         })
     })
+}
+
+/// Reads rows of a matrix in a number format with several threads: that of [`Checkpoint::dtype`], or F32 of a quantised one.
+fn read_rows(checkpoint: &Checkpoint, part: Part, dtype: Dtype, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+    let row_bytes = out.len() / rows.len().max(1);
+    let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
+    on_threads(out.chunks_mut((each * row_bytes).max(1)).enumerate().map(|(index, out)| {
+        let start = rows.start + index * each;
+        let rows = start..(start + each).min(rows.end);
+        move || {
+            if dtype == checkpoint.dtype(part) {
+                return checkpoint.read(part, rows, out);
+            }
+            // SAFETY: every bit pattern is an f32.
+            let (before, floats, after) = unsafe { out.align_to_mut::<f32>() };
+            if !(before.is_empty() && after.is_empty()) {
+                return Err(Error::internal("rows of f32 are not aligned"));
+            }
+            checkpoint.read_stored(part, rows, floats)
+        }
+    }))
 }
 
 /// Allocates consecutive parts of the draft weights' memory.
@@ -74,6 +88,8 @@ impl DraftArena {
 /// Loads weights through two page-locked chunks: one is read while the other is copied.
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
+    /// The target's matrices become nibbles.
+    nibbles: bool,
     device: &'a Arc<Device>,
     hooks: &'a mut Hooks,
     pinned: [Pinned; 2],
@@ -94,7 +110,12 @@ struct Piece {
 }
 
 impl<'a> Loader<'a> {
-    fn new(checkpoint: &'a Checkpoint, device: &'a Arc<Device>, hooks: &'a mut Hooks) -> Result<Loader<'a>> {
+    fn new(
+        checkpoint: &'a Checkpoint,
+        nibbles: bool,
+        device: &'a Arc<Device>,
+        hooks: &'a mut Hooks,
+    ) -> Result<Loader<'a>> {
         let parts = Part::all(checkpoint.config());
         let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
         let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
@@ -102,6 +123,7 @@ impl<'a> Loader<'a> {
         Ok(Loader {
             total: parts.iter().map(part_bytes).sum(),
             checkpoint,
+            nibbles,
             device,
             hooks,
             pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
@@ -133,9 +155,17 @@ impl<'a> Loader<'a> {
         self.device.copied(&values)
     }
 
+    /// A matrix of the target, in F32 if it becomes nibbles and the file has codes of it: codes times scales, not rounded.
     fn matrix(&mut self, pieces: &[Piece]) -> Result<Matrix> {
+        let in_codes = self.nibbles && pieces.iter().any(|piece| self.checkpoint.has_codes(piece.part));
+        self.matrix_in(in_codes.then_some(Dtype::F32), pieces)
+    }
+
+    /// A matrix in a number format, or in that of [`Checkpoint::dtype`].
+    fn matrix_in(&mut self, dtype: Option<Dtype>, pieces: &[Piece]) -> Result<Matrix> {
         let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without tensors")) };
-        let (dtype, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
+        let (stored, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
+        let dtype = dtype.unwrap_or(stored);
         let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
         let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;
         let row_bytes = k * dtype.bytes();
@@ -148,7 +178,8 @@ impl<'a> Loader<'a> {
                 let chunk = self.chunk;
                 self.chunk = 1 - chunk;
                 // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
-                read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[chunk].bytes()[..bytes])?;
+                let to = &mut self.pinned[chunk].bytes()[..bytes];
+                read_rows(self.checkpoint, piece.part, dtype, start..start + count, to)?;
                 self.device.synchronize()?;
                 // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
                 unsafe { self.chunks[chunk].write_pinned(0, &self.pinned[chunk], 0, bytes)? };
@@ -161,7 +192,7 @@ impl<'a> Loader<'a> {
                     Launch { grid: [elements.div_ceil(256) as u32, 1, 1], block: 256, shared: 0, overlap: false };
                 // SAFETY: the argument list is the kernel's; the chunk holds `count` rows and the matrix has room for all rows.
                 unsafe { self.device.launch(kernel, launch, &arguments)? };
-                self.done += bytes;
+                self.done += count * k * stored.bytes();
                 (self.hooks.loading)(self.done, self.total);
                 (self.hooks.poll)()?;
             }
@@ -186,12 +217,14 @@ impl<'a> Loader<'a> {
         ])
     }
 
-    fn layer(&mut self, index: usize, maker: &mut Maker) -> Result<Layer> {
+    fn layer(&mut self, index: usize, rows: Option<&mut MadeUpRows>, maker: &mut Maker) -> Result<Layer> {
         use LayerPart::*;
         let config = self.checkpoint.config();
         let matrices = self.matrices(index)?;
         let draft = maker.draft_layer(&matrices, config.head_dim)?;
-        let [qkv, output, gate_up, down] = maker.full_layer(matrices, config)?;
+        let importance = rows.map(|rows| rows.next_layer(&|part, x| maker.product(&matrices, config, part, x)));
+        let importance = importance.transpose()?;
+        let [qkv, output, gate_up, down] = maker.full_layer(matrices, importance.as_ref(), config)?;
         check_flag(maker.flag, || format!("layer {index}"))?;
         let part = |part| Part::Layer(index, part);
         let mut norm = |kind: LayerPart| kind.exists(config).then(|| self.vector(&[part(kind)])).transpose();
@@ -225,7 +258,8 @@ impl<'a> Loader<'a> {
     }
 
     fn embedding(&mut self) -> Result<Embedding> {
-        let Matrix { buffer, dtype, .. } = self.plain(Part::Embedding)?;
+        let Matrix { buffer, dtype, .. } =
+            self.matrix_in(None, &[Piece { part: Part::Embedding, first: 0, interleave: 0 }])?;
         let mut table = self.device.pinned(buffer.bytes())?;
         buffer.read_pinned(0, &mut table, buffer.bytes())?;
         Ok(Embedding { table, dtype })
@@ -244,23 +278,54 @@ struct Maker<'a> {
 }
 
 impl Maker<'_> {
-    /// A matrix as the target reads it; in nibbles with both planes from row `both_from` on.
-    fn full(&self, matrix: Matrix, both_from: usize, paired: usize) -> Result<Full> {
+    /// A matrix as the target reads it; in nibbles with both planes from row `both_from` on. `importance` of its inputs, or none.
+    fn full(&self, matrix: Matrix, importance: &[f32], both_from: usize, paired: usize) -> Result<Full> {
         match self.hierarchies {
-            Some(hierarchies) => hierarchies.quantise(&matrix, both_from, paired, self.flag).map(Full::Nibbles),
+            Some(hierarchies) => {
+                hierarchies.quantise(&matrix, importance, both_from, paired, self.flag).map(Full::Nibbles)
+            }
             None => Ok(Full::Whole(matrix)),
         }
     }
 
     /// [`Maker::full`] of a layer's matrices, in the order of [`shapes`].
-    fn full_layer(&self, [qkv, output, gate_up, down]: [Matrix; 4], config: &ModelConfig) -> Result<[Full; 4]> {
+    fn full_layer(
+        &self,
+        [qkv, output, gate_up, down]: [Matrix; 4],
+        importance: Option<&LayerImportance>,
+        config: &ModelConfig,
+    ) -> Result<[Full; 4]> {
+        use LayerPart::*;
         let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights);
+        let importance = |part| importance.map_or(&[][..], |importance| importance.of(part));
         Ok([
-            self.full(qkv, of_qkv, config.head_dim)?,
-            self.full(output, of_output, 0)?,
-            self.full(gate_up, of_gate_up, 0)?,
-            self.full(down, of_down, 0)?,
+            self.full(qkv, importance(Q), of_qkv, config.head_dim)?,
+            self.full(output, importance(Output), of_output, 0)?,
+            self.full(gate_up, importance(Gate), of_gate_up, 0)?,
+            self.full(down, importance(Down), of_down, 0)?,
         ])
+    }
+
+    /// [`quantspec_model::importance::Product`] of a layer's matrices, in the order of [`shapes`].
+    fn product(&self, matrices: &[Matrix; 4], config: &ModelConfig, part: Part, x: &[Channel]) -> Result<Vec<Channel>> {
+        use LayerPart::*;
+        let (Some(hierarchies), Part::Layer(_, part)) = (self.hierarchies, part) else {
+            return Err(Error::internal(format!("a product with {part:?}")));
+        };
+        let [qkv, output, gate_up, down] = matrices;
+        let (values, kv) = (config.q_width() + config.kv_width(), config.kv_width());
+        // Gate and up are interleaved by eight rows.
+        let interleaved = |x: Vec<Channel>, first: usize| -> Vec<Channel> {
+            x.chunks(8).skip(first).step_by(2).flatten().copied().collect()
+        };
+        match part {
+            V => hierarchies.product(qkv, values..values + kv, x),
+            Output => hierarchies.product(output, 0..output.n, x),
+            Gate => Ok(interleaved(hierarchies.product(gate_up, 0..gate_up.n, x)?, 0)),
+            Up => Ok(interleaved(hierarchies.product(gate_up, 0..gate_up.n, x)?, 1)),
+            Down => hierarchies.product(down, 0..down.n, x),
+            _ => Err(Error::internal(format!("a product with {part:?}"))),
+        }
     }
 
     /// Separate draft weights of a matrix; None without bits.
@@ -305,7 +370,7 @@ pub(crate) fn load(
     hooks: &mut Hooks,
 ) -> Result<Weights> {
     let config = checkpoint.config();
-    let mut loader = Loader::new(checkpoint, device, hooks)?;
+    let mut loader = Loader::new(checkpoint, hierarchies.is_some(), device, hooks)?;
     let draft_bytes = draft_bytes(config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut maker = Maker { linear, hierarchies, options, flag, drafts: DraftArena { buffer, taken: 0 } };
@@ -314,13 +379,15 @@ pub(crate) fn load(
         true => (None, Part::Embedding),
         false => (Some(loader.embedding()?), Part::Head),
     };
-    let head = maker.full(loader.plain(head)?, 0, 0)?;
+    let head = maker.full(loader.plain(head)?, &[], 0, 0)?;
     let draft_head = match &head {
         Full::Whole(head) => maker.draft(head, head_bits(options), 0)?,
         Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
-    let layers = (0..config.layers).map(|index| loader.layer(index, &mut maker)).collect::<Result<_>>()?;
+    let mut rows = hierarchies.map(|_| MadeUpRows::new(checkpoint)).transpose()?;
+    let layers =
+        (0..config.layers).map(|index| loader.layer(index, rows.as_mut(), &mut maker)).collect::<Result<_>>()?;
     let final_norm = loader.vector(&[Part::FinalNorm])?;
     Ok(Weights { embedding, layers, final_norm, head, head_copy: None, draft_head, drafts: maker.drafts.buffer })
 }
