@@ -157,7 +157,7 @@ def both_planes(w: Array, group: int, importance: Array | None = None) -> Array:
         return np.asarray((weigh * (value - x) ** 2).sum(-1, keepdims=True))
 
     best, steps, scale = np.full_like(least, np.inf), np.zeros_like(least), np.ones_like(least)
-    for count in range(240, 248) if group == 32 else (240,):
+    for count in range(240, 248):
         tried = half(np.maximum(16 * (most - least) / count, 2.0**-14))
         found = error(tried / 16, half(least), -8, 247)
         steps, scale = np.where(found < best, count, steps), np.where(found < best, tried, scale)
@@ -237,7 +237,7 @@ def planes(model: Model, tensors: Tensors, bits: int, group: int) -> tuple[Tenso
     """The weights of `--weights int8` or `int4`, in a CPU's groups (32) or a GPU's (64), and the bits of a layer's weight."""
     out, stored, count, cpu = dict(tensors), 0.0, 0, group == 32
     out[model.head] = both_planes(tensors[model.head], group)
-    weigh = importance(model, tensors) if cpu else {}
+    weigh = importance(model, tensors)
     outer = [layer for layer in range(model.layers) if not model.layers // 8 <= layer < 7 * model.layers // 8]
     for name in model.matrices:
         w, layer = tensors[name], int(name.split(".")[2])

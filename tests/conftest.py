@@ -111,6 +111,17 @@ def quantspec(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
+def gpu(quantspec: Callable[..., Outcome]) -> dict[str, Any]:
+    """The first GPU. Without one the test is skipped; with `QUANTSPEC_REQUIRE_GPU=1` it fails."""
+    report = quantspec("doctor", "--json").json["gpu"]
+    if not report["available"]:
+        stop = pytest.fail if os.environ.get("QUANTSPEC_REQUIRE_GPU") else pytest.skip
+        stop(f"no GPU: {report['reason']}")
+    first: dict[str, Any] = report["devices"][0]
+    return first
+
+
+@pytest.fixture
 def toy_command() -> list[str]:
     """The command line with the toy model, for a separate process."""
     here = str(Path(__file__).parent)

@@ -1,27 +1,15 @@
-"""The command line on a GPU. Skipped without one; with `QUANTSPEC_REQUIRE_GPU=1` its absence is a failure."""
+"""The command line on a GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 Run = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def gpu(quantspec: Run) -> dict[str, Any]:
-    """The first GPU."""
-    report = quantspec("doctor", "--json").json["gpu"]
-    if not report["available"]:
-        stop = pytest.fail if os.environ.get("QUANTSPEC_REQUIRE_GPU") else pytest.skip
-        stop(f"no GPU: {report['reason']}")
-    first: dict[str, Any] = report["devices"][0]
-    return first
 
 
 def test_the_self_test_passes(quantspec: Run) -> None:
