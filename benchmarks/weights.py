@@ -235,13 +235,13 @@ def importance(model: Model, tensors: Tensors) -> Tensors:
 
 def planes(model: Model, tensors: Tensors, bits: int, group: int) -> tuple[Tensors, float]:
     """The weights of `--weights int8` or `int4`, in a CPU's groups (32) or a GPU's (64), and the bits of a layer's weight."""
-    out, stored, count, cpu = dict(tensors), 0.0, 0, group == 32
+    out, stored, count = dict(tensors), 0.0, 0
     out[model.head] = both_planes(tensors[model.head], group)
     weigh = importance(model, tensors)
     outer = [layer for layer in range(model.layers) if not model.layers // 8 <= layer < 7 * model.layers // 8]
     for name in model.matrices:
         w, layer = tensors[name], int(name.split(".")[2])
-        both = bits == 8 or "k_proj" in name or "v_proj" in name or (cpu and "down_proj" in name and layer in outer)
+        both = bits == 8 or "k_proj" in name or "v_proj" in name or ("down_proj" in name and layer in outer)
         out[name] = (both_planes if both else upper_plane)(w, group, weigh.get(name))
         stored += w.size * ((8 if both else 4) + 32 / group)
         count += w.size

@@ -149,11 +149,11 @@ impl Sizes {
 }
 
 /// First panel with both planes, of the matrix that begins with `part`; None if it keeps the checkpoint's format
-/// ([`Part::has_both_planes_on_cpu`]).
+/// ([`Part::has_both_planes`]).
 fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
     match (weights, part) {
         (TargetWeights::Checkpoint, _) => None,
-        (weights, part) if part.has_both_planes_on_cpu(weights, config.layers) => Some(0),
+        (weights, part) if part.has_both_planes(weights, config.layers) => Some(0),
         // Keys and values follow the queries.
         (_, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).key / PANEL),
         _ => Some(panels),

@@ -142,12 +142,14 @@ impl Model {
             _ => LayerPart::Q,
         };
         let layer = name.split('.').find_map(|piece| piece.parse::<usize>().ok());
+        let outer = name.contains("down_proj")
+            && layer.is_some_and(|layer| Part::Layer(layer, part).has_both_planes(weights, importance.len()));
         let importance = layer.map_or(&[][..], |layer| importance[layer].of(part));
         // Rows of the queries of a matrix that keys and values follow.
         let queries = if name.contains("qkv_proj") { heads * head_dim } else { 0 };
         for (index, row) in values.chunks_mut(k).enumerate() {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
-            let few = (name.contains("k_proj") || name.contains("v_proj")) && index >= queries;
+            let few = outer || (name.contains("k_proj") || name.contains("v_proj")) && index >= queries;
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight") && !few;
             let quantise = if upper { quantize_row_upper } else { quantize_row };
             row.copy_from_slice(&quantise(row, importance, GROUP).unwrap().both());

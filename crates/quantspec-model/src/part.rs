@@ -162,22 +162,18 @@ impl Part {
         }
     }
 
-    /// True if weights in nibbles have both planes of this matrix. With int8 every matrix has both. With int4 only the head, the
-    /// keys and the values have: few bytes, whose precision matters most.
-    pub fn has_both_planes(self, weights: TargetWeights) -> bool {
-        match weights {
-            TargetWeights::Checkpoint => false,
-            TargetWeights::Int8 => matches!(self, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)),
-            TargetWeights::Int4 => matches!(self, Part::Head | Part::Layer(_, K | V)),
-        }
-    }
-
-    /// [`Part::has_both_planes`] on a CPU. There int4 also has both planes of the down projections of the first and the last
-    /// eighth of `layers`, which matter most of the others for their bytes.
-    pub fn has_both_planes_on_cpu(self, weights: TargetWeights, layers: usize) -> bool {
+    /// True if weights in nibbles have both planes of this matrix, in a model of so many layers. With int8 every matrix has both.
+    /// With int4 only the head, the keys and the values have, and the down projections of the first and the last eighth of the
+    /// layers: few bytes, whose precision matters most.
+    pub fn has_both_planes(self, weights: TargetWeights, layers: usize) -> bool {
         let outer = |layer: usize| layer < layers / 8 || layer >= 7 * layers / 8;
-        self.has_both_planes(weights)
-            || weights == TargetWeights::Int4 && matches!(self, Part::Layer(layer, Down) if outer(layer))
+        match (weights, self) {
+            (TargetWeights::Int8, Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) => true,
+            (TargetWeights::Int4, Part::Layer(layer, Down)) => outer(layer),
+            (TargetWeights::Int4, Part::Layer(_, K | V)) => true,
+            (weights, Part::Head) => weights != TargetWeights::Checkpoint,
+            _ => false,
+        }
     }
 
     /// (rows, columns) in a model of this configuration; a vector is one row.

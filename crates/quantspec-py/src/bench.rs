@@ -63,9 +63,7 @@ pub(crate) fn traffic<'py>(
     let out = PyDict::new(py);
     let cpu = device == "cpu";
     let nibbles = |part: Part| nibble_bytes(checkpoint.shape(part), if cpu { SMALL_GROUP } else { GROUP });
-    let both = |part: Part| {
-        if cpu { part.has_both_planes_on_cpu(weights, config.layers) } else { part.has_both_planes(weights) }
-    };
+    let both = |part: Part| part.has_both_planes(weights, config.layers);
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
         _ if both(part) => nibbles(part).0,

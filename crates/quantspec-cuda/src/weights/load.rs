@@ -224,7 +224,7 @@ impl<'a> Loader<'a> {
         let draft = maker.draft_layer(&matrices, config.head_dim)?;
         let importance = rows.map(|rows| rows.next_layer(&|part, x| maker.product(&matrices, config, part, x)));
         let importance = importance.transpose()?;
-        let [qkv, output, gate_up, down] = maker.full_layer(matrices, importance.as_ref(), config)?;
+        let [qkv, output, gate_up, down] = maker.full_layer(index, matrices, importance.as_ref(), config)?;
         check_flag(maker.flag, || format!("layer {index}"))?;
         let part = |part| Part::Layer(index, part);
         let mut norm = |kind: LayerPart| kind.exists(config).then(|| self.vector(&[part(kind)])).transpose();
@@ -291,12 +291,13 @@ impl Maker<'_> {
     /// [`Maker::full`] of a layer's matrices, in the order of [`shapes`].
     fn full_layer(
         &self,
+        index: usize,
         [qkv, output, gate_up, down]: [Matrix; 4],
         importance: Option<&LayerImportance>,
         config: &ModelConfig,
     ) -> Result<[Full; 4]> {
         use LayerPart::*;
-        let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights);
+        let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights, index);
         let importance = |part| importance.map_or(&[][..], |importance| importance.of(part));
         Ok([
             self.full(qkv, importance(Q), of_qkv, config.head_dim)?,

@@ -35,9 +35,9 @@ pub(super) fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
 
 /// First row with both planes of each of a layer's matrices in nibbles, in the order of [`shapes`]
 /// ([`Part::has_both_planes`]). Keys and values follow the queries.
-pub(super) fn both_from(config: &ModelConfig, weights: TargetWeights) -> [usize; 4] {
+pub(super) fn both_from(config: &ModelConfig, weights: TargetWeights, layer: usize) -> [usize; 4] {
     use LayerPart::*;
-    let both = |part| Part::Layer(0, part).has_both_planes(weights);
+    let both = |part| Part::Layer(layer, part).has_both_planes(weights, config.layers);
     let mut first = shapes(config).map(|(n, _)| n);
     for (first, part) in first.iter_mut().zip([Q, Output, Gate, Down]) {
         if both(part) {
@@ -85,7 +85,9 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
         TargetWeights::Checkpoint => Matrix::bytes(config.dtype, n, k),
         TargetWeights::Int8 | TargetWeights::Int4 => Hierarchy::bytes(n, k)[0] + Hierarchy::bytes(n - both_from, k)[1],
     };
-    let matrices: usize = shapes(config).into_iter().zip(both_from(config, weights)).map(matrix).sum();
+    let layer =
+        |layer: usize| shapes(config).into_iter().zip(both_from(config, weights, layer)).map(matrix).sum::<usize>();
+    let matrices: usize = (0..config.layers).map(layer).sum();
     let mut vectors = if config.norms == LayerNorms::Both { 4 } else { 2 } * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
@@ -95,7 +97,7 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
         QkNorm::Heads => 2 * config.head_dim,
         QkNorm::Projection => q + kv,
     };
-    config.layers * (matrices + 4 * vectors) + 4 * hidden + head_bytes(checkpoint, weights)
+    matrices + config.layers * 4 * vectors + 4 * hidden + head_bytes(checkpoint, weights)
 }
 
 /// Bytes of a model's separate draft weights on a device, without those in nibbles.

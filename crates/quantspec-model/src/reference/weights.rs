@@ -45,7 +45,7 @@ pub(super) fn hierarchy_values(
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let both = part.has_both_planes_on_cpu(options.weights, importance.len());
+    let both = part.has_both_planes(options.weights, importance.len());
     // Matrices of int4 that have both planes, and the head: the draft reads both.
     let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
