@@ -2,7 +2,7 @@
 
 use crate::attend::Shape;
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{f16_bits, f16_is_finite, f16_value, rint_i32, widen};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, rint_i32, take, widen};
 use quantspec_core::cache::G;
 use quantspec_core::config::Rounding;
 use quantspec_core::quantize::SCALE_MIN;
@@ -55,7 +55,9 @@ pub(crate) fn page(
     upper: &mut [u8],
     lower: &mut [u8],
 ) -> Result<()> {
-    if !keys.iter().chain(values).all(|bits| f16_is_finite(*bits)) {
+    // Without an early exit, so that compilers vectorise it.
+    let finite = |halves: &[u16]| halves.iter().fold(true, |finite, bits| finite & f16_is_finite(*bits));
+    if !(finite(keys) && finite(values)) {
         return Err(Error::not_finite("keys or values of a page are NaN or infinite"));
     }
     let d = shape.d;
@@ -63,7 +65,8 @@ pub(crate) fn page(
     portable!(simd, key_codes(shape: Shape, rounding: Rounding, scratch: &mut Scratch));
     put_params(&mut upper[..4 * d], scratch, d);
     let (plane, low) = (&mut upper[shape.key_plane()..shape.value_params()], &mut lower[..]);
-    pack_keys(shape, &scratch.codes, plane, low);
+    let codes = &scratch.codes[..];
+    portable!(simd, pack_keys(shape: Shape, codes: &[u8], plane: &mut [u8], low: &mut [u8]));
     widen(simd, values, &mut scratch.wide);
     portable!(simd, value_codes(shape: Shape, rounding: Rounding, scratch: &mut Scratch));
     let params = shape.value_params()..shape.value_plane();
@@ -120,29 +123,46 @@ fn codes<const N: usize>(rounding: Rounding, x: [f32; N], scale: [f32; N], zero:
     out
 }
 
+/// Lanes of the loops over channels; the last eight channels of a row may be half as many.
+const LANES: usize = 16;
+
 /// Keys: a group is a channel.
 #[inline(always)]
 fn key_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Scratch) {
+    let whole = shape.d / LANES * LANES;
+    for c in (0..whole).step_by(LANES) {
+        codes_of_channels::<LANES>(shape, rounding, c, scratch);
+    }
+    for c in (whole..shape.d).step_by(LANES / 2) {
+        codes_of_channels::<{ LANES / 2 }>(shape, rounding, c, scratch);
+    }
+}
+
+/// Key channels c .. c + N.
+#[inline(always)]
+fn codes_of_channels<const N: usize>(shape: Shape, rounding: Rounding, c: usize, scratch: &mut Scratch) {
     let Shape { d, d16, .. } = shape;
-    for c in (0..d).step_by(8) {
-        let (mut low, mut high) = ([f32::INFINITY; 8], [f32::NEG_INFINITY; 8]);
-        for token in 0..G {
-            let x = &scratch.wide[token * d + c..][..8];
-            for l in 0..8 {
-                low[l] = if x[l] < low[l] { x[l] } else { low[l] };
-                high[l] = if x[l] > high[l] { x[l] } else { high[l] };
-            }
-        }
-        let (mut divisor, mut zero) = ([0f32; 8], [0f32; 8]);
-        for l in 0..8 {
-            let (scale, z) = params(rounding, low[l], high[l]);
-            (scratch.scale[c + l], scratch.zero[c + l]) = (scale, z);
-            (divisor[l], zero[l]) = (if scale == 0.0 { 1.0 } else { scale }, z);
-        }
-        for token in 0..G {
-            let x: [f32; 8] = crate::lanes::take(&scratch.wide, token * d + c);
-            scratch.codes[token * d16 + c..][..8].copy_from_slice(&codes(rounding, x, divisor, zero));
-        }
+    let (mut low, mut high) = ([f32::INFINITY; N], [f32::NEG_INFINITY; N]);
+    for row in scratch.wide.chunks_exact(d) {
+        widen_range(&take(row, c), &mut low, &mut high);
+    }
+    let (mut divisor, mut zero) = ([0f32; N], [0f32; N]);
+    for l in 0..N {
+        let (scale, z) = params(rounding, low[l], high[l]);
+        (scratch.scale[c + l], scratch.zero[c + l]) = (scale, z);
+        (divisor[l], zero[l]) = (if scale == 0.0 { 1.0 } else { scale }, z);
+    }
+    for (row, out) in scratch.wide.chunks_exact(d).zip(scratch.codes.chunks_exact_mut(d16)) {
+        out[c..][..N].copy_from_slice(&codes::<N>(rounding, take(row, c), divisor, zero));
+    }
+}
+
+/// Lowers `low` and raises `high` to include x.
+#[inline(always)]
+fn widen_range<const N: usize>(x: &[f32; N], low: &mut [f32; N], high: &mut [f32; N]) {
+    for l in 0..N {
+        low[l] = if x[l] < low[l] { x[l] } else { low[l] };
+        high[l] = if x[l] > high[l] { x[l] } else { high[l] };
     }
 }
 
@@ -150,50 +170,57 @@ fn key_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Sc
 #[inline(always)]
 fn value_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Scratch) {
     let Shape { d, d16, .. } = shape;
-    for token in 0..G {
-        let row = &scratch.wide[token * d..][..d];
-        let (mut low, mut high) = ([f32::INFINITY; 8], [f32::NEG_INFINITY; 8]);
-        for x in row.chunks_exact(8) {
-            for l in 0..8 {
-                low[l] = if x[l] < low[l] { x[l] } else { low[l] };
-                high[l] = if x[l] > high[l] { x[l] } else { high[l] };
-            }
+    for (token, (row, out)) in scratch.wide.chunks_exact(d).zip(scratch.codes.chunks_exact_mut(d16)).enumerate() {
+        let (mut low, mut high) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+        // If a row has not a multiple of sixteen channels, its last sixteen overlap others; eight channels are padded.
+        let mut padded = [row[0]; LANES];
+        padded[..d.min(LANES)].copy_from_slice(&row[..d.min(LANES)]);
+        let last = d.saturating_sub(LANES);
+        widen_range(&padded, &mut low, &mut high);
+        for i in 1..d.div_ceil(LANES) {
+            widen_range(&take(row, last.min(LANES * i)), &mut low, &mut high);
         }
-        let low = low.iter().fold(f32::INFINITY, |a, b| a.min(*b));
-        let high = high.iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
-        let (scale, zero) = params(rounding, low, high);
+        let (scale, zero) = params(rounding, fold16(low, f32::min), fold16(high, f32::max));
         (scratch.scale[token], scratch.zero[token]) = (scale, zero);
         let divisor = if scale == 0.0 { 1.0 } else { scale };
-        for (c, x) in row.chunks_exact(8).enumerate() {
-            let x: [f32; 8] = crate::lanes::take(x, 0);
-            let out = &mut scratch.codes[token * d16 + 8 * c..][..8];
-            out.copy_from_slice(&codes(rounding, x, [divisor; 8], [zero; 8]));
+        let (divisor, zero) = ([divisor; LANES], [zero; LANES]);
+        out[..LANES].copy_from_slice(&codes(rounding, padded, divisor, zero));
+        out[d.min(LANES)..LANES].fill(0);
+        for i in 1..d.div_ceil(LANES) {
+            let c = last.min(LANES * i);
+            out[c..][..LANES].copy_from_slice(&codes(rounding, take(row, c), divisor, zero));
         }
     }
 }
 
 const NIBBLES: u64 = 0x0f0f_0f0f_0f0f_0f0f;
 
-/// Packs eight nibbles, one per byte, into a lane: bytes 0..4 to the even nibbles, 4..8 to the odd ones.
+/// Lanes are tokens; a lane holds eight consecutive channels, the first four in its even nibbles.
 #[inline(always)]
-fn lane(nibbles: u64) -> u32 {
-    nibbles as u32 | ((nibbles >> 32) as u32) << 4
-}
-
-/// Lanes are tokens; a lane holds eight consecutive channels.
-fn pack_keys(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
+fn pack_keys<const FMA: bool>(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
     let Shape { d, d16, .. } = shape;
-    for token in 0..G {
+    let lane = |nibbles: u64| nibbles as u32 | ((nibbles >> 32) as u32) << 4;
+    for block in 0..G / 16 {
         for step in 0..d / 8 {
-            let mut bytes = [0u8; 8];
-            bytes.copy_from_slice(&codes[token * d16 + 8 * step..][..8]);
-            let x = u64::from_le_bytes(bytes);
-            let at = ((token / 64 * (d / 8) + step) * 4 + token / 16 % 4) * 64 + token % 16 * 4;
-            upper[at..at + 4].copy_from_slice(&lane((x >> 4) & NIBBLES).to_le_bytes());
+            let mut x = [0u64; 16];
+            for (token, x) in x.iter_mut().enumerate() {
+                *x = u64::from_le_bytes(take(codes, (16 * block + token) * d16 + 8 * step));
+            }
+            let at = ((block / 4 * (d / 8) + step) * 4 + block % 4) * 64;
+            put(upper, at, x.map(|x| lane((x >> 4) & NIBBLES)));
             if !lower.is_empty() {
-                lower[at..at + 4].copy_from_slice(&lane(x & NIBBLES).rotate_right(4).to_le_bytes());
+                put(lower, at, x.map(|x| lane(x & NIBBLES).rotate_right(4)));
             }
         }
+    }
+}
+
+/// Writes a vector of lanes from byte `at` on.
+#[inline(always)]
+fn put(out: &mut [u8], at: usize, lanes: [u32; 16]) {
+    let out = &mut out[at..at + 64];
+    for (out, lane) in out.chunks_exact_mut(4).zip(lanes) {
+        out.copy_from_slice(&lane.to_le_bytes());
     }
 }
 
@@ -207,7 +234,7 @@ fn pack_values<const FMA: bool>(shape: Shape, codes: &[u8], upper: &mut [u8], lo
                 let c = (first + vector) * 16;
                 let (mut u, mut l) = ([0u32; 16], [0u32; 16]);
                 for i in 0..8 {
-                    let row = &codes[(8 * step + i) * d16 + c..][..16];
+                    let row: [u8; 16] = take(codes, (8 * step + i) * d16 + c);
                     let nibble = if i < 4 { 8 * i } else { 8 * (i - 4) + 4 };
                     for lane in 0..16 {
                         let code = u32::from(row[lane]);
@@ -216,13 +243,9 @@ fn pack_values<const FMA: bool>(shape: Shape, codes: &[u8], upper: &mut [u8], lo
                     }
                 }
                 let at = (first * G / 8 + step * vectors + vector) * 64;
-                for (lane, word) in u.iter().enumerate() {
-                    upper[at + 4 * lane..][..4].copy_from_slice(&word.to_le_bytes());
-                }
+                put(upper, at, u);
                 if !lower.is_empty() {
-                    for (lane, word) in l.iter().enumerate() {
-                        lower[at + 4 * lane..][..4].copy_from_slice(&word.rotate_right(4).to_le_bytes());
-                    }
+                    put(lower, at, l.map(|lane| lane.rotate_right(4)));
                 }
             }
         }
