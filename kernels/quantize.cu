@@ -574,8 +574,8 @@ DEV bool grid_of_values(Group& found, double step, double low, double high, int 
   }
   const double scale = (most > 15 ? 16.0 : 1.0) * step;
   // Codes n - q + offset, or those of -n with the step -d, are 0 .. most.
-  const double q[2] = {(double)roundest((int)last - most + offset, (int)first + offset),
-                       -(double)roundest(-(int)first - most + offset, offset - (int)last)};
+  const double one = step * roundest((int)last - most + offset, (int)first + offset);
+  const double other = -step * roundest(-(int)first - most + offset, offset - (int)last);
   auto half_of = [](double x) {
     uint16_t bits;
     asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(x));
@@ -583,9 +583,9 @@ DEV bool grid_of_values(Group& found, double step, double low, double high, int 
   };
   auto exact = [&](double zero) { return (double)Half::to_float(half_of(zero)) == zero; };
   if (!exact(scale)) return false;
-  const int other = !exact(q[0] * step) && exact(q[1] * step);
-  found.scale_bits = half_of(other ? -scale : scale);
-  found.zero_bits = half_of(q[other] * step);
+  const bool negative = !exact(one) && exact(other);
+  found.scale_bits = half_of(negative ? -scale : scale);
+  found.zero_bits = half_of(negative ? other : one);
   found.scale = Half::to_float(found.scale_bits);
   found.zero = Half::to_float(found.zero_bits);
   found.ok = is_finite(found.scale) && is_finite(found.zero);

@@ -4,6 +4,7 @@
 use crate::CpuBackend;
 use crate::bench::{SPREAD, logits};
 use crate::panel::PANEL;
+use crate::weights::nibble_bytes;
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Sensitive, TargetWeights, View, Weights};
@@ -152,7 +153,8 @@ struct Small {
     /// Position of the last token, and the pages that it sees.
     position: usize,
     visible: usize,
-    /// The model's numbers over these: layers, vocabulary, layers that see all tokens and local ones, pages.
+    /// The model's numbers over these: layers (in nibbles their bytes, as some layers have more than others), vocabulary, layers
+    /// that see all tokens and local ones, pages.
     layers: f64,
     vocab: f64,
     kinds: [f64; 2],
@@ -160,7 +162,7 @@ struct Small {
 }
 
 impl Small {
-    fn new(all: &ModelConfig, context: usize) -> Small {
+    fn new(all: &ModelConfig, weights: TargetWeights, context: usize) -> Small {
         let (layer, row) = (layer_weights(all) * all.dtype.bytes(), all.hidden * all.dtype.bytes());
         let vocab = all.vocab.min((SPREAD / 4 / row).next_multiple_of(PANEL));
         let room = (SPREAD - (vocab * row).min(SPREAD / 4)) / layer.max(1);
@@ -183,7 +185,13 @@ impl Small {
         Small {
             position: last - (visible_pages(last) - visible) * G,
             visible,
-            layers: of(all.layers, layers),
+            layers: match weights {
+                TargetWeights::Checkpoint => of(all.layers, layers),
+                TargetWeights::Int8 | TargetWeights::Int4 => {
+                    let options = Options { weights, ..Options::new(1, G) };
+                    of(nibble_bytes(all, &options), nibble_bytes(&config, &options))
+                }
+            },
             vocab: of(all.vocab, vocab),
             kinds: [of(all_kinds[0], some_kinds[0]), of(all_kinds[1], some_kinds[1])],
             pages: of(visible_pages(last), visible).max(1.0),
@@ -203,7 +211,7 @@ struct StandIn {
 
 impl StandIn {
     fn new(work: &Workload, hooks: Hooks) -> Result<StandIn> {
-        let small = Small::new(work.config, work.context);
+        let small = Small::new(work.config, work.weights, work.context);
         let (position, visible) = (small.position, small.visible);
         let backend = load(work, small.config.clone(), position, hooks)?;
         let mut stand_in = StandIn { backend, view: work.view, small, recent_s: 0.0 };
@@ -439,7 +447,8 @@ mod tests {
 
     #[test]
     fn a_small_model_is_timed_whole() {
-        let Small { config, position, visible, layers, vocab, kinds, pages } = Small::new(&small(), 1000);
+        let Small { config, position, visible, layers, vocab, kinds, pages } =
+            Small::new(&small(), TargetWeights::Int4, 1000);
         assert_eq!((config, position, visible), (small(), 999, visible_pages(999)));
         assert_eq!((layers, vocab, kinds, pages), (1.0, 1.0, [1.0, 0.0], 1.0));
     }
@@ -459,7 +468,7 @@ mod tests {
             local: Some(Local { layers, reach: 1024, rope: small().rope }),
             ..small()
         };
-        let part = Small::new(&large, 131_072);
+        let part = Small::new(&large, TargetWeights::Int8, 131_072);
         // A layer has 416 MiB; of local and other layers there is at least one each.
         assert_eq!((part.config.layers, part.layers, part.kinds), (2, 24.0, [8.0, 40.0]));
         assert_eq!((part.config.vocab, part.vocab), (16_384, 128_256.0 / 16_384.0));
@@ -467,6 +476,9 @@ mod tests {
         assert_eq!((part.visible, part.pages), (256, 1022.0 / 256.0));
         assert_eq!(visible_pages(part.position), part.visible);
         assert_eq!(part.position % G, 131_071 % G);
+        // Of the two timed layers one has both planes of `down`, of all 48 a quarter.
+        let int4 = Small::new(&large, TargetWeights::Int4, 131_072);
+        assert_eq!((int4.layers * 100.0).round(), 2_286.0);
     }
 
     #[test]

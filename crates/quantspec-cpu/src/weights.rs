@@ -182,6 +182,19 @@ pub(crate) fn plan(checkpoint: &Checkpoint, options: &Options) -> (usize, usize)
     (full + embedding + vectors(config), tiles)
 }
 
+/// Bytes of the matrices of all layers in nibbles.
+pub(crate) fn nibble_bytes(config: &ModelConfig, options: &Options) -> usize {
+    let sizes = Sizes::new(config, options);
+    let layer = |index: usize| -> usize {
+        let bytes = |(&(panels, k, _), parts): (&(usize, usize, Option<Bits>), &[LayerPart])| {
+            let both_from = both_from(config, options.weights, Part::Layer(index, parts[0]), panels);
+            Planes::bytes_of(panels, k, both_from.unwrap_or(panels))
+        };
+        sizes.layer.iter().zip(LINEARS).map(bytes).sum()
+    };
+    (0..config.layers).map(layer).sum()
+}
+
 /// Number format of a matrix made of several tensors: theirs, or f32, which holds all of them exactly, if they differ.
 fn dtype_of(checkpoint: &Checkpoint, mut parts: impl Iterator<Item = Part>) -> Dtype {
     let first = parts.next().map_or(Dtype::F32, |part| checkpoint.dtype(part));

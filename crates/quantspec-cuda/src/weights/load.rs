@@ -155,7 +155,7 @@ impl<'a> Loader<'a> {
         self.device.copied(&values)
     }
 
-    /// A matrix of the target, in F32 if it becomes nibbles and the file has codes of it: codes times scales, not rounded.
+    /// A matrix of a layer, in F32 if it becomes nibbles and the file has codes of it: codes times scales, not rounded.
     fn matrix(&mut self, pieces: &[Piece]) -> Result<Matrix> {
         let in_codes = self.nibbles && pieces.iter().any(|piece| self.checkpoint.has_codes(piece.part));
         self.matrix_in(in_codes.then_some(Dtype::F32), pieces)
@@ -200,8 +200,9 @@ impl<'a> Loader<'a> {
         Ok(Matrix { buffer, dtype, n, k })
     }
 
-    fn plain(&mut self, part: Part) -> Result<Matrix> {
-        self.matrix(&[Piece { part, first: 0, interleave: 0 }])
+    /// A table in the number format of [`Checkpoint::dtype`]: in F32 a large one would need more memory than the loaded model.
+    fn table(&mut self, part: Part) -> Result<Matrix> {
+        self.matrix_in(None, &[Piece { part, first: 0, interleave: 0 }])
     }
 
     /// A layer's matrices, in the order of [`shapes`].
@@ -258,8 +259,7 @@ impl<'a> Loader<'a> {
     }
 
     fn embedding(&mut self) -> Result<Embedding> {
-        let Matrix { buffer, dtype, .. } =
-            self.matrix_in(None, &[Piece { part: Part::Embedding, first: 0, interleave: 0 }])?;
+        let Matrix { buffer, dtype, .. } = self.table(Part::Embedding)?;
         let mut table = self.device.pinned(buffer.bytes())?;
         buffer.read_pinned(0, &mut table, buffer.bytes())?;
         Ok(Embedding { table, dtype })
@@ -380,7 +380,7 @@ pub(crate) fn load(
         true => (None, Part::Embedding),
         false => (Some(loader.embedding()?), Part::Head),
     };
-    let head = maker.full(loader.plain(head)?, &[], 0, 0)?;
+    let head = maker.full(loader.table(head)?, &[], 0, 0)?;
     let draft_head = match &head {
         Full::Whole(head) => maker.draft(head, head_bits(options), 0)?,
         Full::Nibbles(_) => None,
