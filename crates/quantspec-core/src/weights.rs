@@ -11,9 +11,8 @@
 //! step except at ties, and no remainder is clipped.
 //!
 //! The range covers 240 to 247 of the 255 fine steps s/16 of the codes: the number of [`STEPS`] with the least squared error
-//! in view Both. The range may start at any of [`FIRST_CODES`]; the zero whose upper codes have the least
-//! squared error is kept. A smaller s would clip the ends of a group in view Both, which costs the target more than the draft
-//! gains.
+//! in view Both. The range may start at any of [`FIRST_CODES`]; the zero whose upper codes have the least squared error is
+//! kept. A smaller s would clip the ends of a group in view Both, which costs the target more than the draft gains.
 //!
 //! Squared errors are weighed by the importance of the matrix's inputs ([`importance`]), if the caller passes it.
 //!
@@ -42,7 +41,8 @@ pub const SMALL_GROUP: usize = 32;
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
 /// Candidate numbers of fine steps in a group's range. Rounding to a few grids and keeping the best of them takes a quarter
-/// off the squared error in view Both (of a [`GROUP`] a sixth). With more steps fewer of [`FIRST_CODES`] fit, and the draft would lose.
+/// off the squared error in view Both of a [`SMALL_GROUP`], a sixth of a [`GROUP`]. With more steps fewer of [`FIRST_CODES`]
+/// fit, and the draft would lose.
 pub const STEPS: [u8; 8] = [240, 241, 242, 243, 244, 245, 246, 247];
 
 /// The code with both nibbles 0.

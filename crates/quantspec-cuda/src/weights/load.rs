@@ -24,8 +24,7 @@ const READERS: usize = 4;
 const READ_MIN: usize = 1 << 20;
 
 /// Runs the first of several jobs on this thread and each of the others on one of its own.
-fn on_threads(jobs: impl Iterator<Item = impl FnOnce() -> Result<()> + Send>) -> Result<()> {
-    let mut jobs = jobs;
+fn on_threads(mut jobs: impl Iterator<Item = impl FnOnce() -> Result<()> + Send>) -> Result<()> {
     let Some(first) = jobs.next() else { return Ok(()) };
     std::thread::scope(|scope| {
         let others: Vec<_> = jobs.map(|job| std::thread::Builder::new().spawn_scoped(scope, job)).collect();
@@ -40,7 +39,7 @@ fn on_threads(jobs: impl Iterator<Item = impl FnOnce() -> Result<()> + Send>) ->
     })
 }
 
-/// Reads rows of a matrix in a number format with several threads: that of [`Checkpoint::dtype`], or F32 of a quantised one.
+/// Reads rows of a matrix with several threads, in the number format of [`Checkpoint::dtype`], or in F32 as codes times scales.
 fn read_rows(checkpoint: &Checkpoint, part: Part, dtype: Dtype, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
     let row_bytes = out.len() / rows.len().max(1);
     let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
