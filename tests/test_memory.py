@@ -15,13 +15,15 @@ SAMPLE = Path(hub.__file__).with_name("sample.txt")
 
 
 @pytest.mark.slow
-def test_the_peak_is_the_plan(tmp_path: Path) -> None:
-    # Twelve sequences fill 140 MB of pages, buffers and weights; Python's own growth is small next to that.
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_peak_is_the_plan(tmp_path: Path, recorded: bool) -> None:
+    # Twelve sequences, or a long one, fill 140 MB of pages, buffers and weights; Python's own growth is small next to that.
+    # The twelve texts differ from their first words on, so they share no page.
+    text = SAMPLE.read_text(encoding="utf-8")
     prompts = []
-    for number in range(12):
-        # The texts differ from their first words on, so they share no page.
+    for number in range(1 if recorded else 12):
         prompts += ["--prompt", str(tmp_path / str(number))]
-        (tmp_path / str(number)).write_text(f"Text {number}. {SAMPLE.read_text(encoding='utf-8')}", encoding="utf-8")
+        (tmp_path / str(number)).write_text(f"Text {number}. {text * (12 if recorded else 1)}", encoding="utf-8")
     command = [
         sys.executable,
         "-m",
@@ -39,6 +41,7 @@ def test_the_peak_is_the_plan(tmp_path: Path) -> None:
         "--threads",
         "2",
         "--json",
+        *(["--prompt-cache", str(tmp_path / "cache")] if recorded else []),
     ]
     done = subprocess.run(command, capture_output=True, check=True)
     stats = json.loads(done.stdout)["stats"]

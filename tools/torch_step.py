@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Time plain decoding in PyTorch, as a baseline for `quantspec bench`.
 
-    python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 [--vocab 8192]
+    python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 [--batch 8,24] [--vocab 8192]
 
 One step of a Llama shape with random BF16 weights: layers by torch.compile, GEMMs by cuBLAS, attention over a 16-bit
-cache by FlashAttention-2, all in one CUDA graph. Prints one JSON object per depth: milliseconds (median of replays
-without the host in between). Needs PyTorch and a GPU.
+cache, all in one CUDA graph. Attention is by FlashAttention-2 and by cuDNN in turn, and the faster one counts. Prints one
+JSON object per batch and depth: milliseconds (median of replays without the host in between). Needs PyTorch and a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 try:
     import torch
@@ -23,9 +24,14 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}\nhint: pip install torch")
 
-HIDDEN, HEADS, DIM, LAYERS = 4096, 32, 128, 32
-# KV heads, feed-forward width, vocabulary.
-SHAPES = {"llama-2-7b": (32, 11008, 32000), "llama-3.1-8b": (8, 14336, 128256)}
+DIM, LAYERS = 128, 32
+# Query heads, KV heads, feed-forward width, vocabulary. `wide-16-heads` is the model of the batches in docs/benchmarks.md.
+SHAPES = {
+    "llama-2-7b": (32, 32, 11008, 32000),
+    "llama-3.1-8b": (32, 8, 14336, 128256),
+    "wide-16-heads": (16, 16, 5632, 8192),
+}
+ATTENTION = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 REPLAYS = 30
 
 
@@ -36,38 +42,46 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Layer:
-    """One decoder layer around its attention."""
+    """One decoder layer around its attention, with the cache of `batch` sequences."""
 
-    def __init__(self, kv_heads: int, wide: int, depth: int) -> None:
+    def __init__(self, shape: str, batch: int, depth: int) -> None:
         def tensor(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
 
-        self.kv_heads, self.depth = kv_heads, depth
-        self.qkv, self.out = tensor((HEADS + 2 * kv_heads) * DIM, HIDDEN), tensor(HIDDEN, HEADS * DIM)
-        self.gate_up, self.down = tensor(2 * wide, HIDDEN), tensor(HIDDEN, wide)
-        self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self.keys, self.values = tensor(1, kv_heads, depth, DIM), tensor(1, kv_heads, depth, DIM)
+        self.heads, self.kv_heads, wide, _ = SHAPES[shape]
+        hidden = self.heads * DIM
+        self.qkv, self.out = tensor(hidden + 2 * self.kv_heads * DIM, hidden), tensor(hidden, hidden)
+        self.gate_up, self.down = tensor(2 * wide, hidden), tensor(hidden, wide)
+        self.norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+        self.keys, self.values = (tensor(batch, self.kv_heads, depth, DIM) for _ in range(2))
 
-    def step(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """A token's hidden state after the layer; stores its key and value as the cache's last."""
-        query, key, value = before(x, self.norm, self.qkv, cos, sin, kv_heads=self.kv_heads)
-        self.keys[0, :, -1].copy_(key)
-        self.values[0, :, -1].copy_(value)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    def step(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: SDPBackend) -> torch.Tensor:
+        """The hidden states [batch, hidden] after the layer; stores the tokens' keys and values as the cache's last."""
+        query, key, value = before(x, self.norm, self.qkv, cos, sin, heads=self.heads, kv_heads=self.kv_heads)
+        self.keys[:, :, -1].copy_(key)
+        self.values[:, :, -1].copy_(value)
+        with sdpa_kernel(attention):
             seen = functional.scaled_dot_product_attention(
-                query[None, :, None], self.keys, self.values, enable_gqa=self.kv_heads != HEADS
+                query[:, :, None], self.keys, self.values, enable_gqa=self.kv_heads != self.heads
             )
         weights = {"norm": self.norm, "out": self.out, "gate_up": self.gate_up, "down": self.down}
-        return after(x, seen.reshape(1, HEADS * DIM), **weights)
+        return after(x, seen.reshape(x.shape), **weights)
 
 
 @torch.compile
 def before(
-    x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, kv_heads: int
+    x: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, projections, rotation."""
-    qkv = functional.linear(functional.rms_norm(x, (HIDDEN,), norm, 1e-5), weight).view(-1, DIM)
-    query, key, value = qkv.split([HEADS, kv_heads, kv_heads])
+    """Norm, projections, rotation: queries, keys and values [batch, heads, channels]."""
+    qkv = functional.linear(functional.rms_norm(x, norm.shape, norm, 1e-5), weight).view(len(x), -1, DIM)
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], 1)
     return rotate(query, cos, sin), rotate(key, cos, sin), value
 
 
@@ -83,7 +97,7 @@ def after(
 ) -> torch.Tensor:
     """Output projection and the feed-forward network."""
     x = x + functional.linear(seen, out)
-    gate, up = functional.linear(functional.rms_norm(x, (HIDDEN,), norm, 1e-5), gate_up).chunk(2, -1)
+    gate, up = functional.linear(functional.rms_norm(x, norm.shape, norm, 1e-5), gate_up).chunk(2, -1)
     return x + functional.linear(functional.silu(gate) * up, down)
 
 
@@ -109,21 +123,31 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 @torch.no_grad()
-def measure(shape: str, depth: int, vocab: int | None) -> dict[str, object]:
-    """One depth."""
-    kv_heads, wide, own_vocab = SHAPES[shape]
-    layers = [Layer(kv_heads, wide, depth) for _ in range(LAYERS)]
-    head = torch.randn(vocab or own_vocab, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(1, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    cos, sin = torch.rand(2, 1, DIM // 2, device="cuda", dtype=torch.bfloat16).unbind()
+def measure(shape: str, batch: int, depth: int, vocab: int | None) -> dict[str, object]:
+    """A step of `batch` sequences of `depth` tokens each."""
+    heads, _, _, own_vocab = SHAPES[shape]
+    layers = [Layer(shape, batch, depth) for _ in range(LAYERS)]
+    head = torch.randn(vocab or own_vocab, heads * DIM, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(batch, heads * DIM, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.rand(2, 1, 1, DIM // 2, device="cuda", dtype=torch.bfloat16).unbind()
 
-    def step() -> torch.Tensor:
+    def step(attention: SDPBackend) -> torch.Tensor:
         state = x
         for layer in layers:
-            state = layer.step(state, cos, sin)
+            state = layer.step(state, cos, sin, attention)
         return functional.linear(state, head).argmax(-1)
 
-    return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(milliseconds(step), 3)}
+    times = {name: milliseconds(partial(step, attention)) for name, attention in ATTENTION.items()}
+    fastest = min(times, key=lambda name: times[name])
+    return {
+        "device_name": torch.cuda.get_device_name(),
+        "shape": shape,
+        "vocab": len(head),
+        "batch": batch,
+        "depth": depth,
+        "ms": round(times[fastest], 3),
+        "attention": fastest,
+    }
 
 
 def numbers(text: str) -> list[int]:
@@ -139,13 +163,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time a plain decoding step in PyTorch.")
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
     parser.add_argument("--depths", type=numbers, default=[4096], help="comma list")
+    parser.add_argument("--batch", type=numbers, default=[1], help="comma list of numbers of sequences")
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, to compare with a widened checkpoint")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
-    for depth in options.depths:
-        print(json.dumps(measure(options.shape, depth, options.vocab)), flush=True)
-        torch.cuda.empty_cache()
+    for batch in options.batch:
+        for depth in options.depths:
+            print(json.dumps(measure(options.shape, batch, depth, options.vocab)), flush=True)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

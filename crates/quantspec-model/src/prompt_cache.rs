@@ -37,8 +37,10 @@ pub const BLOCK_TOKENS: usize = G;
 
 const FORMAT: Format =
     Format { magic: *b"QSPROMPT", version: 1, suffix: "prompt", prefix: ".quantspec-prompt-", holds: "prompts" };
-/// Bytes read or copied between two calls of the poll hook.
+/// Bytes read between two calls of the poll hook, enough for [`READERS`].
 const PIECE_BYTES: usize = 32 << 20;
+/// Bytes written between two calls of the poll hook. The plan does not count this memory, so it is small.
+const WRITTEN_BYTES: usize = 1 << 20;
 /// Threads that read and check a piece, enough for the fastest disks.
 const READERS: usize = 8;
 /// Fewest bytes for which another reader thread pays.
@@ -576,7 +578,7 @@ impl Reuse {
             }
             Kept::Disk { file, patience_s } => {
                 let began = Instant::now();
-                let per_piece = (PIECE_BYTES / segment_bytes).max(1);
+                let per_piece = (WRITTEN_BYTES / segment_bytes).max(1);
                 for start in (0..blocks).step_by(per_piece) {
                     let count = per_piece.min(blocks - start);
                     self.buffer.resize(count * segment_bytes, 0);
