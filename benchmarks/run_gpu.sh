@@ -50,13 +50,14 @@ shape_8b() {
 # A batch of sequences, on a model with 16 KV heads: as many as fit at each context.
 batches() {
     local batch=(quantspec bench -m "$work/wide-16-heads" -p 0 -n 250 -r 1 --warm-up 256 --device cuda -o jsonl)
-    for sizes in "--batch 8 -d 4096,16384,31000" "--batch 32 -d 4096,16384" "--batch 64,128 -d 1024,4096" \
-        "--batch 256 -d 2048"; do
+    for sizes in "--batch 8,32 -d 4096,16384,31000" "--batch 64,128 -d 1024,4096" "--batch 256 -d 2048"; do
         # shellcheck disable=SC2086
         "${batch[@]}" $sizes --methods ar-int8,quantspec --draft-pages auto,16,64
         # shellcheck disable=SC2086
         "${batch[@]}" $sizes --methods quantspec --draft-pages auto,16 --accept rejection
     done >"$work/batch.jsonl"
+    # With its 16-bit cache, 24 sequences of 16,384 tokens fit.
+    python tools/torch_step.py --shape wide-16-heads --batch 8,24 --depths 4096,16384 >"$work/batch-torch.jsonl"
 }
 documents() {
     # A folder of 64 documents of 2,000 to 60,000 tokens, by `quantspec batch`.
@@ -84,6 +85,7 @@ fi
 record wide7
 test -z "$models" || record wide8
 sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
+cp "$work/batch-torch.jsonl" benchmarks/results/h200-batch-torch.jsonl
 cp "$work/folder.json" benchmarks/results/h200-folder.json
 cp "$work/quoting.json" benchmarks/results/h200-quoting.json
 sed "s#$work/tmp[^:]*#FOLDER#" "$work/second-question.json" >benchmarks/results/h200-second-question.json
