@@ -58,7 +58,7 @@ class Lists(click.Option):
     """A comma-separated list. click uses the last of several silently; here they are joined."""
 
     def add_to_parser(self, parser: Any, _ctx: click.Context) -> None:
-        """Has the parser keep each."""
+        """Makes the parser keep every occurrence."""
         parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=1)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:

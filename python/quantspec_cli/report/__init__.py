@@ -222,7 +222,7 @@ def _version() -> str:
 
 
 def _longest_answers(rows: Sequence[Row]) -> list[Row]:
-    """Decoding, of each measurement the longest answers, as a chart's labels do not have their length."""
+    """The decoding rows; of rows that differ only in the answers' length, which labels do not show, the longest."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         key = (row["model"], _test(row))
