@@ -7,7 +7,7 @@ use crate::stop::Stop;
 /// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
-/// Tokens that those of other candidates count as, at most, in the acceptance of one.
+/// Most tokens for which the judged tokens of other candidates count in one candidate's acceptance.
 const POOLED: f64 = 20.0;
 
 /// Largest α: the geometric sum of expected tokens has a closed form below 1.
@@ -37,7 +37,7 @@ impl Candidate {
             prior: None,
             forecast: f64::INFINITY,
             step: Timings::default(),
-            // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
+            // The prior: on ordinary text 4-bit drafts reach at least four of five tokens.
             acceptance: Ratio { numerator: 4.0, denominator: 5.0 },
             margins: Ratio { numerator: 2.0, denominator: 2.0 / MARGIN_SCALE },
             rounds: 0,

@@ -107,7 +107,7 @@ pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
             target[rows].push(stand_in.target(ROWS[rows])?);
         }
         stand_in.backend.poll()?;
-        // In plain decoding the pass before read the same weights.
+        // Not timed: in plain decoding a pass follows one that read the same weights.
         stand_in.target(1)?;
         for _ in 1..DRAFTED {
             target[0].push(stand_in.target(1)?);
@@ -153,8 +153,8 @@ struct Small {
     /// Position of the last token, and the pages that it sees.
     position: usize,
     visible: usize,
-    /// The model's numbers over these: layers (in nibbles their bytes, as some layers have more than others), vocabulary, layers
-    /// that see all tokens and local ones, pages.
+    /// The model's numbers divided by those of `config`: layers (in nibbles their bytes, because these differ by layer),
+    /// vocabulary, layers that see all tokens and local ones, pages.
     layers: f64,
     vocab: f64,
     kinds: [f64; 2],
