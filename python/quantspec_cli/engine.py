@@ -242,8 +242,8 @@ class Engine:
                 a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
-                memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do
-                not fit; `info` reports the choice).
+                memory; drafts read the upper nibbles), "int4" (of most matrices the upper nibbles alone), or "auto" (int8 if
+                the checkpoint's do not fit; `info` reports the choice).
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".

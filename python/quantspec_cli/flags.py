@@ -211,7 +211,7 @@ def engine_flags(command: Command) -> Command:
             "--weights",
             WEIGHTS,
             text="The target's weights, which define the output. checkpoint: as in the file; int8: half the memory, drafts "
-            "read the upper nibbles; int4: the upper nibbles alone; auto: int8 if the checkpoint's do not fit.",
+            "read the upper nibbles; int4: mostly the upper nibbles alone; auto: int8 if the checkpoint's do not fit.",
         ),
         choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output."),
         choice_flag(
