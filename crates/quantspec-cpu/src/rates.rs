@@ -378,7 +378,7 @@ fn timed(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<
     Ok(median(&times, |time| *time))
 }
 
-/// The median of a part of some measurements, since a step in decoding is no faster than usual either; 0 of none.
+/// The median of one part of the measurements, because the least is faster than a usual step in decoding; 0 without any.
 fn median<T>(times: &[T], part: impl Fn(&T) -> f64) -> f64 {
     let mut times: Vec<f64> = times.iter().map(part).collect();
     times.sort_by(f64::total_cmp);
