@@ -81,8 +81,8 @@ mod tests {
             let acceptance = Ratio { numerator: accepted, denominator: judged };
             Candidate { prior, acceptance, rounds: 9, ..Candidate::new() }
         };
-        // Ten tokens of its own, all accepted. Of a hundred of a candidate that reads more a tenth was rejected, so here it
-        // would have been a fifth: 4 of 20 tokens.
+        // Ten tokens of its own, all accepted. Another candidate, which reads more, lost 10 of 100. By the priors this one loses
+        // twice as many, which counts as 4 of 20 tokens.
         let (few, all) = (of(2.0, Reads::DraftWeights, 10.0, 10.0), of(1.0, Reads::DraftWeights, 90.0, 100.0));
         let found = acceptance(&[all.clone(), few.clone()], 1);
         assert!((found - 26.0 / 30.0).abs() < 1e-9, "{found}");
