@@ -355,8 +355,8 @@ struct DraftReader {
     release_stage(full + (full < first_bar ? 2 * bytes : bytes), piece.seen());
   }
 };
-// A warp's input of a group: codes of row g / 2 for even g; of row c the scale, a sixteenth of it, and scale times the
-// sums of the codes (of both halves with PLANES, else twice that of the group).
+// A warp's input of a group: the codes of row g / 2, for even g. Of row c it has the scale, a sixteenth of the scale,
+// and the scale times two sums of codes: with PLANES those of the halves, else twice the group's.
 template <bool PLANES>
 struct DraftInput {
   uint4 b[2];

@@ -31,9 +31,8 @@
         PlanePieces<PLANES, DEEP * LINEAR_WARPS>{upper, lower, stride}, x, nullptr, y, groups, tiles, n, rows, \
         (size_t)pitch * 2, NextWeights{next, next_bytes});                                                     \
   }
-// Blocks of half an SM make whole steps of one row slower. 16 computing warps, one arrival per warp, loads of the next
-// chunk's codes before the products of the current one, more stages, and SiLU or RoPE in the epilogue do not make them
-// faster.
+// Not faster: blocks of half an SM (slower in whole steps of one row), 16 computing warps, one arrival per warp,
+// loading the next chunk's codes before the current chunk is multiplied, more stages, SiLU or RoPE in the epilogue.
 PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 3, 2, false, 104, 197192)
 PLANE_PIPELINE(both, 2, 2, 1, 2, 4, 7, 2, 2, false, 144, 196256)
 PLANE_PIPELINE(upper, 1, 1, 1, 2, 4, 14, 4, 2, false, 104, 203584)

@@ -1,5 +1,5 @@
-// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a
-// 4-bit target) the upper one alone.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads all planes that there are, a
+// draft the upper one alone. Most matrices of a 4-bit target have that one only.
 //
 // The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a
 // 16-bit float: C 2^-24 in f16, C 2^-133 in bfloat16, both exact (subnormal or nearly so). So unpacking needs masks and

@@ -214,9 +214,10 @@ DEV void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Accumulators (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): warp w of the warpgroup, lane = 4 g + c,
-// holds rows 16 w + g and 16 w + g + 8, and of every 8 columns j two, 8 j + 2 c and the next. d[4 j], d[4 j + 1] are in
-// the first row, d[4 j + 2], d[4 j + 3] in the second. Operand A in registers: the same elements, packed to pairs.
+// Accumulators (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"): lane = 4 g + c of warp w of the warpgroup
+// holds rows 16 w + g and 16 w + g + 8. Of every 8 columns j it holds two, 8 j + 2 c and the next:
+// d[4 j] and d[4 j + 1] of the first row, d[4 j + 2] and d[4 j + 3] of the second. Operand A in registers: the same
+// elements, packed to pairs.
 //
 // OUT*: lists of operands, from d[i] on; LIST*: their places in the instruction.
 #define OUT4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

@@ -9,8 +9,8 @@
 // O are named as in FlashAttention, i counts accumulators, j tiles of keys.
 //
 // LOCAL: a query sees its last `reach` keys, key > query - reach, and tiles that no row of the block sees are skipped.
-// Scores of hidden keys are minus infinity: a tile of which a row sees nothing then leaves the row's sums as they are
-// to the bit, before its first visible key, too.
+// Scores of hidden keys are minus infinity. So a tile without a key that a row sees changes no bit of the row's sums,
+// also before the row's first visible key.
 //
 // sm_90a uses wgmma and TMA, except for heads of 256 channels. Those and other architectures use mma.sync and cp.async.
 #include "layout.cuh"
@@ -279,7 +279,7 @@ struct Consumer {
 
 // Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1};
 // O: box {64, 64, 1}. Q and O have n rows, K and V q0 + n; rows beyond read as zero and are masked. With one consumer,
-// the second half of Q's box is loaded in vain.
+// the second half of Q's box is not used.
 template <int D, bool LOCAL, int CONSUMERS, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0,
                 int group, float scale_log2, int reach) {

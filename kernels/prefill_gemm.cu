@@ -45,7 +45,7 @@ struct Config {
 // Registers per thread after the hand-over.
 enum { PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232 };
 // Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of
-// CTAs; slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED bytes of shared memory. build.rs copies
+// CTAs; slim pairs and single CTAs if wider tiles would leave SMs idle. SHARED: bytes of shared memory. build.rs copies
 // these rows for the launcher.
 #define TILE(NAME, COLUMNS, CONSUMERS, CLUSTER, STAGES, SHARED) \
   template <class T>                                            \

@@ -21,10 +21,10 @@ const PACKAGE: &str = "cuda-toolkit[nvrtc,cudart]==12.8.1";
 const PTX_VERSION: &str = "8.0";
 
 /// Machine code images. 86 also serves 87 and 89, 100 also 103, 120 also 121 (newer minor of the same major). Compiled for 89,
-/// 170 of 178 kernels have the instructions of 86, also all GEMMs and attention. 90a enables the Hopper-only instructions.
+/// all GEMMs and attention have the instructions of 86. 90a enables the Hopper-only instructions.
 const ARCHITECTURES: [&str; 7] = ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120", "compute_80"];
 
-/// Compiled on request and not embedded: shows in a third of the time of sm_75 that the lines compile which only Turing has.
+/// Compiled on request and not embedded: checks in a third of sm_75's time that the lines for Turing alone compile.
 const CHECKED: &str = "compute_75";
 
 /// Deflate level: 6 compresses within 2 % of 10, five times faster.

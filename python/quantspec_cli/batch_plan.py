@@ -71,7 +71,7 @@ def room(
     todo: Sequence[Job],
     opened: _native.OpenDevice,
 ) -> Room:
-    """The number of concurrent sequences that memory holds on average, as they share its pages."""
+    """The longest sequence that fits, and as many sequences as memory holds on average, because they share its pages."""
     wanted = longest(reader, todo)
     plan_of = partial(planned, reader.model, engine_options, opened=opened)
     alone = plan_of(context=wanted)
@@ -196,7 +196,7 @@ def _predicted_rates(model: Model, options: EngineOptions, document: Mapping[str
 
 def _decode_rate(rows: Sequence[Mapping[str, Any]], options: EngineOptions) -> float:
     """Predicted tokens/s of the options' method, or of plain decoding if the method is not predicted. With `--draft-pages
-    auto` they are those of its fastest row. Otherwise the row has at least the draft's pages, and as few more as possible.
+    auto` its fastest row counts, otherwise the row with the fewest pages that are at least the draft's.
     """
 
     def predicted(method: str) -> dict[float, float]:

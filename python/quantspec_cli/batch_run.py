@@ -151,7 +151,7 @@ class Run:
         finished |= {source.name: "failed" for source in workload.failed}
         self.journal.move(workload.moved)
         workload.foreign = set(self.journal.begin(todo, finished))
-        # From now on, as a GPU's context takes as long as counting some hundred thousand tokens.
+        # Opened during the count: creating a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None
         ready = self._examined(opening)
         self._count_s = time.perf_counter() - started
@@ -178,7 +178,7 @@ class Run:
     def _opened(
         self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]
     ) -> tuple[Engine | Cluster | None, int]:
-        """The engine, and how many documents decode together; they wait for it. No engine if memory holds no document."""
+        """The engine, and how many documents decode together. Queues them. No engine if memory holds none of them."""
         arguments, reader = self.arguments, self.reader
         # Longest first, so that no long document decodes alone at the end.
         ready = sorted(ready, key=lambda job: -(job.tokens or 0))
@@ -297,8 +297,8 @@ class Run:
         return mapreduce.Call(self._generate(engine, job, prompt))
 
     def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
-        """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error is
-        that of the first of them, whichever ends first: those before it have begun, and all that have begun are awaited.
+        """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error of
+        the first text in order is raised: texts begin in order, and all that have begun are awaited.
         """
         job.known_calls += len(parts)
         if len(parts) == 1:
@@ -340,7 +340,7 @@ class Run:
                 self._view.known(known["prompt_tokens"], len(known["tokens"]))
                 return Generation(**known)
         found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
-        # A full disk is an error when the answer is written. Until then it costs only a repetition after an interrupt.
+        # A full disk is reported when the document's answer is written. A part that is not kept may be decoded twice.
         with self._writing, suppress(FileError):
             self.journal.keep_call(*key, asdict(found))
         return found
@@ -383,7 +383,7 @@ class Run:
                 raise KeyboardInterrupt
             for _ in stream:
                 call.stage, call.done = "decoding", stream.new_tokens
-                # An answer that was complete before the end is kept, even if this thread had not read it yet.
+                # An answer that was complete before `_stop` is kept, even if this thread had not read it yet.
                 if self._stopping.is_set() and stream.generation.stop_reason == "interrupted":
                     raise KeyboardInterrupt
             generation = stream.generation
@@ -438,7 +438,7 @@ class Run:
         failure: QuantspecError | None,
     ) -> output.Done:
         names = [source.name for source in found]
-        # The journal's rows, as an error may come between an answer and its row.
+        # Counted in the journal, because an error may come between an answer and its row.
         done = self.journal.count(names, "done") - len(self.workload.skipped)
         failed = self.journal.results(names, "failed")
         # The tokens of a large folder take gigabytes, so results are read only if they are shown.
@@ -446,7 +446,7 @@ class Run:
         results = self.journal.results(names) if shown else []
         stats: dict[str, Any] = {}
         if isinstance(engine, Cluster) or (engine is not None and failure is None):
-            # Few documents, which decode alone, are slower than the whole folder.
+            # A run of few documents has lower rates than one of the whole folder, because they decode alone.
             stats = self._statistics(engine, whole=2 * done >= len(found))
         document = {
             "quantspec": __version__,
@@ -519,7 +519,7 @@ def _switching() -> Iterator[None]:
 
 
 def _is_cut(outcome: Outcome, options: GenerateOptions) -> bool:
-    """True if the token limit cut an answer or one that it was made from, or a stop string a JSON."""
+    """True if the token limit cut the answer or a partial answer, or if a stop string cut JSON."""
     reasons = {"length"} if options.json_schema is None else {"length", "stop"}
     calls = outcome.answer.tree() if outcome.answer else ()
     return any(call.generation.stop_reason in reasons for call in calls)

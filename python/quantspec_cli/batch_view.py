@@ -66,7 +66,7 @@ class View:
             render.note(_line(result))
 
     def known(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Leaves a call of an earlier run out of the rates; the document counts as if all its calls were of this one."""
+        """Leaves a call of an earlier run out of the rates: `finished` adds the tokens of all calls of a document."""
         self._prompt_tokens -= prompt_tokens
         self._new_tokens -= new_tokens
 
@@ -107,8 +107,8 @@ class View:
         # A copy, because workers take from the queue.
         left: float = sum(job.tokens or 0 for job in list(waiting))
         left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
-        # An answer's time is assumed proportional to its prompt, which says nothing about the last answers. The first ones,
-        # also of a document's parts, show how long that is.
+        # The estimate takes an answer's time as proportional to its prompt. So it needs a first answer, of a document or of a
+        # part, and it says nothing once all prompts are read.
         if (self._answers or any(job.done_calls for job in running)) and left and read:
             parts.append(f"about {duration(elapsed * left / read)} left")
         if left or waiting:
@@ -119,8 +119,8 @@ class View:
         return ", ".join(parts)
 
     def _last_answers(self, running: Sequence[Job], elapsed: float) -> float | None:
-        """Seconds until the last answers have as many tokens as they may, at their speeds; None if these are unknown, and
-        for parts, whose answers are not the last.
+        """Seconds until the last answers have as many tokens as they may, at their speeds. None if a speed is unknown, and
+        for parts, because other calls follow their answers.
         """
         if any(job.known_calls for job in running):
             return None

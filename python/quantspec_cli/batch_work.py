@@ -130,8 +130,9 @@ def find_work(
 
 
 def _in_place(row: Row, place: str, size: int | None, earlier: Answer | None) -> bool:
-    """True if the file of this size at a place is the row's answer, perhaps edited. It is not edited if a run with another
-    --suffix or other options has been there. `earlier` is the answer that a run with this --suffix put there.
+    """True if the file at a place, of this size, is the row's answer. At the row's own place it may have been edited, unless
+    a run with other options has begun the document again. At the place of another --suffix it has the row's size, and
+    `earlier`, the answer that a run with that --suffix put there, is none or the same.
     """
     if size is None or row.output == place:
         return size is not None and (row.size == size or row.status == "done")

@@ -69,7 +69,7 @@ _OF_TEMPLATES = {"thinking", "template_arg"}
 
 
 class _Parser(click.Command):
-    """Reports a standard output that refuses help or the version, which click writes while it parses."""
+    """Reports an error of standard output while click writes help or the version, which it does while it parses."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses, or writes help."""
@@ -466,8 +466,8 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag(
     "--draft-pages",
     default="all",
-    text=f"Pages a draft reads per KV head, all or auto; instead of all, window and snapkv read {METHODS['window'].pages}, "
-    "and auto chooses.",
+    text=f"Pages a draft reads per KV head, all or auto. For all, window and snapkv read {METHODS['window'].pages}, and "
+    "method auto chooses.",
 )
 @draft_precision_flag
 @page_choice_flag
@@ -581,7 +581,7 @@ def bench(
     "--decode",
     type=int,
     metavar="N",
-    help="Also decode N tokens with every method that drafts, but auto: tokens per round by gamma, 1 to 8.",
+    help="Also decode N tokens with every drafting method but auto, and report tokens per round by gamma, 1 to 8.",
 )
 @click.option(
     "--depths",

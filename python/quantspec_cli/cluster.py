@@ -183,7 +183,8 @@ class Cluster:
         """One answer from any worker with room; if the worker dies, from another one.
 
         Raises:
-            DoesNotFitError: workers died of it; BeyondMemoryError: no worker holds so long a sequence.
+            DoesNotFitError: workers died while they decoded it.
+            BeyondMemoryError: no worker holds so long a sequence.
             DeviceError: no worker is left.
             KeyboardInterrupt: the batch is to end.
         """

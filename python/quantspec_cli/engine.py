@@ -242,8 +242,8 @@ class Engine:
                 a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
-                memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do
-                not fit; `info` reports the choice).
+                memory; drafts read the upper nibbles), "int4" (of most matrices the upper nibbles alone), or "auto" (int8 if
+                the checkpoint's do not fit; `info` reports the choice).
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
@@ -256,9 +256,9 @@ class Engine:
             draft_model: with methods "draft-model" and "auto", a directory, a GGUF file or a hub id with the same tokenizer.
             draft_model_kv: view of the draft model's own cache: "int8", "fp16" or "int4"; None is `kv_target`.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
-            prompt_cache: where processed prompts are kept, so that a common prefix is processed once. True: in memory, in
-                at most an eighth of what the engine leaves free, or half of a GPU's. A folder: there, also for other
-                processes. False: nowhere. No token depends on it.
+            prompt_cache: where processed prompts are kept, so that a common prefix is processed once. True: in memory. They
+                take at most an eighth of what the engine leaves free, or half of it on a GPU. A folder: on disk, also for
+                other processes. False: nowhere. No token depends on it.
             on_loading: called with (bytes done, total bytes).
 
         Raises:
@@ -391,8 +391,8 @@ class Engine:
                 method are fixed.
             stop: a string, or several, that end the text; they are not emitted.
             ignore_eos: continue after an end-of-text token.
-            logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
-                each emitted token; None returns none.
+            logprobs: return log-probabilities of each emitted token, and of this many most likely tokens at its position,
+                0 to 20; None returns none.
             json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens or a stop
                 string cut it. Needs the package llguidance, `pip install "quantspec[schema]"`.
             on_prefill: called with (rows done, total rows) during prefill; a row is a token in a layer.
@@ -456,8 +456,8 @@ class Engine:
         """Decodes any number of prompts, `batch` (of `load`) at a time; answers in their order. Takes the options of
         `stream`.
 
-        The error of one prompt ends all answers and is raised. With `return_exceptions`, as in `asyncio.gather`, it stands
-        in the place of that prompt's answer, and the others are finished.
+        The error of one prompt ends all answers and is raised. With `return_exceptions`, as in `asyncio.gather`, the error
+        takes the place of that prompt's answer, and the other answers are finished.
         """
         checked = _checked_options("generate_batch", options)
         boolean("return_exceptions", return_exceptions)

@@ -55,9 +55,9 @@ class Arguments:
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: number of tokens of the text to use, from its start; None is all of it.
+        context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         sensitivity: also score the default draft with each kind of matrix in 8 bits.
         sensitivity_layers: also with each matrix of each layer alone; implies `sensitivity`.
-        context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
         draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
         decode: tokens that every method decodes in addition; None for none.
         depths: a comma list of numbers of tokens before them; None is that of `context`.
@@ -250,7 +250,7 @@ def _scores(
         "kv_rounding": options.kv_rounding,
     }
     directory = str(model.directory)
-    # First, as it may refuse the weights.
+    # Scored first, because it may refuse the weights.
     sensitivity = {}
     if arguments.sensitivity or arguments.sensitivity_layers:
         with render.progress("scoring matrices in 8 bits", shown=True) as on_progress, _scoring():

@@ -1,4 +1,4 @@
-"""Hash of everything that an answer depends on: equal fingerprints and equal documents give equal answers on one machine."""
+"""Hash of what an answer depends on: equal fingerprints and equal documents give equal answers of the same kernels."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def of_model(model: Model) -> str:
 
 
 def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **request: Any) -> str:
-    """Hash of everything but the document that an answer depends on. `model` is the result of `of_model`.
+    """Hash of what an answer depends on besides the document. `model` is the result of `of_model`.
 
-    Device, threads, method, γ and draft pages are not included: they change no token, except with acceptance by
-    rejection.
+    Threads, method, γ and settings of drafts change no token; those other than threads do with acceptance by rejection, and
+    are then included. The device never is, so that a run can be continued on another one, although other kernels may choose
+    another token.
     """
     fields: dict[str, Any] = {
         "quantspec": __version__,

@@ -58,7 +58,7 @@ class Lists(click.Option):
     """A comma-separated list. click uses the last of several silently; here they are joined."""
 
     def add_to_parser(self, parser: Any, _ctx: click.Context) -> None:
-        """Has the parser keep each."""
+        """Makes the parser keep every occurrence."""
         parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=1)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
@@ -211,7 +211,7 @@ def engine_flags(command: Command) -> Command:
             "--weights",
             WEIGHTS,
             text="The target's weights, which define the output. checkpoint: as in the file; int8: half the memory, drafts "
-            "read the upper nibbles; int4: the upper nibbles alone; auto: int8 if the checkpoint's do not fit.",
+            "read the upper nibbles; int4: mostly the upper nibbles alone; auto: int8 if the checkpoint's do not fit.",
         ),
         choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output."),
         choice_flag(

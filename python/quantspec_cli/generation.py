@@ -110,7 +110,7 @@ class Batch:
             )
             for prompt in prompts
         ]
-        # None ends a wait that a signal handler interrupted.
+        # None wakes a thread whose last piece a signal handler has read.
         self._items: SimpleQueue[tuple[int, str | BaseException, bool] | None] = SimpleQueue()
         self._open = len(prompts)
         # True after an exception: an interrupt may have lost a piece, so no others follow.
@@ -118,7 +118,7 @@ class Batch:
         # Reentrant, since a signal handler may read a piece while its thread waits for one.
         self._turn = threading.RLock()
         grammar = None if options.json_schema is None else model.grammar(options.json_schema)
-        # The scheduler holds the requests, and they have a weak reference to the batch: dropping it ends them.
+        # The scheduler holds the requests, which refer to the batch weakly: dropping the batch ends them.
         self._requests = [
             Request(
                 prompt.ids,
@@ -161,8 +161,8 @@ class Batch:
             raise
 
     def _next(self) -> tuple[int, str | BaseException, bool]:
-        """Waits for the next item, ready for Ctrl-C. A signal handler may read the others meanwhile, also between the
-        arrival of an item and its return.
+        """Waits for the next item in short intervals, so that Ctrl-C is noticed. A signal handler may read other items
+        during a wait, and between the arrival of an item and its return.
         """
         while self._open and not self._failed:
             with contextlib.suppress(Empty):
@@ -206,10 +206,9 @@ def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: b
 
 
 class Stream:
-    """One answer as an iterator of pieces of text. Dropping it early, or `close`, ends the answer and frees its slot. It
-    decodes ahead of its reader.
+    """One answer as an iterator of pieces of text. Dropping it early, or `close`, ends the answer and frees its slot.
 
-    Threads may share it; each piece goes to one thread.
+    The engine decodes ahead of the reader. Threads may share the stream; each piece goes to one thread.
     """
 
     def __init__(self, batch: Batch) -> None:

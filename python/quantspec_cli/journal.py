@@ -35,7 +35,7 @@ _VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS documents (
     name BLOB PRIMARY KEY,
-    output BLOB NOT NULL, -- empty if no answer of the journal was there
+    output BLOB NOT NULL, -- path of the answer; empty if the journal has put none there
     status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
@@ -65,7 +65,7 @@ class Row(NamedTuple):
     """A document's row in the journal.
 
     Attributes:
-        output: its answer's path below the folder; empty if only another file was ever there.
+        output: its answer's path below the folder; empty if the journal has put no answer there.
         status: "pending" (new, changed or interrupted), "done" or "failed".
         sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
@@ -197,8 +197,8 @@ class Journal:
             return _contents(self._connection)
 
     def begin(self, outputs: Mapping[str, str], finished: Mapping[str, str]) -> list[str]:
-        """Marks documents (name to output) as pending, and `finished` ones (name to status) as such. Then results.jsonl has
-        the lines of all that are not pending.
+        """Marks documents (name to output) as pending, and gives `finished` ones (name to status) their status. Then
+        results.jsonl has the lines of all that are not pending.
 
         A pending document keeps its earlier result until another answer is written: a run with other options that soon ends
         loses nothing.
@@ -237,7 +237,7 @@ class Journal:
         return refused
 
     def move(self, outputs: Mapping[str, str]) -> None:
-        """Records that the answers of these documents (name to output) are at these places as well, and names these."""
+        """Records that the answers of these documents (name to output) are also at these places, which their results name."""
         with self._reported(), self._transaction():
             self._leave(outputs)
             for name, output in outputs.items():
@@ -453,7 +453,7 @@ class Journal:
 
 
 def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | None]) -> list[str]:
-    """The names whose output (name to output) exists and is not the journal's, whose files have these sizes by output."""
+    """The names whose output (name to output) exists and is no file of the journal; its files have these sizes, by output."""
     return [
         name
         for name, output in outputs.items()

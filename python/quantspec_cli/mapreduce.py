@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
 COUNTED_CHARACTERS = 1_000_000
 
-# About the tokens of the heading of a partial answer, see `_joined`.
+# About the tokens of the heading that `_joined` puts before a partial answer.
 _HEADING_TOKENS = 5
 
 # Borders at which a text may be split, best first: paragraphs, lines, sentences, words. The separator stays with the left
@@ -105,11 +105,11 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
     parts: list[str] = []
     rest = text
     while rest:
-        part = _head(rest, max(target, 1)) if len(rest) > target else rest
+        part = _beginning(rest, max(target, 1)) if len(rest) > target else rest
         while count(part) > budget:
             if len(part) == 1:
                 raise _too_small(name, count(part), budget)
-            part = _head(part, len(part) * 9 // 10)
+            part = _beginning(part, len(part) * 9 // 10)
         parts.append(part)
         rest = rest[len(part) :]
     return parts
@@ -153,15 +153,15 @@ def tokens_of(text: str, count: Callable[[str], int]) -> int:
     return sum(map(count, pieces))
 
 
-def _head(text: str, length: int) -> str:
+def _beginning(text: str, length: int) -> str:
     """The beginning of a text, at most `length` characters, split at the best border in its second half."""
     length = max(length, 1)
-    window = text[:length]
+    longest = text[:length]
     for border in _BORDERS:
-        ends = [found.end() for found in re.finditer(border, window) if found.end() > length // 2]
+        ends = [found.end() for found in re.finditer(border, longest) if found.end() > length // 2]
         if ends:
-            return window[: ends[-1]]
-    return window
+            return longest[: ends[-1]]
+    return longest
 
 
 def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> list[list[Call]]:

@@ -178,7 +178,7 @@ class Model:
         found = self._grammars.get(text)
         if found is None:
             found = self._vocabulary.compile(text)
-            # Callers come with one schema at a time. Another thread may clear this one.
+            # Only the last schema is kept. The result is `found`, because another thread may clear this one.
             self._grammars.clear()
             self._grammars[text] = found
         return found

@@ -29,13 +29,13 @@ CHOICES, OF_PAGES, PAGES = ("quantspec", "kv4", "w4"), ("quantspec", "kv4"), (16
 # Largest γ considered: that of the automatic policy.
 GAMMA_MOST = 12
 
-# Time of Python and the engine's loop in a round: seconds after no passes, a share of the passes' time, and the most
-# seconds of both. Longer passes evict more of the loop's code from the caches. Fitted to `loop_us` of benchmarks/results.
+# Time of Python and the engine's loop in a round: a constant in seconds, a share of the passes' time, and the limit of their
+# sum in seconds. Longer passes evict more of the loop's code from the caches. Fitted to `loop_us` of benchmarks/results.
 LOOP = (6e-6, 0.01, 60e-6)
 
-# Shares of the read bandwidth that GPU kernels reach, and further seconds per layer. Measured on one H200; see
-# docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step.
-# Those of the upper plane from 16 rows on.
+# Shares of the read bandwidth that GPU kernels reach, and further seconds per layer (`GPU_LAYER_S`). Measured on one H200;
+# see docs/design/plan.md. Shares of weights are by the target's (`--weights`) and by rows of a step; `GPU_UPPER` are those of
+# the upper plane from 16 rows on.
 GPU_UPPER = ((16, 0.46), (32, 0.32), (64, 0.24), (128, 0.12))
 GPU_WEIGHTS: dict[str, dict[str, Sequence[tuple[int, float]]]] = {
     "checkpoint": {
@@ -96,7 +96,7 @@ def _prompt_shares(info: Mapping[str, Any], matrix_flops: float) -> tuple[float,
 
 
 class Draft(NamedTuple):
-    """A method that drafts with the model itself, and the number of pages in place of its own choice."""
+    """A method that drafts with the model itself, and the number of pages it reads; None is the method's own."""
 
     method: str
     pages: int | None = None
@@ -331,7 +331,7 @@ def step(machine: Machine, load: Load, of: Pass, *, rows: int, batch: int, name:
 
 
 def seconds(machine: Machine, load: Load, of: Pass, *, rows: int, batch: int) -> float:
-    """Of a pass and the choice of its tokens."""
+    """Seconds of a pass and of the choice of its tokens."""
     operations = step(machine, load, of, rows=rows, batch=batch, name="")
     return sum(one.seconds for one in operations) + machine.pass_s + machine.token_s * rows * batch
 
@@ -384,14 +384,14 @@ class Rounds:
     @classmethod
     def of(cls, machine: Machine, load: Load, draft: Draft | None, *, batch: int, step_s: float = 0.0) -> Rounds:
         """Rounds of a draft; `step_s` are the seconds of a draft step of another model."""
-        warm, grows, most = LOOP
+        constant, share, most = LOOP
         later = seconds(machine, load, draft, rows=1, batch=batch) if draft else step_s
         first_s = machine.first_s[draft] if draft else 0.0
 
         def of_gamma(gamma: int) -> float:
             verify = seconds(machine, load, TARGET, rows=gamma + 1, batch=batch)
             passes = verify + (gamma * later + first_s if gamma else 0.0)
-            return passes + min(warm + grows * passes, most)
+            return passes + min(constant + share * passes, most)
 
         return cls(draft, batch, [of_gamma(gamma) for gamma in range(GAMMA_MOST + 1)])
 

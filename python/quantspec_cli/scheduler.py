@@ -36,8 +36,8 @@ Result = TypeVar("Result")
 
 # Least time of a chunk of a prompt, in seconds. Decoding sequences wait for it, so shorter chunks make text smoother.
 CHUNK_S = 0.1
-# A chunk takes at least as long as this many rounds. Otherwise short answers would end while the next prompt is processed,
-# and documents would decode one after another, each round reading the weights for one.
+# A chunk takes at least as long as this many rounds. With shorter chunks, short answers would end before the next prompt is
+# complete. Then documents decode one at a time, and each round reads the weights for a single sequence.
 CHUNK_ROUNDS = 4
 # Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
@@ -54,7 +54,8 @@ class Request:
         deliver: called with each piece of text and True for the last one, or with an error instead of the rest. Runs on
             the scheduler's thread.
         on_prefill: called on that thread with (rows done, rows in total) during prefill.
-        reader: a reference to the object that reads the answer; when that is dropped, the answer ends. None: it is kept.
+        reader: a reference to the object that reads the answer; when that is dropped, the answer ends. None: only
+            `cancel` ends it early.
         cancelled: set by `Scheduler.cancel`.
         logprobs: (log-probability, most likely tokens with theirs) of every emitted token, if `sampling` requests them.
     """
@@ -115,7 +116,7 @@ class Scheduler:
     """Decodes requests on one engine, as many at once as it has slots; the others wait in order.
 
     Attributes:
-        kept_tokens: tokens of answers without the first of each. A round may emit more than an answer takes.
+        kept_tokens: tokens that answers took from rounds, which may emit more. The first token is of the prefill.
         rounds: number of rounds.
         sequence_rounds: sequences per round, summed over all rounds.
         most_sequences: the most sequences in a round.
@@ -158,7 +159,7 @@ class Scheduler:
         self._enqueue(requests)
 
     def _enqueue(self, command: Sequence[Request | _Scoring] | _Call) -> None:
-        # Before the lock, which a thread of a forked child's parent may hold.
+        # Before the lock: in a forked child it may be locked for ever, by a thread that the child does not have.
         self.check()
         with self._lock:
             self.check()
@@ -221,7 +222,7 @@ class Scheduler:
         if os.getpid() != self._process:
             return
         with self._lock:
-            # Before the command: after an interrupt between them no caller waits for a thread that has ended.
+            # Before the command: if an interrupt came between them, callers would wait for a thread that has ended.
             self._stopped = True
             self._commands.put(None)
         if self.is_inside():
@@ -452,7 +453,7 @@ class Lease:
 
 
 def _result(done: _Outcome) -> Any:
-    """Waits for a result, ready for Ctrl-C, which would break the locks of a `Future`."""
+    """Waits for a result in short intervals, so that Ctrl-C is noticed. An interrupt would break the locks of a `Future`."""
     while True:
         with contextlib.suppress(Empty):
             result, error = done.get(timeout=WAIT_S)

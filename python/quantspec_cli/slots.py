@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     # `model.planned` of a model, options and a device.
     PlanOf = Callable[..., dict[str, Any]]
 
-# Most documents, or parts of one, that decode together with `--parallel auto`, by device. On a GPU 32 sequences decode 1.4
-# to 1.6 times the tokens/s of 8 with quantspec, and 64 or 128 after 4,096 tokens 8 or 13 % more than 32
-# (docs/benchmarks.md). On a CPU, for 16 short documents with their prompts, 8 take 9 % less time than 4, and 16 take 4 to
-# 7 % less than 8. Memory may allow fewer.
+# Most documents, or parts of one, that decode together with `--parallel auto`, by device. More gain little: on a GPU 64
+# sequences decode 8 % more tokens/s than 32 (docs/benchmarks.md). On a CPU 16 short documents take 4 to 7 % less time than 8
+# at a time. Memory may allow fewer.
 PARALLEL = {"cpu": 16, "cuda": 32}
 
 

@@ -60,7 +60,7 @@ impl Ablation {
             let (count, group) = (x.len(), self.group);
             return Err(Error::internal(format!("{count} elements of head_dim {head_dim} in groups of {group}")));
         }
-        // A line is a channel or a token: number of lines, distance of their first elements, elements and their distance.
+        // A line is a channel or a token. Number of lines, distance of their starts, their length, distance of elements.
         let (lines, line, length, step) = match axis {
             Axis::Channel => (head_dim, 1, G, head_dim),
             Axis::Token => (G, head_dim, head_dim, 1),

@@ -158,9 +158,9 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
 /// Score of a page for a query: `Σ_c q_c·m_c + √(Σ_c (q_c·h_c)²)`, where m_c and h_c are the middle and half of a channel's range,
 /// code 0 to code 15. Query heads that share a KV head use the largest of their scores. `query` and `key_params`: `[head_dim]`.
 ///
-/// That is the expected largest q·k (unscaled) of the page, if channels are normal and independent: of the page's keys the
-/// largest q·k is as many standard deviations above its mean as the largest value of a channel, which is h_c. The upper bound
-/// Σ_c max(q_c·lo_c, q_c·hi_c) (Quest, ICML 2024) takes the extremes of all channels, which no key combines, and finds fewer of
+/// That is the expected largest q·k (unscaled) of the page, if channels are normal and independent. A channel's largest value
+/// is h_c above its mean, some number of standard deviations. The largest q·k is as many above its own mean. The upper bound
+/// Σ_c max(q_c·lo_c, q_c·hi_c) (Quest, ICML 2024) combines the extremes of all channels, which no key has, and finds fewer of
 /// the pages that matter.
 pub fn page_score(query: &[f32], key_params: &[Params], rounding: Rounding) -> f32 {
     let (mut middle, mut square) = (0.0, 0.0);

@@ -7,7 +7,7 @@ use crate::stop::Stop;
 /// Initial margin scale (W4 drafts of a trained model have 0.3 to 0.6) and its bounds, in logits.
 const MARGIN_SCALE: f64 = 0.45;
 const MARGIN_SCALES: (f64, f64) = (0.01, 100.0);
-/// Tokens that those of other candidates count as, at most, in the acceptance of one.
+/// Most tokens for which the judged tokens of other candidates count in one candidate's acceptance.
 const POOLED: f64 = 20.0;
 
 /// Largest α: the geometric sum of expected tokens has a closed form below 1.
@@ -37,7 +37,7 @@ impl Candidate {
             prior: None,
             forecast: f64::INFINITY,
             step: Timings::default(),
-            // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
+            // The prior: on ordinary text 4-bit drafts reach at least four of five tokens.
             acceptance: Ratio { numerator: 4.0, denominator: 5.0 },
             margins: Ratio { numerator: 2.0, denominator: 2.0 / MARGIN_SCALE },
             rounds: 0,
@@ -81,8 +81,8 @@ mod tests {
             let acceptance = Ratio { numerator: accepted, denominator: judged };
             Candidate { prior, acceptance, rounds: 9, ..Candidate::new() }
         };
-        // Ten tokens of its own, all accepted. Of a hundred of a candidate that reads more a tenth was rejected, so here it
-        // would have been a fifth: 4 of 20 tokens.
+        // Ten tokens of its own, all accepted. Another candidate, which reads more, lost 10 of 100. By the priors this one loses
+        // twice as many, which counts as 4 of 20 tokens.
         let (few, all) = (of(2.0, Reads::DraftWeights, 10.0, 10.0), of(1.0, Reads::DraftWeights, 90.0, 100.0));
         let found = acceptance(&[all.clone(), few.clone()], 1);
         assert!((found - 26.0 / 30.0).abs() < 1e-9, "{found}");

@@ -383,7 +383,8 @@ pub enum TargetWeights {
     /// [`DraftWeights`] says 4 bits, the draft reads the upper plane; its head reads both. An embedding that is not the head
     /// stays as in the checkpoint.
     Int8,
-    /// Linear layers in the upper plane alone, which target and drafts share; the head in both planes.
+    /// Linear layers in the upper plane, which target and drafts share. The head and a few matrices, whose precision matters
+    /// most, are in both planes (`Part::has_both_planes` of quantspec-model).
     Int4,
 }
 

@@ -24,8 +24,8 @@ const LEDGER: (f64, f64) = (-6.0, 12.0);
 /// memory-bound.
 const EXPLORED: usize = 3;
 const FIRST_ROWS: usize = 8;
-/// Judged tokens, with those of the prior, from which on α may end all drafting: fewer may be bad luck, and a probe comes
-/// late.
+/// Judged tokens, including the prior's, from which on α may end all drafting. Fewer may be rejected by chance, and the next
+/// probe is many rounds away.
 const JUDGED: f64 = 20.0;
 /// Budget, in plain steps, at which a probe begins, and most drafted tokens of its rounds.
 const PROBE: f64 = 1.0;
@@ -34,13 +34,14 @@ const PROBE_GAMMA: usize = 4;
 const STALE_ROUNDS: usize = 256;
 /// A plain step faster than this share of the previous one shows a CPU cache that is still filling with weights.
 const SETTLED: f64 = 0.95;
-/// A plain step is timed again, up to this many times, if more rows took less than this share of it, or if drafts gain less
-/// than this factor: the first plain steps after a prompt may be slow.
+/// A plain step is timed again, up to this many times, if more rows took less than this share of its time, or if drafts gain
+/// less than this factor. The first plain steps after a prompt may be slow.
 const RETIMED: usize = 3;
 const FASTER: f64 = 0.9;
 const UNSURE: f64 = 1.15;
-/// Drafted tokens per sequence over which acceptance and margin scale forget; rejections are rare.
+/// Judged tokens per sequence after which an observation has 1/e of its weight in acceptance. Many, because rejections are rare.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
+/// The same for the margin scale, in tokens with known margins.
 const MARGIN_WINDOW: f64 = 256.0;
 /// Cost of a drafted token, relative to the mean one, above which no draft becomes longer than chosen.
 const STEEP: f64 = 1.5;
@@ -211,8 +212,8 @@ impl Policy {
     }
 
     /// Records the time of a verification. If the model fits in a CPU's caches, plain steps right after a prompt or a draft
-    /// are slow. So a plain step counts only after another of the same rows that was not clearly slower, and at most slightly
-    /// slower than that.
+    /// are slow. So a plain step is recorded only directly after another of the same rows, with at most slightly more than its
+    /// time. If that one was not recorded, this one must not be clearly faster.
     fn time(&mut self, rows: usize, seconds: f64) {
         let before = self.plain.take().filter(|before| before.0 == rows && self.steps == 0);
         let (usable, plain) = (seconds.is_finite() && seconds > 0.0, self.drafted == 0);

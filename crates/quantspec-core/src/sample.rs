@@ -414,8 +414,8 @@ fn may_reach(bar: f32, z: f32, u: f32) -> bool {
 
 /// At least eˣ for x < 0, by at most 7 % above −80, and at least 1 for x ≥ 0. −∞ and NaN give a number below 10⁻³⁰.
 fn exp_bound(x: f32) -> f32 {
-    // 2ᵗ with t between two whole numbers is below the line that connects them, which is what a float's bits with t in fixed
-    // point, 8 bits after the point, describe. Adding 2²³ rounds to fixed point, and 1½ more makes that upwards.
+    // Between two whole numbers 2ᵗ is below its chord. A float whose exponent and mantissa are t in fixed point, with 8 bits
+    // after the point, lies on the chord. Adding 2²³ rounds to fixed point; with 1½ more it rounds up.
     let t = (x.max(-87.0) * std::f32::consts::LOG2_E).min(0.5);
     f32::from_bits(((t + 127.0) * 256.0 + 8_388_609.5).to_bits() << 15)
 }

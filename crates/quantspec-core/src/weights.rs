@@ -16,8 +16,8 @@
 //!
 //! Squared errors are weighed by the importance of the matrix's inputs ([`importance`]), if the caller passes it.
 //!
-//! With 4 bits alone (`--weights int4`) the target also reads view Upper. L is 0, so both views are equal, and the range is
-//! searched freely ([`TARGET_SHRINK`]).
+//! With `--weights int4` most matrices have the upper plane alone, and the target reads view Upper, too. L is 0 there, so both
+//! views are equal, and the range is searched freely ([`TARGET_SHRINK`]).
 //!
 //! Groups of weights `n·d` with integers n keep their integers, if a file's codes were of 4 or 8 bits ([`grid_of`]): GGUF's
 //! Q4_0 and Q8_0, compressed-tensors, GPTQ and AWQ.

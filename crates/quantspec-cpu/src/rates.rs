@@ -107,7 +107,7 @@ pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
             target[rows].push(stand_in.target(ROWS[rows])?);
         }
         stand_in.backend.poll()?;
-        // In plain decoding the pass before read the same weights.
+        // Not timed: in plain decoding a pass follows one that read the same weights.
         stand_in.target(1)?;
         for _ in 1..DRAFTED {
             target[0].push(stand_in.target(1)?);
@@ -153,8 +153,8 @@ struct Small {
     /// Position of the last token, and the pages that it sees.
     position: usize,
     visible: usize,
-    /// The model's numbers over these: layers (in nibbles their bytes, as some layers have more than others), vocabulary, layers
-    /// that see all tokens and local ones, pages.
+    /// The model's numbers divided by those of `config`: layers (in nibbles their bytes, because these differ by layer),
+    /// vocabulary, layers that see all tokens and local ones, pages.
     layers: f64,
     vocab: f64,
     kinds: [f64; 2],
@@ -378,7 +378,7 @@ fn timed(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<
     Ok(median(&times, |time| *time))
 }
 
-/// The median of a part of some measurements, since a step in decoding is no faster than usual either; 0 of none.
+/// The median of one part of the measurements, because the least is faster than a usual step in decoding; 0 without any.
 fn median<T>(times: &[T], part: impl Fn(&T) -> f64) -> f64 {
     let mut times: Vec<f64> = times.iter().map(part).collect();
     times.sort_by(f64::total_cmp);

@@ -429,8 +429,9 @@ impl Attend {
         }
     }
 
-    /// Merges the items of a slice's rows into the input of the output projection: x of `dtype`, or (None) int8 with its scales
-    /// `xs`; in `panels` as of [`crate::linear::Linear::panels_of`] or `panels`, or if that is 0 `[row][pitch]`.
+    /// Merges the items of a slice's rows into the input of the output projection: x of `dtype`, or for None int8 with its
+    /// scales `xs`. It is in `panels` ([`crate::linear::Linear::panels_of`], [`crate::linear::Linear::panels`]); if that is 0,
+    /// it is `[row][pitch]`.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.

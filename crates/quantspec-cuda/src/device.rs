@@ -350,7 +350,7 @@ impl Device {
             return Err(Error::new(
                 ErrorKind::DoesNotFit,
                 format!("{bytes} bytes more do not fit on {}: {free} of {total} bytes are free", self.info.name),
-                "use a smaller context (-c), fewer slots, or free the GPU's memory (nvidia-smi shows who holds it)",
+                "use a smaller context (-c), fewer sequences at once, or free the GPU's memory (nvidia-smi shows who holds it)",
             ));
         }
         check(status, "allocating device memory")?;

@@ -68,7 +68,8 @@ pub fn step_but_one<B: Network>(backend: &mut B, step: &Step, exact: Option<(usi
     backend.head(&pass)
 }
 
-/// Rows restored from the prompt cache that count as one computed row in the limit of a chunk. They take at most its time.
+/// Rows restored from the prompt cache that count as one computed row towards the limit of a chunk. Restoring them takes at
+/// most as long as computing that row.
 const RESTORED_PER_ROW: usize = 32;
 
 /// Progress of a prompt: finished layers, and rows of the current one.
@@ -263,8 +264,8 @@ pub trait Executor: Network + TokenSampler {
         false
     }
 
-    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] does so, too; a separate call keeps the time
-    /// out of that of a draft.
+    /// Restores the draft weights if a prompt has taken their memory. [`Executor::run`] does so, too; after a separate call a
+    /// draft's time does not include it.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.

@@ -30,8 +30,8 @@ const READ_ROWS: usize = 32;
 
 const _: () = assert!(ROWS.is_multiple_of(LANES) && READ_ROWS.is_multiple_of(2));
 
-/// Multiplies a matrix of the current layer by all rows: `[inputs]` to `[outputs]`. A sum adds products with the input upwards,
-/// each rounded to f32 before it is added. [`product`] is such a function.
+/// Multiplies a matrix of the current layer by all rows: `[inputs]` to `[outputs]`. A sum adds its terms in the order of the
+/// inputs, each term rounded to f32 before it is added. [`product`] is such a function.
 pub type Product<'a> = &'a dyn Fn(Part, &[Channel]) -> Result<Vec<Channel>>;
 
 /// Runs work on ranges that cover 0..count, in any order, on threads of the caller.

@@ -97,8 +97,7 @@ pub trait Network: Send {
     ///
     /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first
     /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_rows::PromptRows::import_rows`]).
-    /// The last layer may divide the rows into other blocks, of which all but those of the last page have [`Network::qkv`]
-    /// alone.
+    /// The last layer may divide the rows into other blocks. Only those of the last page run more than [`Network::qkv`].
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if the backend has no such rows, slots, tokens or planes, or a thread
@@ -111,8 +110,8 @@ pub trait Network: Send {
         false
     }
 
-    /// RMSNorm, Q/K/V projections with biases, q/k norms, and RoPE at each row's position; norms if the model has them.
-    /// Keys and values of a step go to the buffer, over drafted ones; those of a prefill block to the layer's scratch.
+    /// RMSNorm, Q/K/V projections, q/k norms, and RoPE at each row's position; norms and biases only if the model has them.
+    /// A step stores keys and values in the buffer, where they overwrite drafted ones; a prefill block in the layer's scratch.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values overflow f16; a GPU reports this in
@@ -137,8 +136,9 @@ pub trait Network: Send {
     /// inputs of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Hidden state of each row += the last projection, which is that of `branch`, normalised if the model has norms after branches.
-    /// A backend may fuse the addition into the projection or into the following norm, and do nothing here.
+    /// Adds the last projection, that of `branch`, to each row's hidden state. If the model has norms after branches, the
+    /// projection is normalised first. A backend may fuse the addition into the projection or the following norm, and do
+    /// nothing here.
     ///
     /// # Errors
     /// None but those of defects, and device errors of a GPU.

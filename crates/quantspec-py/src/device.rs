@@ -328,8 +328,8 @@ impl ChosenDevice {
         })
     }
 
-    /// The sensitive matrices of drafts. There are none with weights in one plane, nor on
-    /// a GPU, whose fused draft GEMMs support 4 bits only: bytes do not tell what leaving them costs.
+    /// The sensitive matrices of drafts. There are none with weights in one plane. There are none on a GPU either, whose fused
+    /// draft GEMMs support 4 bits only: the bytes do not show what it costs to do without them.
     pub(crate) fn sensitive_of(&self, checkpoint: &Checkpoint, options: &Options, drafted: DraftedCache) -> Sensitive {
         if self.gpu().is_some() || options.weights == TargetWeights::Int4 {
             return Sensitive::NONE;

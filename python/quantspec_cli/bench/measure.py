@@ -92,12 +92,12 @@ class Bench:
         depth, tokens, samples = test["n_depth"], test["n_prompt"], []
         read = self._prefill_bytes(depth, tokens)
         with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
-            slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
+            slot = self._add(min(depth + tokens, WARM_UP_PROMPT))
             self._engine.prefill(slot)
             self._engine.finish(slot)
             for _ in range(self._arguments.repetitions):
                 before = self._bandwidth()
-                slot = self._add(depth + tokens, 1)
+                slot = self._add(depth + tokens)
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
                 samples.append(Sample(seconds, read, (before, self._bandwidth()), processed=tokens))
@@ -197,10 +197,9 @@ class Bench:
             tokens=tokens,
         )
 
-    def _add(self, prompt_tokens: int, new_tokens: int) -> int:
-        return self._engine.add(
-            self._ids[:prompt_tokens], seed=self._arguments.seed, max_new_tokens=new_tokens, **SAMPLING
-        )
+    def _add(self, tokens: int) -> int:
+        """Adds a prompt of this many tokens, which yields one token."""
+        return self._engine.add(self._ids[:tokens], seed=self._arguments.seed, max_new_tokens=1, **SAMPLING)
 
     def _traffic_of(self, answers: Answers) -> list[dict[str, Any]]:
         """`_traffic` of each sequence. All take part in every round, so a run reads the mean of what it would read if all

@@ -222,7 +222,7 @@ def _version() -> str:
 
 
 def _longest_answers(rows: Sequence[Row]) -> list[Row]:
-    """Decoding, of each measurement the longest answers, as a chart's labels do not have their length."""
+    """The decoding rows; of rows that differ only in the answers' length, which labels do not show, the longest."""
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         key = (row["model"], _test(row))
@@ -423,6 +423,18 @@ def _whole_percent(value: float) -> str:
     return f"{value:.0%}"
 
 
+def _milliseconds(value: float) -> str:
+    return render.seconds(value / 1e3)
+
+
+def _bytes(value: float) -> str:
+    return render.size(round(value))
+
+
+def _nats(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
 def _roofline(rows: Sequence[Row]) -> list[Section]:
     """All measurements under the bandwidth measured around them, and the fastest prompt's compute rate."""
     known = [row for row in rows if row.get("flops_per_token") and row["bytes_per_token"] > 0]
@@ -472,10 +484,9 @@ def _rounds(rows: Sequence[Row]) -> list[Section]:
         Series("loop", [max(row["loop_us"], 0) / 1e3 for row in timed]),
     ]
     text = "Mean time of a round: drafting, one pass of the target, and the loop around both."
-    shown: Callable[[float], str] = lambda value: render.seconds(value / 1e3)  # noqa: E731
     models = len({row["model"] for row in rows}) > 1
     names = [(f"{row['model']}: " if models else "") + _test(row) for row in timed]
-    return [_stack("Time of a round", text, names, parts, unit="time of a round", shown=shown)]
+    return [_stack("Time of a round", text, names, parts, unit="time of a round", shown=_milliseconds)]
 
 
 def _memory(memory: Mapping[str, Row], text: str) -> list[Section]:
@@ -486,19 +497,17 @@ def _memory(memory: Mapping[str, Row], text: str) -> list[Section]:
     ]
     if not parts:
         return []
-    shown: Callable[[float], str] = lambda value: render.size(round(value))  # noqa: E731
-    return [_stack("Memory", text, list(memory), parts, unit="memory held", shown=shown)]
+    return [_stack("Memory", text, list(memory), parts, unit="memory held", shown=_bytes)]
 
 
 def _divergence(targets: Mapping[str, Row]) -> list[Section]:
     known = {name: one["kld"] for name, one in targets.items() if one.get("kld")}
     if not known:
         return []
-    shown: Callable[[float], str] = lambda value: f"{value:.1e}" if value else "0"  # noqa: E731
     chart = stacked(
-        list(known), [Series("KLD", list(known.values()))], x_title="KLD to the FP16 cache, nats", shown=shown
+        list(known), [Series("KLD", list(known.values()))], x_title="KLD to the FP16 cache, nats", shown=_nats
     )
-    table = Table(["view", "KLD, nats"], [[name, shown(value)] for name, value in known.items()])
+    table = Table(["view", "KLD, nats"], [[name, _nats(value)] for name, value in known.items()])
     return [Section("Divergence from the FP16 cache", "Mean over all positions.", chart, ["KLD"], table)]
 
 

@@ -71,7 +71,7 @@ def is_usable(value: float | None) -> TypeGuard[float]:
 
 
 def usable(values: Iterable[float | None]) -> list[float]:
-    """Those that can be drawn."""
+    """The values that can be drawn."""
     return [value for value in values if is_usable(value)]
 
 
@@ -221,7 +221,7 @@ def stacked(
     sums = [sum(max(value, 0) for value in usable(part.values[index] for part in parts)) for index in range(len(rows))]
     names = [one_line(row) for row in rows]
     names = [name if len(name) <= LABEL_MAX else name[: LABEL_MAX - 1] + "…" for name in names]
-    # Short names may have wide letters alone.
+    # The constant is for short names, which may consist of wide letters.
     left = 20 + CHARACTER * max(map(len, names), default=0)
     marks = ticks(max(sums, default=0))
     # The longest bar leaves room for its sum.

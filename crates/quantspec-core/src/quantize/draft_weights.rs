@@ -82,8 +82,8 @@ pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
     quantize_row(w, W4_TOP)
 }
 
-/// Quantises a row `[k]` of the LM head, or of a sensitive matrix, to 8 bits, codes 0..=255. Of the head, 4 bits cost about 3
-/// percentage points of acceptance, 8 bits none.
+/// Quantises a row `[k]` of the LM head, or of a sensitive matrix, to 8 bits, codes 0..=255. A head in 4
+/// bits costs about 3 percentage points of acceptance, in 8 bits none.
 ///
 /// # Errors
 /// As [`quantize_weights_row`].

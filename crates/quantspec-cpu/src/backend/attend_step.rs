@@ -170,7 +170,7 @@ impl Reads<'_> {
             let page = *page as usize;
             // Rows ascend in position, so the rows that see a page are the last ones.
             let hidden = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
-            // Of these the last may be beyond its reach, or see its last tokens only.
+            // In a local layer the page may be before the reach of the last rows, or partly so.
             let first = |i: usize| first_visible(position(i), self.reach.unwrap_or(usize::MAX));
             let seeing = (hidden..item.rows).take_while(|i| first(*i) < (page + 1) * G).count();
             let rows = hidden * self.group..(hidden + seeing) * self.group;

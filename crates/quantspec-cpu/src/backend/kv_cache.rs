@@ -17,7 +17,7 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
 use std::ops::Range;
 
-/// Pages per thread between two calls of the poll hook: about 32 ms on the slowest path.
+/// Pages per thread between two calls of the poll hook: at most about 30 ms on the slowest path.
 const FLUSH_PAGES: usize = 32;
 
 impl CpuBackend {

@@ -44,7 +44,7 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
         for g in 0..part.groups {
             let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().wrapping_add(g * LOWER));
             let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
-            // Not between the products: each branch would make the compiler keep inputs of the following ones on the stack.
+            // Not between the `vpdpbusd`: at a branch the compiler would keep the inputs of later ones on the stack.
             if let Some(prefetch) = prefetch {
                 prefetch.lines(tile, UPPER);
                 if BOTH {

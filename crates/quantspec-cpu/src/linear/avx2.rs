@@ -7,8 +7,8 @@ use std::arch::x86_64::*;
 /// Rows that share a pass: ten accumulators and their operands fill sixteen registers.
 const GROUP: usize = 5;
 
-/// Pairs per chunk if the lanes take two passes: 2 KiB of weights (F32: 4 KiB). With as much prefetched, and the rows'
-/// activations, this stays in L1 even if rows alias. The fastest of 8 to 256 on Zen 4.
+/// Pairs per chunk if the lanes take two passes: 2 KiB of weights (F32: 4 KiB). They stay in L1, next to as many prefetched
+/// bytes and the rows' activations, even if rows alias. The fastest of 8 to 256 on Zen 4.
 const CHUNK: usize = 16;
 
 /// A panel with f32 activations, in the order of sums of [`super::portable`]. T: storage type of a number.

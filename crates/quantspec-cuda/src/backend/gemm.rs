@@ -26,8 +26,8 @@ pub(super) const OUTPUT: usize = 1;
 pub(super) const GATE_UP: usize = 2;
 pub(super) const DOWN: usize = 3;
 
-/// Kinds whose GEMM a fused kernel can compute if those in `eight` have 8 bits and separate kernels. The fused down reads the
-/// BF16 result of the fused gate and up; an 8-bit down also reads it if it takes BF16 activations.
+/// Kinds whose GEMM a fused kernel can compute; those in `eight` have 8 bits, and so separate kernels. The fused gate and up
+/// stores BF16: the fused down reads that, and an 8-bit down only if it takes BF16 activations.
 const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
     let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
     [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]

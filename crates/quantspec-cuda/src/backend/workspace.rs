@@ -185,7 +185,7 @@ impl Sizes {
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Most tokens whose keys and values of a layer have memory of their own, if longer prompts can use memory of the weights.
-    /// Restoring that takes some hundredths of a second, and a longer prompt at least half a second.
+    /// Restoring the weights takes some hundredths of a second; a prompt that needs it takes at least half a second.
     pub tokens: usize,
     /// Most bytes of hidden states that an engine keeps on the device. An engine for longer prompts keeps half as many there, or
     /// two blocks if these are larger. In small models copies of hidden states take longer than the GEMMs of a short prompt.

@@ -10,8 +10,8 @@ use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::forecast::{Prior, Reads};
 use std::collections::HashMap;
 
-/// Tokens of a sequence by which a draft model may lag. With a longer lag it is not used for the rest of the sequence: each token
-/// to catch up takes a sixteenth of its step.
+/// Tokens of a sequence by which a draft model may lag. After a longer lag it is not used for the rest of the sequence, because
+/// every sixteen tokens of the lag take one of its steps.
 const LAG: usize = 512;
 
 /// Several ways to draft; the policy chooses one per round.

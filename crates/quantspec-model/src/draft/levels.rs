@@ -8,8 +8,8 @@ use crate::forward::Guess;
 use quantspec_core::Result;
 use std::collections::HashMap;
 
-/// Least probability that all tokens of a guess are right. A right guess saves a draft step, and a row costs less than this share
-/// of a step on AVX-512. Slower paths have costlier rows, so the bound is above that share.
+/// Least probability that all tokens of a guess are right. A right guess saves a draft step, and every guess costs a row. On
+/// AVX-512 a row costs less than this share of a step; on slower paths it costs more.
 pub(super) const LEAST: f64 = 0.3;
 
 /// A target whose drafts are guessed from earlier text.

@@ -25,7 +25,7 @@ impl<B: Backend> Engine<B> {
         self.source(slot, drafted.min(most), longest_copy.min(most)).0
     }
 
-    /// The number of the slot's next tokens, and whether they are copied from its text. That is a copy of at most `longest_copy`
+    /// The number of tokens to propose for the slot, and whether they are copied from its text: a copy of at most `longest_copy`
     /// tokens if the drafter expects it to pay, otherwise a draft of `drafted` tokens.
     fn source(&self, slot: usize, drafted: usize, longest_copy: usize) -> (usize, bool) {
         let Method { drafter, policy, .. } = &self.method;
