@@ -3,8 +3,8 @@
 //     score[r,t] = q[r] . k[t]          q already includes log2(e) / sqrt(D)
 //     out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
 //
-// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A warpgroup is four warps
-// with their own pipeline stages in shared memory; the warpgroups of a block take a chunk's pages in turn. A step of a
+// A work item is one split of one KV head: a run of pages and a share of the recent tokens. A warpgroup is four warps
+// with their own pipeline stages in shared memory; the warpgroups of a block take a split's pages in turn. A step of a
 // warpgroup is a page, or some recent tokens. Its phases, one file each:
 //
 //     attend_copy.cuh       load: keys and values into pipeline stages, by a producer warp and TMA or by the
@@ -17,14 +17,14 @@
 //                           merge: the warpgroups' states into one partial result
 //     attend_warpgroup.cuh  a consumer warp's indices and barriers, and unpacking codes to mma operands
 //
-// The maximum moves only by more than a threshold, as in FlashAttention-4. Partial results of chunks are added by
+// The maximum moves only by more than a threshold, as in FlashAttention-4. Partial results of splits are added by
 // `merge_*` of attend.cu, as in Flash-Decoding.
 //
 // Codes are the mma A operand (K: tokens x channels, V: channels x tokens) and query rows its columns, so every code is
 // unpacked once for up to 32 rows. Scales are not applied to codes: a key scale multiplies q (per page), a value scale
 // the probability. Zero points become one number per row and page (keys) or a running sum per row (values).
 //
-// Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a
+// Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a split and a
 // warpgroup are a function of the position. A token that a row does not see leaves its state unchanged to the bit: its
 // p is 0 and the factor 1. Columns of an mma are independent, and the number of row tiles NT only adds columns.
 //
@@ -41,13 +41,13 @@
 
 constexpr int UPPER = 0, BOTH = 1, FULL = 2;
 
-// Consecutive rows of one sequence slot with the same division into chunks. Written by the host.
+// Consecutive rows of one sequence slot with the same division into splits. Written by the host.
 struct Span {
   int slot;
   int row, queries;  // first row in the step, number of rows
   int position;      // of the first row
-  int chunk_pages;   // pages per chunk
-  int chunks;        // per KV head
+  int split_pages;   // pages per split
+  int splits;        // per KV head
   int first_block;   // block of 128 tokens with the first recent token, from the start of the text
   int list, listed;  // list: index of the span's page list; listed: its length, or < 0 for all pages
   // Most tokens that a row reads from pages: those that were visible when the list was made. Without a list it is
@@ -70,7 +70,7 @@ struct AttendArgs {
   const __half* q;                      // [row][heads][D]
   const Span* spans;
   const QueryTile* tiles;
-  float* partial;    // [partial row][D]: a span's chunks are [kv head][chunk][query row]
+  float* partial;    // [partial row][D]: a span's splits are [kv head][split][query row]
   float2* extremes;  // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
   int tile_count, items;  // work items over all tiles; block b has items b, b + gridDim.x, ...
@@ -138,7 +138,7 @@ struct Attend {
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
   static constexpr int QUERY = NT * 16 * D;  // bytes of q as B fragments
   // Shared memory of a warpgroup after its stages: q * s, probabilities (P), maxima or sums of the warps (RED), initial
-  // scores (C0), barriers. At the chunk's end O overwrites q * s and P.
+  // scores (C0), barriers. At the split's end O overwrites q * s and P.
   static constexpr int P = FULL_VIEW ? 0 : QUERY;
   static constexpr int P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH;
   static constexpr int O_SIZE = WARPGROUPS > 1 ? 2 * QUERY : 0;
@@ -158,12 +158,12 @@ struct Attend {
 };
 
 // A warpgroup's share of a work item: `pages` steps over its pages (steps warpgroup, warpgroup + WARPGROUPS, ... of the
-// chunk), then `recents` steps over recent tokens.
+// split), then `recents` steps over recent tokens.
 struct Work {
   Span span;
   QueryTile tile;
-  int head, chunk, first_page, pages, recents;
-  int recent;  // first recent step, counted from the start of the text; the next is chunks * WARPGROUPS further
+  int head, split, first_page, pages, recents;
+  int recent;  // first recent step, counted from the start of the text; the next is splits * WARPGROUPS further
 };
 // The share of a warpgroup in work item `index`.
 template <class C>
@@ -181,21 +181,21 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   const Span& span = w.span;
   const int item = index - w.tile.first;  // of the tile
   const int last = span.position + span.queries - 1;
-  w.head = item / span.chunks;
-  w.chunk = item - w.head * span.chunks;
-  w.first_page = w.chunk * span.chunk_pages;
+  w.head = item / span.splits;
+  w.split = item - w.head * span.splits;
+  w.first_page = w.split * span.split_pages;
   if (C::LOCAL) w.first_page += first_visible(span.position, p.reach) / PAGE;
   const int all = span.listed >= 0 ? span.listed : min(visible_quantised(last), span.cap) / PAGE;
-  const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
+  const int steps = max(0, min(span.split_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - warpgroup + C::WARPGROUPS - 1) / C::WARPGROUPS;
-  // Recent step u belongs to chunk u modulo the number of chunks, and to the warpgroups in turn, from the
+  // Recent step u belongs to split u modulo the number of splits, and to the warpgroups in turn, from the
   // one with the fewest pages on.
   const int first = span.first_block * C::SUB;
-  const int u = first + (w.chunk + span.chunks - first % span.chunks) % span.chunks;
-  const int taker = (span.chunk_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.chunks) % C::WARPGROUPS;
-  w.recent = u + (warpgroup + C::WARPGROUPS - taker) % C::WARPGROUPS * span.chunks;
+  const int u = first + (w.split + span.splits - first % span.splits) % span.splits;
+  const int taker = (span.split_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.splits) % C::WARPGROUPS;
+  w.recent = u + (warpgroup + C::WARPGROUPS - taker) % C::WARPGROUPS * span.splits;
   const int left = last / C::STEP - w.recent;
-  w.recents = left < 0 ? 0 : left / (span.chunks * C::WARPGROUPS) + 1;
+  w.recents = left < 0 ? 0 : left / (span.splits * C::WARPGROUPS) + 1;
   return w;
 }
 
@@ -340,7 +340,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     for (; n < w.pages + w.recents; n++) {
       fetch(n);
       attend_step<C, true>(warpgroup, state, copies, w, n,
-                           (w.recent + (n - w.pages) * w.span.chunks * WARPGROUPS) * C::STEP, hidden, seen);
+                           (w.recent + (n - w.pages) * w.span.splits * WARPGROUPS) * C::STEP, hidden, seen);
     }
     if (!C::TMA) copy_wait<0>();
     state.merge(warpgroup);

@@ -37,7 +37,7 @@ struct Copier {
     }
     if (recent || C::FULL_VIEW) {
       if (recent) {
-        const int token = (w.recent + (n - w.pages) * w.span.chunks * C::WARPGROUPS) * C::STEP;
+        const int token = (w.recent + (n - w.pages) * w.span.splits * C::WARPGROUPS) * C::STEP;
         copy_tokens(
             (value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D,
             stage_at);

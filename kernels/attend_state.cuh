@@ -236,7 +236,7 @@ struct State {
     const AttendArgs& p = warpgroup.p;
     const bool direct = C::DIRECT && p.codes;
     const int total = w.span.queries * p.group;  // query rows of the span
-    const size_t first = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
+    const size_t first = (size_t)w.span.partial + ((size_t)w.head * w.span.splits + w.split) * total + w.tile.row;
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll

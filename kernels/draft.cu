@@ -23,8 +23,8 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4;     // tiles of a block that share a warp's reads of the inputs
-constexpr int DRAFT_CHUNK_TILES = 2;  // tiles per chunk
-// Chunks of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has
+constexpr int DRAFT_STAGE_TILES = 2;  // tiles per stage
+// Stages of 17 or 18 KB in flight: first, while the previous kernel runs, and later. A launch has
 // at least DRAFT_AHEAD stages.
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;  // rows are the even columns of an mma, so that a lane has outputs of one row
@@ -38,24 +38,24 @@ template <bool PLANES>
 struct DraftLayout {
   static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>;
   static constexpr int HALF = LINEAR_WARPS * BLOCK;
-  static constexpr int CHUNK = DRAFT_CHUNK_TILES * HALF;
+  static constexpr int STAGE = DRAFT_STAGE_TILES * HALF;
   static constexpr int CODES = PLANES ? UPPER_BLOCK : 512;
   static constexpr int PARAMS = PLANES ? UPPER_PARAMS : QUANT_BLOCK<4> - QUANT_PARAMS;
   static constexpr int NEXT_PARAMS = UPPER_BLOCK;
   static constexpr int GROUPS = PLANES ? 2 : 1;  // with parameters of their own
 };
 
-// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers
+// Shared memory: [stages][STAGE] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers
 // [2][stages], int8 inputs [row][pitch], [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of
 // the codes of both halves}.
 template <bool PLANES>
 struct DraftShared {
-  static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
+  static constexpr int STAGE = DraftLayout<PLANES>::STAGE;
   float *sums, *squares;
   uint32_t stages_at, full, empty, x, xs;
   int groups, pitch;  // pitch: 64 bytes more than a row, so that neighbouring rows are in other banks
   DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {
-    sums = reinterpret_cast<float*>(shared + stages * CHUNK);
+    sums = reinterpret_cast<float*>(shared + stages * STAGE);
     squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
     stages_at = shared_address(shared);
     full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS);
@@ -301,7 +301,7 @@ struct ToHeads {
   }
 };
 
-// A warp's share of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile
+// A warp's share of a stage: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile
 // the stage holds stale data, whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
@@ -329,7 +329,7 @@ struct DraftReader {
     end_bar = s.empty;
     phase = 0;
   }
-  // Loads the warp's share of the next chunk.
+  // Loads the warp's share of the next stage.
   DEV void fetch(DraftPiece<PLANES>& piece, int lane) {
     mbar_wait(bar, phase);
     const uint32_t params = codes + Layout::PARAMS - lane * 16 + lane / 4 * 8;
@@ -341,10 +341,10 @@ struct DraftReader {
       for (int h = 0; h < Layout::GROUPS; h++)
         piece.params[i][h] = lds64(params + i * Layout::HALF + h * Layout::NEXT_PARAMS);
     }
-    codes += Layout::CHUNK;
+    codes += Layout::STAGE;
     bar += 8;
     if (bar == end_bar) {
-      codes -= (end_bar - first_bar) / 8 * Layout::CHUNK;
+      codes -= (end_bar - first_bar) / 8 * Layout::STAGE;
       bar = first_bar;
       phase ^= 1;
     }
@@ -451,7 +451,7 @@ DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int ro
   if (warp >= W) {
     registers_give<DRAFT_KEPT>();
     if (threadIdx.x == W * 32)
-      fill_weights<DRAFT_CHUNK_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty,
+      fill_weights<DRAFT_STAGE_TILES, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.stages_at, s.full, s.empty,
                                          stages, groups, own_tiles, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }

@@ -32,7 +32,7 @@
         (size_t)pitch * 2, NextWeights{next, next_bytes});                                                     \
   }
 // Not faster: blocks of half an SM (slower in whole steps of one row), 16 computing warps, one arrival per warp,
-// loading the next chunk's codes before the current chunk is multiplied, more stages, SiLU or RoPE in the epilogue.
+// loading the next stage's codes before the current stage is multiplied, more stages, SiLU or RoPE in the epilogue.
 PLANE_PIPELINE(both, 2, 1, 1, 2, 4, 8, 3, 2, false, 104, 197192)
 PLANE_PIPELINE(both, 2, 2, 1, 2, 4, 7, 2, 2, false, 144, 196256)
 PLANE_PIPELINE(upper, 1, 1, 1, 2, 4, 14, 4, 2, false, 104, 203584)

@@ -141,7 +141,7 @@ DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restr
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Weights for `fill_weights`. One tile of a chunk: BLOCKS blocks of the upper plane, then as many of the lower one.
+// Weights for `fill_weights`. One tile of a stage: BLOCKS blocks of the upper plane, then as many of the lower one.
 template <int PLANES, int BLOCKS>
 struct PlanePieces {
   static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
@@ -175,13 +175,13 @@ struct MultiplyPlanes {
       }
     return seen;
   }
-  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
+  DEV uint32_t load(uint32_t stage_at, int warp, int lane) {
     uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < R::TILES; i++)
 #pragma unroll
       for (int d = 0; d < R::DEEP; d++) {
-        const uint32_t tile = chunk + i * R::HALF;
+        const uint32_t tile = stage_at + i * R::HALF;
         const uint32_t piece = d * LINEAR_WARPS + warp;
         const uint32_t block = tile + piece * UPPER_BLOCK;
         GroupCodes<PLANES>& group = codes[i][d];

@@ -9,17 +9,17 @@
 // eight rows and weights have 16 bits.
 //
 // A piece is a warp's share of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, a block of draft
-// weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A chunk is eight pieces, one per warp,
-// of one tile. Chunks of small pieces have several tiles (TILES), or several pieces of a warp and tile (DEEP): more
-// tiles leave a part of each chunk empty if a block has few. A warp reads only its own share of x. The tiles of a pass
-// alternate by chunks. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
+// weights of 128 inputs, or the blocks of 64 inputs of all planes that are read. A stage holds eight pieces, one per
+// warp, of one tile. Stages of small pieces hold several tiles (TILES), or several pieces of a warp and tile (DEEP):
+// more tiles leave a part of each stage empty if a block has few. A warp reads only its own share of x. The tiles of a
+// pass alternate by stages. A warp adds its pieces in the order of `linear_16` and `linear_quant`.
 #pragma once
 
 // Attributes of a kernel with clusters of one or two blocks, for macros.
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 
-// Chunks in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
+// Stages in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
 // first loads of a block compete with the end of the previous kernel, so fewer are allowed.
 constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
 // Registers per thread: of the four loading warps after they release theirs, of the eight computing warps after
@@ -33,36 +33,36 @@ constexpr int PIPELINE_UNITS = 2;
 //
 //     NT                 row tiles
 //     PIECE              bytes of a piece
-//     TILES              tiles of a chunk
+//     TILES              tiles of a stage
 //     SCALES             bytes of scales per 128 bytes of a row of x
 //     TOGETHER           tiles of a pass
-//     STAGES, X_STAGES   pipeline stages of weights and of x, one chunk each
+//     STAGES, X_STAGES   pipeline stages of weights and of x
 //     CLUSTER            blocks of a cluster
 //     HAND_OVER          loading warps release registers to computing warps
-//     PAD                bytes between the rows of a chunk of x
-//     DEEP               pieces of a warp and tile in a chunk
+//     PAD                bytes between the rows of a stage of x
+//     DEEP               pieces of a warp and tile in a stage
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_,
           bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
 struct Pipeline {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, DEEP = DEEP_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
-  static constexpr int PIECES = DEEP * LINEAR_WARPS;  // of a tile in a chunk
-  static constexpr int HALF = PIECES * PIECE;         // bytes from one tile of a chunk to the next
-  static constexpr int CHUNK = TILES * HALF;          // bytes
-  // Pitches of a row of x in a chunk and of its scales: adjacent rows are in different banks.
+  static constexpr int PIECES = DEEP * LINEAR_WARPS;  // of a tile in a stage
+  static constexpr int HALF = PIECES * PIECE;         // bytes from one tile of a stage to the next
+  static constexpr int STAGE = TILES * HALF;          // bytes
+  // Pitches of a row of x in a stage and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = PIECES * 128 + PAD_;
   static constexpr int SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0;
-  static constexpr int X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
-  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums
+  static constexpr int X_STAGE = ROWS * (PITCH + SCALES_PITCH);
+  // Shared memory: weights [STAGES][STAGE], x [X_STAGES][X_STAGE], f32 sums
   // [PIPELINE_UNITS][warp][8 rows][16], barriers.
-  static constexpr int X = STAGES * CHUNK;
-  static constexpr int SUMS = X + X_STAGES * X_CHUNK;
+  static constexpr int X = STAGES * STAGE;
+  static constexpr int SUMS = X + X_STAGES * X_STAGE;
   static constexpr int BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
   static_assert(DEEP == 1 || SCALES == 0);
-  static_assert(STAGES >= PIPELINE_AHEAD, "a chunk in flight must not be overwritten by a later one");
+  static_assert(STAGES >= PIPELINE_AHEAD, "a stage in flight must not be overwritten by a later load");
 };
 
 // Shared-memory addresses of a pipeline's stages and barriers: of weights [STAGES], of x [X_STAGES].
@@ -100,7 +100,7 @@ struct Pieces {
   }
 };
 
-// Loads weights into pipeline stages: by one thread, of a block with `own_tiles` tiles. At most `most_first` chunks are
+// Loads weights into pipeline stages: by one thread, of a block with `own_tiles` tiles. At most `most_first` stages are
 // in flight while the stages are filled for the first time, then at most `most_later`.
 template <int TILES, int TOGETHER, int DEEP = 1, class Weights>
 DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint32_t empty, int stages, int pieces,
@@ -108,7 +108,7 @@ DEV void fill_weights(const Weights& w, uint32_t stages_at, uint32_t full, uint3
   constexpr int PIECES = DEEP * LINEAR_WARPS, HALF = PIECES * Weights::PIECE;
   const uint64_t once = evict_first();
   int stage = 0, phase = 1;
-  int oldest = 0, oldest_phase = 0, in_flight = 0;  // the chunk in flight that was started first, and their number
+  int oldest = 0, oldest_phase = 0, in_flight = 0;  // the stage in flight that was started first, and their number
   int most = most_first;
 #pragma unroll 1
   for (int first = 0; first < own_tiles; first += TOGETHER)
@@ -159,7 +159,7 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShar
 #pragma unroll 1
     for (int k = 0; k < pieces; k += PIECES) {
       const int count = min(PIECES, pieces - k);
-      const uint32_t chunk = at.x_stages + stage * R::X_CHUNK, full = at.x_full + stage * 8;
+      const uint32_t stage_at = at.x_stages + stage * R::X_STAGE, full = at.x_full + stage * 8;
       mbar_wait(at.x_empty + stage * 8, phase);
       if (lane == 0) mbar_expect(full, count * (128 + R::SCALES) * rows);
       __syncwarp();
@@ -169,9 +169,9 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShar
       }
 #pragma unroll 1
       for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
-        copy(chunk + row * R::PITCH, x + row * pitch + k * 128, count * 128, full);
+        copy(stage_at + row * R::PITCH, x + row * pitch + k * 128, count * 128, full);
         if (R::SCALES)
-          copy(chunk + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
+          copy(stage_at + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES,
                count * R::SCALES, full);
       }
       if (++stage == R::X_STAGES) {
@@ -219,7 +219,7 @@ static_assert(PIPELINE_UNITS * 128 == LINEAR_WARPS * 32, "one output per thread 
 
 // A computing warp: multiplies its pieces of the block's `own_tiles` tiles, in `passes` passes over x, and stores y.
 //
-// `Multiply` processes a warp's pieces of a chunk: `take` reads its inputs, `load` its weights, `add` adds the products
+// `Multiply` processes a warp's pieces of a stage: `take` reads its inputs, `load` its weights, `add` adds the products
 // of those that exist to the sums of TILES tiles. Each returns bits of what it read (`release_stage`). READS_AGAIN:
 // `add` reads x, so that the stage of x is released only after the last tile.
 template <class R, class Multiply>
@@ -239,8 +239,8 @@ DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int 
     for (int k = 0; k < pieces; k += R::PIECES) {
       const int left = pieces - k - warp;  // a warp has pieces 0, 8, ... of these
       Multiply multiply;
-      // Missing rows hold stale data, in columns that are never stored. So does the missing second tile of a chunk.
-      const uint32_t x = at.x_stages + x_stage * R::X_CHUNK;
+      // Missing rows hold stale data, in columns that are never stored. So does the missing second tile of a stage.
+      const uint32_t x = at.x_stages + x_stage * R::X_STAGE;
       mbar_wait(at.x_full + x_stage * 8, x_phase);
       uint32_t seen = multiply.take(x, warp, lane);
       if (!Multiply::READS_AGAIN) release_stage(at.x_empty + x_stage * 8, seen);
@@ -248,7 +248,7 @@ DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int 
       for (int i = 0; i < T; i += R::TILES)
         if (i < count) {
           mbar_wait(at.full + stage * 8, phase);
-          const uint32_t loaded = multiply.load(at.stages + stage * R::CHUNK, warp, lane);
+          const uint32_t loaded = multiply.load(at.stages + stage * R::STAGE, warp, lane);
           release_stage(at.empty + stage * 8, loaded);
           if (++stage == R::STAGES) {
             stage = 0;
@@ -308,7 +308,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
     grid_wait();
     multiply_tiles<R, Multiply>(at, sums, y, pieces, own_tiles, passes, n, rows, warp, lane, g, c);
   }
-  // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, chunk by chunk.
+  // No cluster barrier at exit: all copies and arrivals from the other block have been waited for, stage by stage.
 }
 
 // `Multiply` for 16-bit weights: a warp keeps its 64 inputs of all rows in registers.
@@ -327,9 +327,9 @@ struct MultiplyFull {
       }
     return seen;
   }
-  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
+  DEV uint32_t load(uint32_t stage_at, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    const uint32_t atom = chunk + warp * R::PIECE;
+    const uint32_t atom = stage_at + warp * R::PIECE;
     const uint32_t low = atom + (g * 8 + (c ^ g)) * 16;
     const uint32_t high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
     a[0] = lds128(low);
@@ -355,7 +355,7 @@ struct MultiplyFull {
 };
 
 // `Multiply` for draft weights, with the bits of `linear_quant`: a warp rereads the 128 inputs of its group for each
-// chunk, which leaves registers for sums. With four bits, the A operand of output g is the low nibbles, that of output
+// stage, which leaves registers for sums. With four bits, the A operand of output g is the low nibbles, that of output
 // g + 8 the whole bytes, from whose sum that of the low nibbles is subtracted.
 template <int BITS, class R>
 struct MultiplyDraft {
@@ -364,8 +364,8 @@ struct MultiplyDraft {
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
-  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
-    const uint32_t block = chunk + warp * R::PIECE;
+  DEV uint32_t load(uint32_t stage_at, int warp, int lane) {
+    const uint32_t block = stage_at + warp * R::PIECE;
     uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < R::TILES; i++) {

@@ -46,8 +46,8 @@ static_assert(sizeof(Cut) == CUT_BYTES);
 
 // Units of mass 1 in 64-bit sums: 2^20 tokens of mass 1 fit, and rounding costs a vocabulary less than 1e-8.
 constexpr float MASS_UNIT = 0x1p44f;
-constexpr int SAMPLE_CHUNK = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
-constexpr int CUT_THREADS = 1024;                         // of a block that cuts or judges
+constexpr int SAMPLE_TILE = 2048, SAMPLE_THREADS = 256;  // of a block that chooses: tokens, threads
+constexpr int CUT_THREADS = 1024;                        // of a block that cuts or judges
 constexpr int SAMPLE_VOCAB_MAX = 524287;  // masses of at most 2^13 each fit in the 32 bits of a histogram's bin
 
 // Order-preserving bits of a float; both zeros are equal, NaN is below everything.
@@ -194,7 +194,7 @@ DEV bool race_of_row(Race& race, Race* races, uint32_t* arrived) {
 //     races, arrived    scratch [row][blocks of a row]; uint32 [row], zero before and after
 //     margin            with `drafts`, row 0's logit margin (core::sample::choose_with_margin)
 //
-// Grid (ceil(vocab / SAMPLE_CHUNK), rows), SAMPLE_THREADS threads, static shared memory.
+// Grid (ceil(vocab / SAMPLE_TILE), rows), SAMPLE_THREADS threads, static shared memory.
 //
 // Every draft step waits for this kernel, whose code is in no instruction cache then. So the sampler's settings and
 // noise, which do not depend on earlier kernels, are computed into shared memory before the wait (ptxas would move
@@ -205,14 +205,14 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
                   int* choices, int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races,
                   uint32_t* arrived, float* margin, uint32_t* flag) {
   constexpr int WARPS = SAMPLE_THREADS / 32;
-  constexpr int OWN = SAMPLE_CHUNK / SAMPLE_THREADS;  // tokens per thread: quartets, 4 SAMPLE_THREADS apart
+  constexpr int OWN = SAMPLE_TILE / SAMPLE_THREADS;  // tokens per thread: quartets, 4 SAMPLE_THREADS apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
   // The noise's approximate contribution; then an upper bound of the score.
   __shared__ float about[OWN][SAMPLE_THREADS];
   __shared__ float scores[OWN][SAMPLE_THREADS];  // logits; then scores without noise
   grid_trigger();
-  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_CHUNK + own * 4;
+  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * SAMPLE_TILE + own * 4;
   auto id_of = [&](int i) { return id0 + i / 4 * (4 * SAMPLE_THREADS) + i % 4; };
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];

@@ -192,7 +192,7 @@ def _shown(row: Row) -> str:
 class Compared(tables.Markdown):
     """Both times, and the speed of the second against the first."""
 
-    HEAD = (
+    COLUMNS = (
         ("model", 20), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16), ("A ms/token", 15),
         ("B ms/token", 15), ("A / B", 13), ("B is", 7),
     )  # fmt: skip

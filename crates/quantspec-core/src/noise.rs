@@ -38,7 +38,7 @@ fn next_key([k, l]: [u32; 2]) -> [u32; 2] {
 }
 
 /// Tokens whose noise is computed together.
-pub(crate) const CHUNK: usize = 64;
+pub(crate) const TILE: usize = 64;
 
 /// The random numbers of one purpose at one position of a sequence, by index: a token, or 0 for a single number.
 ///
@@ -67,13 +67,13 @@ impl Noise {
         gumbel_of(self.uniform(index))
     }
 
-    /// The words of the indices `CHUNK·chunk ..= CHUNK·chunk + CHUNK − 1`: [`Noise::block`] in loops that compile to vectors.
-    pub(crate) fn words(self, chunk: usize) -> [u32; CHUNK] {
-        const BLOCKS: usize = CHUNK / 4;
+    /// The words of the indices `TILE·tile ..= TILE·tile + TILE − 1`: [`Noise::block`] in loops that compile to vectors.
+    pub(crate) fn words(self, tile: usize) -> [u32; TILE] {
+        const BLOCKS: usize = TILE / 4;
         let [position, sequence, purpose, _] = self.counter(0);
         let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
         for (at, d) in d.iter_mut().enumerate() {
-            *d = (chunk * BLOCKS + at) as u32;
+            *d = (tile * BLOCKS + at) as u32;
         }
         let mut key = self.key();
         for _ in 0..ROUNDS {
@@ -82,7 +82,7 @@ impl Noise {
             }
             key = next_key(key);
         }
-        let mut words = [0; CHUNK];
+        let mut words = [0; TILE];
         for (i, words) in words.chunks_exact_mut(4).enumerate() {
             words.copy_from_slice(&[a[i], b[i], c[i], d[i]]);
         }
@@ -153,10 +153,10 @@ mod tests {
     }
 
     #[test]
-    fn noise_of_a_chunk_is_that_of_its_blocks() {
-        for chunk in [0, 1, 2_003] {
-            for (at, words) in ANY.words(chunk).chunks_exact(4).enumerate() {
-                assert_eq!(words, ANY.block((chunk * CHUNK / 4 + at) as u64));
+    fn noise_of_a_tile_is_that_of_its_blocks() {
+        for tile in [0, 1, 2_003] {
+            for (at, words) in ANY.words(tile).chunks_exact(4).enumerate() {
+                assert_eq!(words, ANY.block((tile * TILE / 4 + at) as u64));
             }
         }
     }

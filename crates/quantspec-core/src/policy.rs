@@ -40,9 +40,9 @@ const RETIMED: usize = 3;
 const FASTER: f64 = 0.9;
 const UNSURE: f64 = 1.15;
 /// Judged tokens per sequence after which an observation has 1/e of its weight in acceptance. Many, because rejections are rare.
-const ACCEPTANCE_WINDOW: f64 = 64.0;
+const ACCEPTANCE_MEMORY: f64 = 64.0;
 /// The same for the margin scale, in tokens with known margins.
-const MARGIN_WINDOW: f64 = 256.0;
+const MARGIN_MEMORY: f64 = 256.0;
 /// Cost of a drafted token, relative to the mean one, above which no draft becomes longer than chosen.
 const STEEP: f64 = 1.5;
 /// Drafts with a higher probability always continue, however expensive a step is.
@@ -169,7 +169,7 @@ impl Policy {
         // The first rejected token ends a round's trials.
         let trials = (accepted + 1).min(drafted) as f64;
         let acceptance = &mut self.candidates[self.next.candidate].acceptance;
-        acceptance.add(accepted as f64, trials, (-trials / (ACCEPTANCE_WINDOW * self.batch as f64)).exp());
+        acceptance.add(accepted as f64, trials, (-trials / (ACCEPTANCE_MEMORY * self.batch as f64)).exp());
     }
 
     /// Records that one sequence copied `drafted` tokens of its text, of which the first `accepted` were accepted. This
@@ -190,7 +190,7 @@ impl Policy {
         let (stop, judged) = (candidate.stop(0.0), &margins[..margins.len().min(accepted + 1)]);
         let predicted: f64 = judged.iter().map(|&margin| 1.0 - stop.acceptance(margin)).sum();
         let rejected = f64::from(u8::from(accepted < margins.len()));
-        candidate.margins.add(rejected, predicted / stop.margin_scale, (-(judged.len() as f64) / MARGIN_WINDOW).exp());
+        candidate.margins.add(rejected, predicted / stop.margin_scale, (-(judged.len() as f64) / MARGIN_MEMORY).exp());
     }
 
     /// Records the verification of the round's `rows` rows (one more per sequence than it drafted) in `seconds`. Ends the

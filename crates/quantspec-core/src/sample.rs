@@ -7,7 +7,7 @@
 //! maximum is subtracted from the logits before the division, so that no temperature overflows.
 
 use crate::error::{Error, Result};
-use crate::noise::{CHUNK, GUMBEL_MAX, Noise, Stream, gumbel_of, unit};
+use crate::noise::{GUMBEL_MAX, Noise, Stream, TILE, gumbel_of, unit};
 use crate::penalty::Penalties;
 
 /// How drafted tokens are accepted.
@@ -159,7 +159,7 @@ fn kth_largest(values: &[f32], k: usize) -> f32 {
     }
     let mut best: Vec<f32> = Vec::with_capacity(2 * k);
     let mut bar = f32::NEG_INFINITY;
-    for values in values.chunks(CHUNK) {
+    for values in values.chunks(TILE) {
         if maximum(values) <= bar {
             continue;
         }
@@ -265,8 +265,8 @@ impl Kept {
         let bucket = |z: f32| ((-8.0 * z).min(255.0) + 8_388_608.0).to_bits() as usize % BUCKETS;
         // In four parts, so that neighbours in one bucket do not wait for each other.
         let mut parts = [[0.0; BUCKETS]; 4];
-        for logits in logits.chunks(CHUNK).filter(|logits| maximum(logits) >= self.bar) {
-            let (mut buckets, mut weights) = ([0; CHUNK], [0.0; CHUNK]);
+        for logits in logits.chunks(TILE).filter(|logits| maximum(logits) >= self.bar) {
+            let (mut buckets, mut weights) = ([0; TILE], [0.0; TILE]);
             for ((at, weight), &logit) in buckets.iter_mut().zip(&mut weights).zip(logits) {
                 let z = self.z(logit);
                 (*at, *weight) = (bucket(z), exp(z));
@@ -285,9 +285,9 @@ impl Kept {
             edge += 1;
         }
         let mut at_edge: Vec<Scaled> = Vec::new();
-        for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
+        for (tile, logits) in logits.chunks(TILE).enumerate() {
             if bucket(self.z(maximum(logits))) <= edge {
-                let tokens = (chunk * CHUNK..).zip(logits).map(|(id, &logit)| (id as u32, self.z(logit)));
+                let tokens = (tile * TILE..).zip(logits).map(|(id, &logit)| (id as u32, self.z(logit)));
                 at_edge.extend(tokens.filter(|&(_, z)| z > f32::NEG_INFINITY && bucket(z) == edge));
             }
         }
@@ -352,15 +352,15 @@ fn race<const MARGIN: bool>(logits: &[f32], most_likely: u32, sampler: &Sampler,
     // Starts with the most probable token: its score excludes nearly all other tokens without computing their logarithms.
     let first = noise.gumbel(most_likely.into());
     let mut race = Race::<MARGIN> { most_likely, winner: (most_likely, first), second: f32::NEG_INFINITY };
-    for (chunk, logits) in logits.chunks(CHUNK).enumerate() {
-        let (first, bar) = (chunk * CHUNK, race.bar());
-        // A chunk whose largest logit cannot win needs no noise.
+    for (tile, logits) in logits.chunks(TILE).enumerate() {
+        let (first, bar) = (tile * TILE, race.bar());
+        // A tile whose largest logit cannot win needs no noise.
         let best = kept.z(maximum(logits));
         if best + GUMBEL_MAX < bar || !kept.keeps((first as u32, best)) {
             continue;
         }
-        let words = noise.words(chunk);
-        let (mut scaled, mut may_win) = ([0.0; CHUNK], [false; CHUNK]);
+        let words = noise.words(tile);
+        let (mut scaled, mut may_win) = ([0.0; TILE], [false; TILE]);
         for (at, &logit) in logits.iter().enumerate() {
             scaled[at] = kept.z(logit);
             may_win[at] = may_reach(bar, scaled[at], unit(words[at]));
@@ -431,14 +431,14 @@ pub fn draw(weights: &[f32], noise: Noise) -> u32 {
         return 0;
     }
     let mut winner = (heaviest, first);
-    for (chunk, weights) in weights.chunks(CHUNK).enumerate() {
+    for (tile, weights) in weights.chunks(TILE).enumerate() {
         // −ln u ≥ 1 − u ≥ 2⁻²⁴, with a margin for rounding.
         if f64::from(maximum(weights)) < winner.1 * 0.999_999 / 16_777_216.0 {
             continue;
         }
-        let words = noise.words(chunk);
+        let words = noise.words(tile);
         for (at, (&weight, &word)) in weights.iter().zip(&words).enumerate() {
-            let (id, u) = ((chunk * CHUNK + at) as u32, unit(word));
+            let (id, u) = ((tile * TILE + at) as u32, unit(word));
             if weight > 0.0 && f64::from(weight) >= winner.1 * f64::from(1.0 - u) * 0.999_999 {
                 let score = score(weight, u);
                 if score > winner.1 || (score == winner.1 && id < winner.0) {

@@ -15,7 +15,7 @@
 //! f16 pages and the pages of the ring of recent tokens: `K [token/16][D][16] | V [token][D]`.
 //!
 //! **Order of sums.** A query row is processed page by page. Each page has its own softmax, which is merged into the row's
-//! state. Chunks of [`CHUNK`] pages start at fixed positions and have separate states. The states are merged in index order,
+//! state. Splits of [`SPLIT`] pages start at fixed positions and have separate states. The states are merged in index order,
 //! the recent tokens last. Rows share loads, never sums, so a row's bits depend on its position alone.
 
 #[cfg(target_arch = "x86_64")]
@@ -40,8 +40,8 @@ use quantspec_core::config::{Rounding, View, Weights};
 use quantspec_core::layout::{Layout, Offsets};
 use std::ops::Range;
 
-/// Pages per chunk: 1,024 tokens. Shorter chunks spread over more threads, longer ones need fewer merges.
-pub(crate) const CHUNK: usize = 8;
+/// Pages per split: 1,024 tokens. Shorter splits spread over more threads, longer ones need fewer merges.
+pub(crate) const SPLIT: usize = 8;
 
 /// Step rows of one work item. A longer window is several items over the same pages, which the cache then holds.
 pub(crate) const ITEM_ROWS: usize = 16;
@@ -260,7 +260,7 @@ impl State {
         to.iter_mut().zip(q).for_each(|(to, q)| *to = q * scale);
     }
 
-    /// Starts a chunk.
+    /// Starts a split.
     pub(crate) fn reset(&mut self, rows: usize) {
         // Finite, since −∞ minus −∞ is NaN.
         self.m[..rows].fill(-1e30);

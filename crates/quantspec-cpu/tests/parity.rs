@@ -299,7 +299,7 @@ fn bits_do_not_depend_on_rows_threads_or_blocks() {
         for simd in paths() {
             for view in [View::Both, if seed % 2 == 0 { View::Upper } else { View::Full }] {
                 let plan = (Weights::Full, view, Pages::All);
-                // More than eight pages are two chunks of attention: shapes read them in view Both, Upper or Full.
+                // More than eight pages are two splits of attention: shapes read them in view Both, Upper or Full.
                 let prompt = if seed == 0 || seed == 1 && view == View::Full { long } else { short };
                 let ids = &ids[..prompt + 45];
                 let mut alone = None;

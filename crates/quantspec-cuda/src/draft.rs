@@ -4,7 +4,7 @@ use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
 use crate::hierarchy::Hierarchy;
 use crate::linear::{DRAFT_GROUP, Quantised, TILE, WARPS, block_bytes};
-use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER, MERGE_SHARED, UPPER_BLOCK};
+use crate::shapes::{DRAFT_AHEAD, DRAFT_ROWS, DRAFT_STAGE_TILES, DRAFT_TOGETHER, MERGE_SHARED, UPPER_BLOCK};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
@@ -117,13 +117,13 @@ pub struct DraftGemms {
     shared: usize,
 }
 
-/// Pipeline stages and shared memory of a block: chunks of weights, in blocks of `block` bytes, that fit next to the inputs
+/// Pipeline stages and shared memory of a block: stages of weights, in blocks of `block` bytes, that fit next to the inputs
 /// of `rows` rows in `most` bytes. Leaves room for a small block next to two of these, if that costs no stage (`DraftShared`
 /// in kernels/draft.cu).
 fn pipeline(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (DRAFT_GROUP + 8) + 64);
     let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
-    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_CHUNK_TILES * WARPS * block + 16);
+    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_STAGE_TILES * WARPS * block + 16);
     let less = most - SMALL / 2;
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }
@@ -336,7 +336,7 @@ mod tests {
     #[test]
     fn two_blocks_share_an_sm() {
         const HOPPER: usize = 228 * 1024;
-        for (inputs, rows, chunks, small) in [
+        for (inputs, rows, expected, small) in [
             (4096, 1, 6, true),
             (11_008, 1, 5, true),
             (14_336, 1, 5, true),
@@ -345,15 +345,15 @@ mod tests {
             (27_648, 2, 3, false),
         ] {
             let (stages, shared) = pipeline(HOPPER / 2 - KEPT, block_bytes(4), inputs / DRAFT_GROUP, rows);
-            assert_eq!(stages, chunks, "{inputs} inputs, {rows} rows");
+            assert_eq!(stages, expected, "{inputs} inputs, {rows} rows");
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
         }
         // Blocks of an upper plane are 1/17 larger.
-        for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
+        for (inputs, rows, expected) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
             assert_eq!(
                 pipeline(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / DRAFT_GROUP, rows).0,
-                chunks,
+                expected,
                 "{inputs} inputs, {rows} rows"
             );
         }

@@ -6,7 +6,7 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
 use crate::penalty::Penalising;
-use crate::shapes::{CUT_BYTES, CUT_THREADS, RACE_BYTES, SAMPLE_CHUNK, SAMPLE_THREADS, SAMPLE_VOCAB_MAX};
+use crate::shapes::{CUT_BYTES, CUT_THREADS, RACE_BYTES, SAMPLE_THREADS, SAMPLE_TILE, SAMPLE_VOCAB_MAX};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// Bytes of a row's partial results, one `Race` (kernels/sample.cu) per block.
 const fn race_bytes(vocab: usize) -> usize {
-    RACE_BYTES * vocab.div_ceil(SAMPLE_CHUNK)
+    RACE_BYTES * vocab.div_ceil(SAMPLE_TILE)
 }
 /// Byte offsets in [`Sampling::shared`], which begins with the target's error flag: the logit margin of a proposed token, the
 /// error flag of drafts, the verdicts.
@@ -455,7 +455,7 @@ impl Sampling {
             ];
             self.device.launch(
                 self.choose,
-                launch([vocab.div_ceil(SAMPLE_CHUNK), count], SAMPLE_THREADS as u32),
+                launch([vocab.div_ceil(SAMPLE_TILE), count], SAMPLE_THREADS as u32),
                 &arguments,
             )
         }

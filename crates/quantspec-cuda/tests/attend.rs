@@ -487,7 +487,7 @@ fn rows_do_not_depend_on_each_other() {
     for (heads, kv_heads, d) in
         [(2, 2, 128), (4, 1, 128), (8, 1, 128), (12, 1, 128), (3, 1, 64), (8, 1, 64), (2, 1, 256)]
     {
-        // Windows over page borders, visibility borders, and (long) changes of the chunk length.
+        // Windows over page borders, visibility borders, and (long) changes of the split length.
         for position in [120, 250, 380, 1275, 2170, 4600, 17_400, 36_990] {
             let most = 17;
             let world =

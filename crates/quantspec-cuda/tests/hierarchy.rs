@@ -357,7 +357,7 @@ fn other_work_changes_no_bit() {
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(11);
-    // Several tiles per SM, and a last chunk that only some warps share.
+    // Several tiles per SM, and a last stage that only some warps share.
     for (n, k) in [(12_288, 4096), (4096, 5504)] {
         let some = weights(&mut random, 64, k, Dtype::Bf16);
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();

@@ -201,7 +201,7 @@ fn other_work_changes_no_bit() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(5);
-    // Several tiles per SM, and a last chunk that only some warps share, for full weights and draft weights.
+    // Several tiles per SM, and a last stage that only some warps share, for full weights and draft weights.
     for (n, k) in [(12_288, 4096), (4096, 5504), (4096, 5632)] {
         let some: Vec<f32> = random.normals(1 << 18).iter().map(|&v| round(v, Dtype::Bf16)).collect();
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();

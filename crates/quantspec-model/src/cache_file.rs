@@ -119,8 +119,8 @@ impl Format {
 }
 
 /// Checksum of everything before the segments, except the checksum itself.
-fn checksum(head: &[u8]) -> u64 {
-    XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&head[..CHECKSUM_AT]), &head[HEADER_BYTES..])
+fn checksum(prologue: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&prologue[..CHECKSUM_AT]), &prologue[HEADER_BYTES..])
 }
 
 /// An open file; everything except the segments has been checked.
@@ -152,12 +152,12 @@ impl Stored {
         if header.description_bytes <= recipe.len() as u64 || !fits(&header) {
             return Err(Fault::Other);
         }
-        let mut head = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
-        read_at(&file, &mut head, 0)?;
-        if checksum(&head) != header.checksum {
+        let mut prologue = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
+        read_at(&file, &mut prologue, 0)?;
+        if checksum(&prologue) != header.checksum {
             return Err(Fault::Damaged("its header".to_string()));
         }
-        let (own, index) = head[HEADER_BYTES..].split_at(header.description_bytes as usize);
+        let (own, index) = prologue[HEADER_BYTES..].split_at(header.description_bytes as usize);
         if own.strip_prefix(recipe.as_bytes()).and_then(<[u8]>::first) != Some(&b'\n') {
             return Err(Fault::Other);
         }
@@ -198,7 +198,8 @@ pub(crate) struct Writer {
     file: File,
     path: PathBuf,
     destination: PathBuf,
-    head: Vec<u8>,
+    /// Header, description and index, which precede the segments.
+    prologue: Vec<u8>,
     index: Vec<u8>,
     index_at: usize,
     done: u64,
@@ -220,17 +221,17 @@ impl Writer {
         );
         let path = folder.join(name);
         let index_at = HEADER_BYTES + description.len();
-        let mut head = vec![0; index_at + ENTRY_BYTES * segments];
-        head[..8].copy_from_slice(&format.magic);
-        head[8..12].copy_from_slice(&format.version.to_le_bytes());
-        head[12..16].copy_from_slice(&(description.len() as u32).to_le_bytes());
-        head[16..24].copy_from_slice(&(segments as u64).to_le_bytes());
-        head[HEADER_BYTES..index_at].copy_from_slice(description);
+        let mut prologue = vec![0; index_at + ENTRY_BYTES * segments];
+        prologue[..8].copy_from_slice(&format.magic);
+        prologue[8..12].copy_from_slice(&format.version.to_le_bytes());
+        prologue[12..16].copy_from_slice(&(description.len() as u32).to_le_bytes());
+        prologue[16..24].copy_from_slice(&(segments as u64).to_le_bytes());
+        prologue[HEADER_BYTES..index_at].copy_from_slice(description);
         let file = File::options().write(true).create_new(true).open(&path)?;
         let index = Vec::with_capacity(ENTRY_BYTES * segments);
         let destination = destination.to_path_buf();
-        let mut writer = Writer { file, path, destination, head, index, index_at, done: 0, published: false };
-        writer.file.write_all(&writer.head)?;
+        let mut writer = Writer { file, path, destination, prologue, index, index_at, done: 0, published: false };
+        writer.file.write_all(&writer.prologue)?;
         Ok(writer)
     }
 
@@ -248,17 +249,17 @@ impl Writer {
         &self.destination
     }
 
-    /// Writes the head into the space reserved for it, and moves the file to its final path.
+    /// Writes the prologue into the space reserved for it, and moves the file to its final path.
     pub(crate) fn publish(mut self) -> io::Result<()> {
-        if self.index.len() != self.head.len() - self.index_at {
+        if self.index.len() != self.prologue.len() - self.index_at {
             return Err(io::Error::other("not as many segments as were announced"));
         }
-        self.head[24..32].copy_from_slice(&self.done.to_le_bytes());
-        self.head[self.index_at..].copy_from_slice(&self.index);
-        let sum = checksum(&self.head);
-        self.head[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
+        self.prologue[24..32].copy_from_slice(&self.done.to_le_bytes());
+        self.prologue[self.index_at..].copy_from_slice(&self.index);
+        let sum = checksum(&self.prologue);
+        self.prologue[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
         self.file.rewind()?;
-        self.file.write_all(&self.head)?;
+        self.file.write_all(&self.prologue)?;
         fs::rename(&self.path, &self.destination)?;
         self.published = true;
         Ok(())

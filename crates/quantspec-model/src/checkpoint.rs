@@ -53,7 +53,7 @@ enum Weights {
 }
 
 /// Bytes that [`Checkpoint::read_f32`] converts at a time; input and result fit in a core's L2 cache.
-const CHUNK_BYTES: usize = 64 << 10;
+const PIECE_BYTES: usize = 64 << 10;
 
 impl Checkpoint {
     /// Opens a GGUF file (for a split model its first part), or a directory. A directory has config.json, optionally
@@ -345,13 +345,13 @@ impl Checkpoint {
         let width = self.shape(part).1;
         self.check_room(part, &rows, width, out.len())?;
         let row_bytes = width * dtype.bytes();
-        let at_once = (CHUNK_BYTES / row_bytes).max(1);
-        let mut chunk = vec![0; at_once.min(rows.len()) * row_bytes];
+        let at_once = (PIECE_BYTES / row_bytes).max(1);
+        let mut piece = vec![0; at_once.min(rows.len()) * row_bytes];
         for (index, out) in out.chunks_mut(at_once * width).enumerate() {
             let first = rows.start + index * at_once;
-            let chunk = &mut chunk[..out.len() * dtype.bytes()];
-            self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
-            convert(dtype, chunk, out);
+            let piece = &mut piece[..out.len() * dtype.bytes()];
+            self.read_in(dtype, part, first..first + out.len() / width, piece)?;
+            convert(dtype, piece, out);
             if self.config.norms_less_one && part.is_vector() {
                 out.iter_mut().for_each(|x| *x += 1.0);
             }
@@ -407,9 +407,9 @@ fn made_up(dtype: Dtype, first: usize, width: usize, out: &mut [u8]) {
     };
     let mut values = [0.0; 256];
     let bytes = dtype.bytes();
-    for (chunk, out) in out.chunks_mut(values.len() * bytes).enumerate() {
+    for (piece, out) in out.chunks_mut(values.len() * bytes).enumerate() {
         let values = &mut values[..out.len() / bytes];
-        let first = first + chunk * 256;
+        let first = first + piece * 256;
         values.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
         round(dtype, values, out);
     }
@@ -420,7 +420,7 @@ fn read_rows(gguf: &Gguf, location: &Packed, rows: Range<usize>, width: usize, o
     let (values, block_bytes) = location.encoding.block();
     let raw_row = width / values * block_bytes;
     // Consecutive rows are read in one call.
-    let at_once = if location.order == RowOrder::Own { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
+    let at_once = if location.order == RowOrder::Own { (PIECE_BYTES / raw_row).max(1) } else { 1 };
     let row_bytes = width * location.dtype.bytes();
     let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
     let mut decoded = vec![0.0; width];

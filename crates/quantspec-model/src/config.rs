@@ -60,11 +60,11 @@ struct Family {
     query_scale: bool,
     /// Gemma's local layers, its scale of scores, GELU and norm weights less 1.
     gemma: bool,
-    window: Window,
+    sliding: Sliding,
 }
 
 /// How a family limits attention to a sliding window; a null `sliding_window` means none.
-enum Window {
+enum Sliding {
     /// `sliding_window`, unless `use_sliding_window` is false. The family's attention is full, but its cache in transformers
     /// is limited to the window.
     Stated,
@@ -97,11 +97,11 @@ const COMMON: Family = Family {
     multipliers: false,
     query_scale: false,
     gemma: false,
-    window: Window::Stated,
+    sliding: Sliding::Stated,
 };
 
 const MISTRAL: Family =
-    Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, window: Window::Always(4096), ..COMMON };
+    Family { name: "mistral", kv_heads: Some(8), max_positions: 131_072, sliding: Sliding::Always(4096), ..COMMON };
 
 const FAMILIES: &[Family] = &[
     Family { name: "llama", attention_bias: true, mlp_bias: true, ..COMMON },
@@ -113,7 +113,7 @@ const FAMILIES: &[Family] = &[
         kv_heads: Some(32),
         max_positions: 32_768,
         always_qkv_bias: true,
-        window: Window::Optional,
+        sliding: Sliding::Optional,
         ..COMMON
     },
     Family {
@@ -123,7 +123,7 @@ const FAMILIES: &[Family] = &[
         max_positions: 32_768,
         attention_bias: true,
         qk_norm: QkNorm::Heads,
-        window: Window::Optional,
+        sliding: Sliding::Optional,
         ..COMMON
     },
     Family { name: "phi3", max_positions: 4096, rms_eps: 1e-5, partial_rotary: true, ..COMMON },
@@ -136,7 +136,7 @@ const FAMILIES: &[Family] = &[
         attention_bias: true,
         mlp_bias: true,
         no_rope: true,
-        window: Window::Requested,
+        sliding: Sliding::Requested,
         ..COMMON
     },
     Family { name: "granite", attention_bias: true, mlp_bias: true, multipliers: true, ..COMMON },
@@ -210,7 +210,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let (local, window) = if family.gemma {
         (Some(local(&fields, layers, head_dim)?), None)
     } else {
-        (None, window(&fields, family, layers)?)
+        (None, sliding_window(&fields, family, layers)?)
     };
     // Attention to a sliding window equals full attention in texts that are no longer.
     let max_positions = max_positions.min(plain_positions(&fields)?).min(window.unwrap_or(usize::MAX));
@@ -444,24 +444,24 @@ fn plain_positions(fields: &Fields) -> Result<usize> {
 }
 
 /// The sliding window of layers that see only recent tokens, if there are any.
-fn window(fields: &Fields, family: &Family, layers: usize) -> Result<Option<usize>> {
-    let window = match family.window {
+fn sliding_window(fields: &Fields, family: &Family, layers: usize) -> Result<Option<usize>> {
+    let window = match family.sliding {
         _ if fields.is_null("sliding_window") => None,
-        Window::Stated if fields.stated("sliding_window") && fields.flag("use_sliding_window", true)? => {
+        Sliding::Stated if fields.stated("sliding_window") && fields.flag("use_sliding_window", true)? => {
             Some(fields.size("sliding_window", POSITIONS, None)?)
         }
-        Window::Stated => None,
-        Window::Always(default) => Some(fields.size("sliding_window", POSITIONS, Some(default))?),
-        Window::Optional if fields.flag("use_sliding_window", false)? => {
+        Sliding::Stated => None,
+        Sliding::Always(default) => Some(fields.size("sliding_window", POSITIONS, Some(default))?),
+        Sliding::Optional if fields.flag("use_sliding_window", false)? => {
             let first = fields.size("max_window_layers", 0..=usize::MAX, Some(28))?;
             let window = fields.size("sliding_window", POSITIONS, Some(4096))?;
             (first < layers || fields.get("layer_types").is_some()).then_some(window)
         }
-        Window::Optional => None,
-        Window::Requested if fields.stated("sliding_window") && fields.flag("use_sliding_window", false)? => {
+        Sliding::Optional => None,
+        Sliding::Requested if fields.stated("sliding_window") && fields.flag("use_sliding_window", false)? => {
             Some(fields.size("sliding_window", POSITIONS, None)?)
         }
-        Window::Requested => None,
+        Sliding::Requested => None,
     };
     // An explicit list of layer types overrides the families' rules.
     let Some(types) = fields.list("layer_types")? else { return Ok(window) };

@@ -17,7 +17,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// Bytes per read while parsing a header.
-const WINDOW_BYTES: usize = 64 << 10;
+const AHEAD_BYTES: usize = 64 << 10;
 /// Most metadata entries; published files have up to 100.
 const ENTRIES_MAX: u64 = 65_536;
 /// Most elements of a list, as in the largest supported vocabulary.
@@ -369,14 +369,14 @@ struct Cursor<'a> {
     name: &'a str,
     length: u64,
     at: u64,
-    window: Vec<u8>,
-    window_at: u64,
+    ahead: Vec<u8>,
+    ahead_at: u64,
 }
 
 impl<'a> Cursor<'a> {
     fn new(file: &'a File, name: &'a str, at: u64) -> Result<Cursor<'a>> {
         let length = file.metadata().map_err(|error| unreadable(name, &error))?.len();
-        Ok(Cursor { file, name, length, at, window: Vec::new(), window_at: 0 })
+        Ok(Cursor { file, name, length, at, ahead: Vec::new(), ahead_at: 0 })
     }
 
     fn left(&self) -> u64 {
@@ -411,17 +411,17 @@ impl<'a> Cursor<'a> {
 
     /// Bytes that were passed.
     fn back(&mut self, at: u64, bytes: u64) -> Result<&[u8]> {
-        if at < self.window_at || at + bytes > self.window_at + self.window.len() as u64 {
-            let ahead = bytes.max(WINDOW_BYTES as u64).min(self.length.saturating_sub(at));
+        if at < self.ahead_at || at + bytes > self.ahead_at + self.ahead.len() as u64 {
+            let ahead = bytes.max(AHEAD_BYTES as u64).min(self.length.saturating_sub(at));
             if ahead < bytes {
                 return Err(self.damaged("ends early"));
             }
-            self.window.resize(ahead as usize, 0);
-            self.window_at = at;
-            read_at(self.file, &mut self.window, at).map_err(|error| unreadable(self.name, &error))?;
+            self.ahead.resize(ahead as usize, 0);
+            self.ahead_at = at;
+            read_at(self.file, &mut self.ahead, at).map_err(|error| unreadable(self.name, &error))?;
         }
-        let start = (at - self.window_at) as usize;
-        Ok(&self.window[start..start + bytes as usize])
+        let start = (at - self.ahead_at) as usize;
+        Ok(&self.ahead[start..start + bytes as usize])
     }
 
     fn u32(&mut self) -> Result<u32> {

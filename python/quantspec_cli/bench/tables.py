@@ -78,7 +78,7 @@ class Csv:
 class Markdown:
     """A table, row by row."""
 
-    HEAD: tuple[tuple[str, int], ...]
+    COLUMNS: tuple[tuple[str, int], ...]
     # Number of text columns at the left, which are left-aligned.
     TEXTS: int
 
@@ -87,14 +87,14 @@ class Markdown:
         self._sink = sink
         self._started = False
         self._widths = [
-            max(map(len, [name, *map(_cell, texts[name])])) if name in texts else width for name, width in self.HEAD
+            max(map(len, [name, *map(_cell, texts[name])])) if name in texts else width for name, width in self.COLUMNS
         ]
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Writes a measurement."""
         if not self._started:
             self._started = True
-            self._line([name for name, _ in self.HEAD])
+            self._line([name for name, _ in self.COLUMNS])
             rules = ["-" * width if i < self.TEXTS else "-" * (width - 1) + ":" for i, width in enumerate(self._widths)]
             self._line(rules)
         self._line(self.cells(row))
@@ -134,7 +134,7 @@ def test_cell(row: Mapping[str, Any]) -> str:
 class Decoding(Markdown):
     """llama-bench's table, with each row's bandwidth."""
 
-    HEAD = (
+    COLUMNS = (
         ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
         ("ms/token", 15), ("tokens/s", 8), ("speed-up", 8), ("MB/token", 8), ("GB/s", 5), ("of read", 8),
         ("accepted", 8), ("draft ms", 8), ("loop us", 7),
@@ -168,7 +168,7 @@ class Decoding(Markdown):
 class Kernels(Markdown):
     """One kernel per row, with the bytes it must move and the memory bandwidth."""
 
-    HEAD = (
+    COLUMNS = (
         ("kernel", 15), ("form", 8), ("rows", 5), ("shape", 14), ("us", 9), ("MB", 8), ("GB/s", 6), ("of read", 7),
         ("TFLOP/s", 7),
     )  # fmt: skip

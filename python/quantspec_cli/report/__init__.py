@@ -579,7 +579,7 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         ]
         for row in rows
     ]
-    head = [
+    columns = [
         *(["model"] if models else []),
         "method",
         "test",
@@ -594,4 +594,4 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         "pp is prefill of this many tokens, tg decoding. Charts of decoding show the longest answers. All fields are in "
         "bench --json."
     )
-    return [Section("All measurements", text, None, [], Table(head, listed))]
+    return [Section("All measurements", text, None, [], Table(columns, listed))]

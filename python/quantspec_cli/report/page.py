@@ -51,20 +51,22 @@ th.prose, td.prose { text-align: left; } td.prose { white-space: normal; overflo
 class Table:
     """Numbers as text, the first column left-aligned; the columns `prose` are left-aligned, too, and wrap."""
 
-    head: Sequence[str]
+    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     prose: Collection[str] = ()
 
     def html(self) -> str:
         """The table."""
-        kinds = [' class="prose"' if name in self.prose else "" for name in self.head]
+        kinds = [' class="prose"' if name in self.prose else "" for name in self.columns]
 
         def line(tag: str, cells: Sequence[str]) -> str:
             inside = "".join(f"<{tag}{kind}>{escaped(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
             return f"<tr>{inside}</tr>"
 
         rows = "\n".join(line("td", row) for row in self.rows)
-        return f'<div class="wide"><table><thead>{line("th", self.head)}</thead>\n<tbody>{rows}</tbody></table></div>'
+        return (
+            f'<div class="wide"><table><thead>{line("th", self.columns)}</thead>\n<tbody>{rows}</tbody></table></div>'
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 //! Activations of a step.
 
-use crate::attend::CHUNK;
+use crate::attend::SPLIT;
 use crate::dispatch::Simd;
 use crate::elementwise::rms_norm;
 use crate::hierarchy;
@@ -80,7 +80,7 @@ impl Lengths {
             logits: rows * config.vocab,
             angles: rows * config.head_dim / 2 * if config.local.is_some() { 2 } else { 1 } + unrotated,
             unrotated,
-            partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
+            partials: rows * config.heads * (pages.div_ceil(SPLIT) + 1) * (2 + config.head_dim),
             pages,
             limbs: if options.weights == TargetWeights::Checkpoint { (0, 0) } else { (rows, widest) },
         }

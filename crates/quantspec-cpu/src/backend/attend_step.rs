@@ -1,7 +1,7 @@
 //! Attention of a step's rows: choice of pages, work items, and merging.
 
 use super::CpuBackend;
-use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
+use crate::attend::{self, ITEM_ROWS, Partials, SPLIT, State};
 use crate::cache::Cache;
 use crate::dispatch::Simd;
 use crate::linear::row_stride;
@@ -13,14 +13,14 @@ use quantspec_core::config::{ModelConfig, Pages, Rounding};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
-/// A work item: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
+/// A work item: a split of pages, or the recent tokens, of one KV head, for some rows of one slot.
 struct Item {
     /// First row in the step.
     first: usize,
     rows: usize,
     kv_head: usize,
     /// None: the recent tokens.
-    chunk: Option<usize>,
+    split: Option<usize>,
     /// Pages of the longest row's list.
     pages: usize,
 }
@@ -29,8 +29,8 @@ impl Item {
     /// In arbitrary units: reading a page costs about as much as computing four query rows on it.
     fn cost(&self, group: usize) -> usize {
         let rows = self.rows * group;
-        match self.chunk {
-            Some(chunk) => (self.pages - chunk * CHUNK).min(CHUNK) * (4 + rows),
+        match self.split {
+            Some(split) => (self.pages - split * SPLIT).min(SPLIT) * (4 + rows),
             None => 2 * (4 + 2 * rows),
         }
     }
@@ -68,24 +68,24 @@ impl Reads<'_> {
         }
     }
 
-    /// The first chunk of a row at this position: chunks before its reach are neither computed nor merged.
-    fn first_chunk(&self, position: usize) -> usize {
-        self.reach.map_or(0, |reach| first_visible(position, reach) / G / CHUNK)
+    /// The first split of a row at this position: splits before its reach are neither computed nor merged.
+    fn first_split(&self, position: usize) -> usize {
+        self.reach.map_or(0, |reach| first_visible(position, reach) / G / SPLIT)
     }
 
-    /// The work items of the runs, and the most parts of a row's result: one per chunk, and one of the recent tokens.
+    /// The work items of the runs, and the most parts of a row's result: one per split, and one of the recent tokens.
     fn items(&self, runs: &[(usize, usize)]) -> (Vec<Item>, usize) {
         let (mut items, mut parts) = (Vec::new(), 1);
         for &(first, count) in runs {
             let (slot, last) = (self.step.rows[first].slot, self.step.rows[first + count - 1].position);
-            let first_chunk = self.first_chunk(self.step.rows[first].position);
+            let first_split = self.first_split(self.step.rows[first].position);
             for kv_head in 0..self.config.kv_heads {
                 let pages = self.list(slot, kv_head, last).len();
-                let chunks = pages.div_ceil(CHUNK);
-                parts = parts.max(chunks + 1);
-                for chunk in std::iter::once(None).chain((first_chunk..chunks).map(Some)) {
+                let splits = pages.div_ceil(SPLIT);
+                parts = parts.max(splits + 1);
+                for split in std::iter::once(None).chain((first_split..splits).map(Some)) {
                     for (from, rows) in groups(count, ITEM_ROWS) {
-                        items.push(Item { first: first + from, rows, kv_head, chunk, pages });
+                        items.push(Item { first: first + from, rows, kv_head, split, pages });
                     }
                 }
             }
@@ -124,8 +124,8 @@ impl Reads<'_> {
                 self.item(state, item, head, self.list(last.slot, item.kv_head, last.position));
                 state.finish(item.rows * group, |r| {
                     let (j, head) = query(r);
-                    // The recent tokens come last, after the chunks that the row's own position sees.
-                    let part = item.chunk.unwrap_or(partials.parts - 1);
+                    // The recent tokens come last, after the splits that the row's own position sees.
+                    let part = item.split.unwrap_or(partials.parts - 1);
                     // SAFETY: a row, head and part belong to one item, which one thread takes.
                     unsafe { partials.at(j, head, part) }
                 });
@@ -144,12 +144,12 @@ impl Reads<'_> {
             for item in share(self.step.rows.len() * heads, thread, threads) {
                 let (j, head) = (item / heads, item % heads);
                 let row = &self.step.rows[j];
-                let chunks = self.list(row.slot, head / self.group, row.position).len().div_ceil(CHUNK);
-                let first = self.first_chunk(row.position).min(chunks);
+                let splits = self.list(row.slot, head / self.group, row.position).len().div_ceil(SPLIT);
+                let first = self.first_split(row.position).min(splits);
                 let from = &partials[item * parts * length..][..parts * length];
-                let gathered = &mut gathered[..(chunks - first + 1) * length];
-                gathered[..(chunks - first) * length].copy_from_slice(&from[first * length..chunks * length]);
-                gathered[(chunks - first) * length..].copy_from_slice(&from[(parts - 1) * length..]);
+                let gathered = &mut gathered[..(splits - first + 1) * length];
+                gathered[..(splits - first) * length].copy_from_slice(&from[first * length..splits * length]);
+                gathered[(splits - first) * length..].copy_from_slice(&from[(parts - 1) * length..]);
                 // SAFETY: a head of a row is one item.
                 let out = unsafe { out.slice(j * stride + head * d, d) };
                 attend::merge(simd, gathered, length, out);
@@ -160,12 +160,12 @@ impl Reads<'_> {
     /// Adds an item's pages to the state, each for the rows that see it. `list`: the pages of the item's last row.
     fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
         let position = |i: usize| self.step.rows[item.first + i].position;
-        let Some(chunk) = item.chunk else {
+        let Some(split) = item.split else {
             self.recent(state, item, head);
             return;
         };
         let of_head = self.cache.of_head(head);
-        let pages = &list[(chunk * CHUNK).min(list.len())..((chunk + 1) * CHUNK).min(list.len())];
+        let pages = &list[(split * SPLIT).min(list.len())..((split + 1) * SPLIT).min(list.len())];
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
             // Rows ascend in position, so the rows that see a page are the last ones.
@@ -180,7 +180,7 @@ impl Reads<'_> {
             for r in rows.clone() {
                 state.hide(r, first(r / self.group).saturating_sub(page * G));
             }
-            let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
+            let next = list.get(split * SPLIT + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
                     let next = next.map(|page| (of_head.upper(page), of_head.lower(page)));

@@ -1,7 +1,7 @@
 //! Decode attention, and scores of pages.
 
 use super::{Machine, Noise, layers};
-use crate::attend::{self, CHUNK, Shape, State};
+use crate::attend::{self, SPLIT, Shape, State};
 use crate::dispatch::Simd;
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share};
@@ -119,15 +119,15 @@ impl Attention {
             (&upper[at(shape.upper_bytes(), page)], lower)
         };
         let visible = vec![G; rows];
-        let (threads, chunks) = (self.pool.threads(), pages.div_ceil(CHUNK));
+        let (threads, splits) = (self.pool.threads(), pages.div_ceil(SPLIT));
         let first = self.layer * case.kv_heads * pages;
         let states = DisjointSlice::new(&mut self.states);
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            for item in share(case.kv_heads * chunks, thread, threads) {
-                let (head, chunk) = (item / chunks, item % chunks);
-                let mine = chunk * CHUNK..((chunk + 1) * CHUNK).min(pages);
+            for item in share(case.kv_heads * splits, thread, threads) {
+                let (head, split) = (item / splits, item % splits);
+                let mine = split * SPLIT..((split + 1) * SPLIT).min(pages);
                 state.reset(rows);
                 for page in mine.clone() {
                     let at_page = first + head * pages + page;

@@ -37,7 +37,7 @@ pub enum Op {
     Int8,
     /// Halves to singles.
     Widen,
-    /// Merges partial attention results, 16 chunks of pages and the recent tokens, for heads of 128.
+    /// Merges partial attention results, 16 splits of pages and the recent tokens, for heads of 128.
     Merge,
 }
 

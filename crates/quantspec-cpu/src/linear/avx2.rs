@@ -7,9 +7,9 @@ use std::arch::x86_64::*;
 /// Rows that share a pass: ten accumulators and their operands fill sixteen registers.
 const GROUP: usize = 5;
 
-/// Pairs per chunk if the lanes take two passes: 2 KiB of weights (F32: 4 KiB). They stay in L1, next to as many prefetched
+/// Pairs per block if the lanes take two passes: 2 KiB of weights (F32: 4 KiB). They stay in L1, next to as many prefetched
 /// bytes and the rows' activations, even if rows alias. The fastest of 8 to 256 on Zen 4.
-const CHUNK: usize = 16;
+const BLOCK: usize = 16;
 
 /// A panel with f32 activations, in the order of sums of [`super::portable`]. T: storage type of a number.
 pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
@@ -17,9 +17,9 @@ pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usiz
     let pairs = w.len() / (2 * PANEL);
     assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
     assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-    let (chunk, prefetch) = (if m <= 2 { pairs } else { CHUNK }, Prefetch::choose(m > 2));
-    for first in (0..pairs).step_by(chunk) {
-        let count = chunk.min(pairs - first);
+    let (block, prefetch) = (if m <= 2 { pairs } else { BLOCK }, Prefetch::choose(m > 2));
+    for first in (0..pairs).step_by(block) {
+        let count = block.min(pairs - first);
         for (row, rows) in groups(m, GROUP) {
             let w = w[first * 2 * PANEL..].as_ptr();
             let x = x[row * stride + 2 * first..].as_ptr();

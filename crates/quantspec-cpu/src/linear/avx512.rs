@@ -4,8 +4,8 @@ use super::{F16, F32, GROUP, Matrix, PANEL, groups};
 use crate::dispatch::{Prefetch, fetch_far};
 use std::arch::x86_64::*;
 
-/// Pairs per chunk if rows take several passes: 16 KiB of weights, which stay in L1 after the first pass.
-const CHUNK: usize = 128;
+/// Pairs per block if rows take several passes: 16 KiB of weights, which stay in L1 after the first pass.
+const BLOCK: usize = 128;
 
 /// Accumulators of one row, in floats: two chains of 32 outputs.
 pub(super) const CHAINS: usize = 2 * PANEL;
@@ -15,9 +15,9 @@ pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [
     let pairs = w.len() / (2 * PANEL);
     assert!(w.len() == Matrix::panel_len(2 * pairs) && x.len() >= (m - 1) * stride + 2 * pairs);
     assert!(chains.len() >= m * CHAINS && out.len() == m * PANEL);
-    let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(false));
-    for first in (0..pairs).step_by(chunk) {
-        let count = chunk.min(pairs - first);
+    let (block, prefetch) = (if m <= GROUP { pairs } else { BLOCK }, Prefetch::choose(false));
+    for first in (0..pairs).step_by(block) {
+        let count = block.min(pairs - first);
         for (pass, (row, rows)) in groups(m, GROUP).enumerate() {
             let w = w[first * 2 * PANEL..].as_ptr();
             let x = x[row * stride + 2 * first..].as_ptr();
@@ -42,11 +42,11 @@ pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [
     }
 }
 
-/// What a pass over a chunk prefetches.
+/// What a pass over a block prefetches.
 struct Ahead<T> {
     /// Its own weights, in the first pass.
     own: Option<Prefetch>,
-    /// Half of the following chunk, from here on, if rows take several passes: memory is busy during all of them.
+    /// Half of the following block, from here on, if rows take several passes: memory is busy during all of them.
     next: Option<*const T>,
 }
 
@@ -58,7 +58,7 @@ impl<T> Ahead<T> {
         Ahead { own: own.filter(|_| pass == 0), next }
     }
 
-    /// Before `numbers` numbers of the chunk, from number `at` on, are read.
+    /// Before `numbers` numbers of the block, from number `at` on, are read.
     #[inline(always)]
     fn prefetch(&self, w: *const T, at: usize, numbers: usize) {
         if let Some(own) = self.own {
@@ -134,9 +134,9 @@ pub(super) fn single_rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, 
     let pairs = w.len() / (2 * PANEL);
     assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
     assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-    let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::choose(m > 2));
-    for first in (0..pairs).step_by(chunk) {
-        let k = 2 * chunk.min(pairs - first);
+    let (block, prefetch) = (if m <= GROUP { pairs } else { BLOCK }, Prefetch::choose(m > 2));
+    for first in (0..pairs).step_by(block) {
+        let k = 2 * block.min(pairs - first);
         for (pass, (row, rows)) in groups(m, GROUP).enumerate() {
             let w = w[first * 2 * PANEL..].as_ptr();
             let x = x[row * stride + 2 * first..].as_ptr();

@@ -5,10 +5,10 @@ use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_model::backend::Row;
 
 /// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
-const CHUNK_MIN: usize = 2;
+const SPLIT_MIN: usize = 2;
 /// Most pages of a draft's work item if there are more items than blocks. Longer items spread badly over the blocks; in shorter
 /// ones the start takes a large part of the time.
-const DRAFT_CHUNK: usize = 16;
+const DRAFT_SPLIT: usize = 16;
 /// Work items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
 /// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
@@ -17,7 +17,7 @@ const HALF_SM_PAGES: usize = 16;
 /// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const SLICE_ROWS: usize = 64;
 
-/// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
+/// Consecutive rows of one slot that share a split length; `Span` in kernels/attend.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
@@ -25,8 +25,8 @@ pub struct Span {
     row: i32,
     queries: i32,
     position: i32,
-    chunk_pages: i32,
-    chunks: i32,
+    split_pages: i32,
+    splits: i32,
     first_block: i32,
     list: i32,
     listed: i32,
@@ -102,24 +102,24 @@ impl StepSlice {
 
     /// Adds a span, with tiles of at most `most_rows` query rows. `group`: query heads of each of `kv_heads` KV heads.
     fn push(&mut self, span: Span, group: usize, kv_heads: usize, most_rows: usize) {
-        let (queries, chunks) = (span.queries as usize, span.chunks as usize);
+        let (queries, splits) = (span.queries as usize, span.splits as usize);
         let total = queries * group;
         let tile_rows = total.div_ceil(total.div_ceil(most_rows));
         let number = self.spans.len() as i32;
         for row in (0..total).step_by(tile_rows) {
             let rows = tile_rows.min(total - row) as i32;
             self.tiles.push(QueryTile { span: number, row: row as i32, rows, first: self.items as i32 });
-            self.items += chunks * kv_heads;
+            self.items += splits * kv_heads;
         }
         self.tile_rows = self.tile_rows.max(tile_rows);
         self.merged.extend((0..queries).map(|query| Merged {
             first: (self.partial_rows + query * group) as i32,
-            items: span.chunks,
+            items: span.splits,
             total: total as i32,
             unused: 0,
         }));
-        self.longest = self.longest.max(span.chunk_pages as usize);
-        self.partial_rows += chunks * total * kv_heads;
+        self.longest = self.longest.max(span.split_pages as usize);
+        self.partial_rows += splits * total * kv_heads;
         self.spans.push(span);
     }
 
@@ -139,7 +139,7 @@ impl StepSlice {
 fn cut(visible: usize, items: usize) -> (usize, usize) {
     let step = (visible.max(1).next_power_of_two() / 16).max(1);
     let rounded = visible.next_multiple_of(step);
-    let pages = rounded.div_ceil(items).max(CHUNK_MIN);
+    let pages = rounded.div_ceil(items).max(SPLIT_MIN);
     (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
 }
 
@@ -151,7 +151,7 @@ fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usi
 /// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
 /// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
 fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
-    (items / sequences).max(pages.div_ceil(DRAFT_CHUNK)).clamp(1, items)
+    (items / sequences).max(pages.div_ceil(DRAFT_SPLIT)).clamp(1, items)
 }
 
 /// How the rows of a step are divided.
@@ -210,14 +210,14 @@ impl Division {
             };
             let queries = rows[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
             let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
-            let (_, (chunk_pages, chunks)) = length(&first);
+            let (_, (split_pages, splits)) = length(&first);
             let span = Span {
                 slot: first.slot as i32,
                 row: (first_row + start) as i32,
                 queries: queries as i32,
                 position: first.position as i32,
-                chunk_pages: chunk_pages as i32,
-                chunks: chunks as i32,
+                split_pages: split_pages as i32,
+                splits: splits as i32,
                 first_block: (visible_quantised(first.position).min(cap) / G) as i32,
                 list: first.slot as i32,
                 listed: list.map_or(-1, |list| list.listed as i32),
@@ -241,11 +241,11 @@ mod tests {
         for items in [1, 3, 4, 8, 16, 33, 264] {
             let mut last = 0;
             for visible in 0..10_000 {
-                let (pages, chunks) = cut(visible, items);
-                assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
+                let (pages, splits) = cut(visible, items);
+                assert!(pages >= last && pages >= SPLIT_MIN && splits <= items && pages * splits >= visible);
                 // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
                 let exact = visible as f64 / items as f64;
-                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
+                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(SPLIT_MIN as f64), "{visible} {items} {pages}");
                 last = pages;
             }
         }
@@ -257,9 +257,9 @@ mod tests {
             [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
         {
             for position in 0..3 * reach {
-                let (first, (pages, chunks)) = cut_local(position, reach, items);
+                let (first, (pages, splits)) = cut_local(position, reach, items);
                 let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
-                assert!(chunks <= items && first + pages * chunks >= last, "{position} {reach} {items}");
+                assert!(splits <= items && first + pages * splits >= last, "{position} {reach} {items}");
                 assert!(
                     first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
                 );

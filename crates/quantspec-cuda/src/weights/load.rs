@@ -15,10 +15,10 @@ use quantspec_model::importance::{Channel, LayerImportance, MadeUpRows};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of a chunk copied to the device: long enough for full PCIe speed, short enough to overlap with reading.
-const CHUNK_BYTES: usize = 16 << 20;
+/// Bytes of a staging buffer: long enough for full PCIe speed, short enough to overlap with reading.
+const STAGING_BYTES: usize = 16 << 20;
 
-/// Threads that read a chunk. One thread copies from the page cache at a quarter of PCIe speed.
+/// Threads that fill a staging buffer. One thread copies from the page cache at a quarter of PCIe speed.
 const READERS: usize = 4;
 /// Fewest bytes for which another thread pays.
 const READ_MIN: usize = 1 << 20;
@@ -84,7 +84,7 @@ impl DraftArena {
     }
 }
 
-/// Loads weights through two page-locked chunks: one is read while the other is copied.
+/// Loads weights through two page-locked staging buffers: one is filled while the other is copied.
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     /// The target's matrices become nibbles.
@@ -92,9 +92,9 @@ struct Loader<'a> {
     device: &'a Arc<Device>,
     hooks: &'a mut Hooks,
     pinned: [Pinned; 2],
-    chunks: [Buffer; 2],
-    /// The one to read next.
-    chunk: usize,
+    staged: [Buffer; 2],
+    /// The pair to fill next.
+    next: usize,
     atoms: Kernel,
     rows: Kernel,
     done: usize,
@@ -118,16 +118,16 @@ impl<'a> Loader<'a> {
         let parts = Part::all(checkpoint.config());
         let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
         let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
-        let chunk = CHUNK_BYTES.max(longest);
+        let bytes = STAGING_BYTES.max(longest);
         Ok(Loader {
             total: parts.iter().map(part_bytes).sum(),
             checkpoint,
             nibbles,
             device,
             hooks,
-            pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
-            chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
-            chunk: 0,
+            pinned: [device.pinned(bytes)?, device.pinned(bytes)?],
+            staged: [device.allocate(bytes)?, device.allocate(bytes)?],
+            next: 0,
             atoms: device.kernel("weights_atoms", 0)?,
             rows: device.kernel("weights_rows", 0)?,
             done: 0,
@@ -168,28 +168,28 @@ impl<'a> Loader<'a> {
         let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
         let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;
         let row_bytes = k * dtype.bytes();
-        let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
+        let rows_at_once = (STAGING_BYTES / row_bytes).max(1);
         for piece in pieces {
             let rows = self.checkpoint.shape(piece.part).0;
             for start in (0..rows).step_by(rows_at_once) {
                 let count = rows_at_once.min(rows - start);
                 let bytes = count * row_bytes;
-                let chunk = self.chunk;
-                self.chunk = 1 - chunk;
-                // This page-locked buffer's copy is complete: the wait below, of the previous chunk, came after it.
-                let to = &mut self.pinned[chunk].bytes()[..bytes];
+                let pair = self.next;
+                self.next = 1 - pair;
+                // This page-locked buffer's copy is complete: the wait below, of the previous pair, came after it.
+                let to = &mut self.pinned[pair].bytes()[..bytes];
                 read_rows(self.checkpoint, piece.part, dtype, start..start + count, to)?;
                 self.device.synchronize()?;
-                // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
-                unsafe { self.chunks[chunk].write_pinned(0, &self.pinned[chunk], 0, bytes)? };
-                let arguments = args![&self.chunks[chunk], &buffer, piece.first + start, count, k, piece.interleave];
+                // SAFETY: the buffer is rewritten only after the wait of the next pair has seen this copy complete.
+                unsafe { self.staged[pair].write_pinned(0, &self.pinned[pair], 0, bytes)? };
+                let arguments = args![&self.staged[pair], &buffer, piece.first + start, count, k, piece.interleave];
                 let (kernel, elements) = match dtype {
                     Dtype::F32 => (self.rows, count * k),
                     Dtype::Bf16 | Dtype::F16 => (self.atoms, count * k.div_ceil(8)),
                 };
                 let launch =
                     Launch { grid: [elements.div_ceil(256) as u32, 1, 1], block: 256, shared: 0, overlap: false };
-                // SAFETY: the argument list is the kernel's; the chunk holds `count` rows and the matrix has room for all rows.
+                // SAFETY: the argument list is the kernel's; the buffer holds `count` rows and the matrix has room for all rows.
                 unsafe { self.device.launch(kernel, launch, &arguments)? };
                 self.done += count * k * stored.bytes();
                 (self.hooks.loading)(self.done, self.total);

@@ -1,6 +1,6 @@
 //! Tensors of safetensors shards: where each part is, and which names are refused.
 
-use super::{CHUNK_BYTES, TensorLocation};
+use super::{PIECE_BYTES, TensorLocation};
 use crate::config;
 use crate::file::shown;
 use crate::names;
@@ -134,12 +134,12 @@ pub(super) fn embedding_of(config: &mut ModelConfig, shards: &Shards) -> Result<
 
 /// Returns true if both locations hold the same bytes.
 fn same_bytes(shards: &Shards, one: TensorLocation, other: TensorLocation, bytes: usize) -> Result<bool> {
-    let room = bytes.min(CHUNK_BYTES);
+    let room = bytes.min(PIECE_BYTES);
     let (mut a, mut b) = (vec![0; room], vec![0; room]);
-    for done in (0..bytes).step_by(CHUNK_BYTES) {
-        let length = (bytes - done).min(CHUNK_BYTES);
-        for (location, chunk) in [(one, &mut a), (other, &mut b)] {
-            shards.read(location.shard, location.offset + done as u64, &mut chunk[..length])?;
+    for done in (0..bytes).step_by(PIECE_BYTES) {
+        let length = (bytes - done).min(PIECE_BYTES);
+        for (location, piece) in [(one, &mut a), (other, &mut b)] {
+            shards.read(location.shard, location.offset + done as u64, &mut piece[..length])?;
         }
         if a[..length] != b[..length] {
             return Ok(false);
