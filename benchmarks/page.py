@@ -211,7 +211,7 @@ def one_sequence(name: str, rows: list[Row]) -> str:
         for row in rows + recorded(f"h200-{name}-rejection.json") + recorded(f"h200-{name}-int8.json")
     ]
     lines += [
-        [f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""]
+        [f"{row['depth']:,}", pytorch(row), f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", "", ""]
         for row in recorded(f"h200-{name}-torch.jsonl")
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
@@ -250,7 +250,16 @@ def batches() -> str:
         ]
         for row in rows
     ]
+    lines += [
+        [str(row["batch"]), f"{row['depth']:,}", pytorch(row), f"{1000 * row['batch'] / row['ms']:,.0f}", "", "", ""]
+        for row in recorded("h200-batch-torch.jsonl") or []
+    ]
     return table(["sequences", "context of each", "method", "tokens/s", "speed-up", "accepted", "mean γ"], lines)
+
+
+def pytorch(row: Row) -> str:
+    """What torch_step.py measured."""
+    return f"PyTorch, {row['attention']}"
 
 
 def folder() -> str:
