@@ -100,6 +100,8 @@ DRAFT_PIPELINES(8)
     wide_gemm<Wide<DraftGroup<BITS>, N, UNITS, STAGES>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, \
                                                         n, rows);                                                      \
   }
+// Instructions bound 64 rows: scales and zeros take five per output, row and group. Keeping x in shared memory for all
+// passes is not faster.
 WIDE(4, 32, 2, 4, 229672)
 WIDE(4, 64, 1, 4, 229672)
 WIDE(8, 32, 2, 2, 188584)
