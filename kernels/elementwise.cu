@@ -215,7 +215,7 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
 //     x, to   f32 [row][pitch, to_pitch], pitches in elements; the same buffer or disjoint
 //     weight  f32 [width]
 //     paired  0, or the channels of a head if x alternates channels c .. c + 7 and paired / 2 + c .. of each head
-//             (`weights_w4_*` in quantize.cu); the weight does not
+//             (`weights_w4_*` in quantize_weights.cu); the weight does not
 //
 // Grid (rows), NORM_THREADS threads.
 KERNEL __launch_bounds__(NORM_THREADS) norm_rows(const float* x, int pitch, float* to, int to_pitch,
@@ -418,7 +418,7 @@ struct Head {
   float v[2 * PAIRS];
 
   // y f32 [D]: the head's outputs; bias, norm f32 [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired:
-  // y alternates channels c .. c + 7 and D / 2 + c .. D / 2 + c + 7 (`weights_w4_*` in quantize.cu).
+  // y alternates channels c .. c + 7 and D / 2 + c .. D / 2 + c + 7 (`weights_w4_*` in quantize_weights.cu).
   DEV Head(const float* y, bool paired, const float* bias, const float* norm, float eps, const float2* angles) {
     const int lane = threadIdx.x & 31;
 #pragma unroll

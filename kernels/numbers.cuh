@@ -179,8 +179,8 @@ DEV float block_sum(float x, float* scratch) {
   return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
-// Bits of the device's error flag (4 is FLAG_WEIGHTS of quantize.cu). Kernels only set bits; the host reads and clears
-// the flag when it synchronises.
+// Bits of the device's error flag (4 is FLAG_WEIGHTS of quantize_weights.cu). Kernels only set bits; the host reads and
+// clears the flag when it synchronises.
 constexpr uint32_t FLAG_CACHE = 1;     // a key, value or page parameter is not finite in f16
 constexpr uint32_t FLAG_LOGITS = 2;    // a logit is NaN or +infinity
 constexpr uint32_t FLAG_NO_TOKEN = 8;  // no token may be chosen

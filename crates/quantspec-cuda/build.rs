@@ -226,7 +226,7 @@ const TABLES: [(&str, &str, &str, &[&str]); 10] = [
 ];
 
 /// Numbers shared by kernels and launchers.
-const NUMBERS: [(&str, &[&str]); 16] = [
+const NUMBERS: [(&str, &[&str]); 17] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
     ("linear_wide.cuh", &["WIDE_THREADS"]),
@@ -253,7 +253,8 @@ const NUMBERS: [(&str, &[&str]); 16] = [
         ],
     ),
     ("numbers.cuh", &["FLAG_CACHE", "FLAG_LOGITS", "FLAG_NO_TOKEN"]),
-    ("quantize.cu", &["FLAG_WEIGHTS", "PAGE_SHARED_CHANNEL", "PAGE_SHARED"]),
+    ("quantize_pages.cu", &["PAGE_SHARED_CHANNEL", "PAGE_SHARED"]),
+    ("quantize_weights.cu", &["FLAG_WEIGHTS"]),
 ];
 
 /// Rust code of [`TABLES`] and [`NUMBERS`], read from the kernel sources: one row per line, numbers as `constexpr TYPE NAME =

@@ -39,9 +39,9 @@ struct Variant {
     threads: usize,
 }
 
-/// Division of a view into items, and its kernels.
+/// Kernels of a view, and the items that fill the GPU.
 #[derive(Debug)]
-struct Split {
+struct ViewKernels {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
     /// Those of local layers; none if the model has no such layers.
@@ -238,9 +238,9 @@ pub struct Attend {
     group: usize,
     head_dim: usize,
     centre: f32,
-    upper: Split,
-    both: Split,
-    full: Split,
+    upper: ViewKernels,
+    both: ViewKernels,
+    full: ViewKernels,
     /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
     half_sm: Vec<Variant>,
     /// By output type (bf16, f16, f32, int8): for few blocks, and for more blocks than SMs.
@@ -269,7 +269,7 @@ impl Attend {
                 threads: of.block,
             })
         };
-        let split = |view: View| -> Result<Split> {
+        let kernels_of = |view: View| -> Result<ViewKernels> {
             let variants = |table, stem: &str| -> Result<Vec<Variant>> {
                 let fitting = instances(table, view, d, tma, false).filter_map(|of| {
                     // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
@@ -283,7 +283,7 @@ impl Attend {
                 if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
             let blocks = blocks_per_sm(view, d, tma, device.shared_bytes);
             let items = most_items(device.info.sms * blocks, config.kv_heads);
-            Ok(Split { variants: variants(shapes::ATTEND, "attend")?, local, items })
+            Ok(ViewKernels { variants: variants(shapes::ATTEND, "attend")?, local, items })
         };
         let half_sm = instances(shapes::ATTEND, View::Upper, d, tma, true).map(|of| {
             let variant = variant(format!("attend_half_{d}_{}", of.rows), of, of.stages)?;
@@ -294,9 +294,9 @@ impl Attend {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
         Ok(Attend {
-            upper: split(View::Upper)?,
-            both: split(View::Both)?,
-            full: split(View::Full)?,
+            upper: kernels_of(View::Upper)?,
+            both: kernels_of(View::Both)?,
+            full: kernels_of(View::Full)?,
             half_sm: half_sm.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             pages: PageKernels::new(device, config)?,
@@ -308,7 +308,7 @@ impl Attend {
         })
     }
 
-    fn split(&self, view: View) -> &Split {
+    fn kernels_of(&self, view: View) -> &ViewKernels {
         match view {
             View::Upper => &self.upper,
             View::Both => &self.both,
@@ -318,8 +318,8 @@ impl Attend {
 
     /// Most rows of partial results of a slice with `rows` rows.
     pub fn partial_rows(&self, rows: usize) -> usize {
-        let splits = [self.upper.items, self.both.items, self.full.items];
-        most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
+        let items = [self.upper.items, self.both.items, self.full.items];
+        most_partial_rows(self.kv_heads * self.group, items.into_iter().max().unwrap_or(1), rows)
     }
 
     /// Splits the rows of a step into slices. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
@@ -348,10 +348,10 @@ impl Attend {
     }
 
     fn division(&self, view: View, reach: Option<usize>, drafts: bool) -> Result<Division> {
-        let split = self.split(view);
-        let variants = if reach.is_some() { &split.local } else { &split.variants };
+        let of_view = self.kernels_of(view);
+        let variants = if reach.is_some() { &of_view.local } else { &of_view.variants };
         let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
-        let (items, kv_heads, group) = (split.items, self.kv_heads, self.group);
+        let (items, kv_heads, group) = (of_view.items, self.kv_heads, self.group);
         Ok(Division { items, most_rows, kv_heads, group, reach, drafts })
     }
 
@@ -382,10 +382,10 @@ impl Attend {
         if neighbours.codes.is_some() && !self.writes_codes(view, slice) {
             return Err(Error::internal("codes of rows with several work items"));
         }
-        let (split, local) = (self.split(view), slice.reach.is_some());
+        let (of_view, local) = (self.kernels_of(view), slice.reach.is_some());
         let half_sm =
             self.half_sm.iter().filter(|_| neighbours.half_sm && view == View::Upper && slice.short() && !local);
-        let mut variants = half_sm.chain(if local { &split.local } else { &split.variants });
+        let mut variants = half_sm.chain(if local { &of_view.local } else { &of_view.variants });
         let variant = variants.find(|variant| variant.rows >= slice.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } = *variant
             .ok_or_else(|| Error::internal(format!("attention of {} query rows per KV head", slice.tile_rows)))?;

@@ -3,7 +3,7 @@
 use crate::shapes;
 use quantspec_core::{Error, Result};
 
-/// Bits of the device's error flag (kernels/numbers.cuh and quantize.cu).
+/// Bits of the device's error flag (kernels/numbers.cuh and quantize_weights.cu).
 const FLAG_CACHE: u32 = shapes::FLAG_CACHE as u32;
 const FLAG_LOGITS: u32 = shapes::FLAG_LOGITS as u32;
 pub(crate) const FLAG_WEIGHTS: u32 = shapes::FLAG_WEIGHTS as u32;

@@ -101,7 +101,7 @@ struct Loader<'a> {
     total: usize,
 }
 
-/// A part of a matrix: the rows it fills, and their order (`matrix_row` in kernels/quantize.cu).
+/// A part of a matrix: the rows it fills, and their order (`matrix_row` in kernels/quantize_weights.cu).
 struct Piece {
     part: Part,
     first: usize,
