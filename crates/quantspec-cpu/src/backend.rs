@@ -185,4 +185,8 @@ impl Backend for CpuBackend {
             host_bytes: 0,
         }
     }
+
+    fn draft_read_bytes(&self) -> usize {
+        self.model.draft_read_bytes()
+    }
 }

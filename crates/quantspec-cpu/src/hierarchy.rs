@@ -117,6 +117,13 @@ impl Planes {
         self.upper.bytes() + self.lower.bytes()
     }
 
+    /// Bytes that a pass reads.
+    pub(crate) fn read_bytes(&self, read: Read) -> usize {
+        // A lower plane of some panels is always read.
+        let upper_alone = matches!(read, Read::Upper | Read::Upper4) && self.both_from == 0;
+        self.upper.bytes() + if upper_alone { 0 } else { self.lower.bytes() }
+    }
+
     /// One half of a panel: its tiles of both planes.
     fn column(&self, panel: usize, half: usize) -> (&[u8], &[u8]) {
         let groups = self.k.div_ceil(GROUP);

@@ -245,6 +245,16 @@ impl Model {
         let draft = self.linears().filter_map(Linear::tiles).map(|tiles| tiles.data.bytes()).sum();
         (full + embedding + vectors(config), draft)
     }
+
+    /// Bytes of the matrices that a draft step reads.
+    pub(crate) fn draft_read_bytes(&self) -> usize {
+        let bytes = |linear: &Linear| match linear.weight(Weights::Draft) {
+            Weight::Tiles(tiles) => tiles.data.bytes(),
+            Weight::Planes(planes, read) => planes.read_bytes(read),
+            Weight::Full(matrix) => matrix.bytes(),
+        };
+        self.linears().map(bytes).sum()
+    }
 }
 
 impl Embedding {

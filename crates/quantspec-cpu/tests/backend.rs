@@ -61,6 +61,18 @@ fn memory_is_what_was_planned() {
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
             let (mut larger, down) = (backend.memory().weights_bytes, Sensitive::DOWN);
+            // Without draft weights a draft reads every matrix; the rest are the embedding, norms and biases.
+            let none = Options { draft_weights: DraftWeights::None, ..options.clone() };
+            let none = CpuBackend::load(&checkpoint, &none, Hooks::default()).expect("load");
+            let rest = none.memory().weights_bytes - none.draft_read_bytes();
+            let own = backend.memory().draft_weights_bytes;
+            match draft {
+                DraftWeights::Int4 => assert_eq!(backend.draft_read_bytes(), own),
+                DraftWeights::Int4Mlp => {
+                    assert!((own + 1..none.draft_read_bytes()).contains(&backend.draft_read_bytes()))
+                }
+                DraftWeights::None => assert_eq!(backend.draft_read_bytes(), none.draft_read_bytes()),
+            }
             let sensitive = Options { sensitive: down, ..options.clone() };
             let in_eight = CpuBackend::load(&checkpoint, &sensitive, Hooks::default()).expect("load").memory();
             assert_eq!(in_eight, plan(&checkpoint, &sensitive), "{shape:?} {planes:?}");
@@ -70,8 +82,15 @@ fn memory_is_what_was_planned() {
             );
             for weights in [TargetWeights::Int8, TargetWeights::Int4] {
                 let options = Options { weights, ..options.clone() };
-                let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load").memory();
+                let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+                let (one_copy, read) = (one_copy.memory(), one_copy.draft_read_bytes());
                 assert_eq!(one_copy, plan(&checkpoint, &options), "{shape:?} {planes:?} {weights:?}");
+                // With int4 drafts read all planes that there are, with int8 a little more than half.
+                let (matrices, fewer) = (one_copy.weights_bytes - rest, weights == TargetWeights::Int8 && own > 0);
+                assert!(
+                    if fewer { matrices / 2 < read && read < matrices } else { read == matrices },
+                    "{weights:?} {read}"
+                );
                 let sensitive = Options { sensitive: down, ..options };
                 assert_eq!(one_copy, plan(&checkpoint, &sensitive), "planes are there already");
                 assert!(one_copy.weights_bytes < larger && one_copy.draft_weights_bytes == 0);

@@ -328,7 +328,7 @@ impl CudaBackend {
         arguments: &[crate::device::Arg],
     ) -> Result<()> {
         let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
-        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize.cu) with buffers
+        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize_weights.cu) with buffers
         // of this backend. They outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or
         // `block_rows` rows.
         unsafe { self.device.launch(kernel, launch, arguments) }
@@ -377,6 +377,10 @@ impl Backend for CudaBackend {
                 + self.nibbles.as_ref().map_or(0, |(_, expanded)| expanded.held_bytes()),
             host_bytes: hidden_in_host + self.weights.held_host_bytes(),
         }
+    }
+
+    fn draft_read_bytes(&self) -> usize {
+        self.weights.draft_read_bytes()
     }
 }
 

@@ -41,6 +41,15 @@ impl Full {
         }
     }
 
+    /// Bytes that a draft reads: of its `own` weights, of the upper plane, or of the whole matrix.
+    fn draft_read_bytes(&self, own: &Option<Quantised>) -> usize {
+        match (own, self) {
+            (Some(own), _) => Quantised::bytes(own.bits, own.n, own.k),
+            (None, Full::Nibbles(hierarchy)) => hierarchy.upper_bytes(),
+            (None, Full::Whole(_)) => self.held_bytes(),
+        }
+    }
+
     /// Address and bytes that a GEMM reads first.
     pub(crate) fn first_read(&self) -> (u64, usize) {
         match self {
@@ -172,6 +181,20 @@ impl Weights {
     /// Bytes of draft weights on the device.
     pub(crate) fn held_draft_bytes(&self) -> usize {
         self.drafts.as_ref().map_or(0, |drafts| drafts.bytes())
+    }
+
+    /// Bytes of the matrices that a draft step reads. Of a head in nibbles it reads both planes.
+    pub(crate) fn draft_read_bytes(&self) -> usize {
+        let layer = |layer: &Layer| -> usize {
+            let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
+            let own = [qkv, output, gate_up, down];
+            layer.matrices().into_iter().zip(own).map(|(full, own)| full.draft_read_bytes(own)).sum()
+        };
+        let head = match &self.draft_head {
+            Some(own) => Quantised::bytes(own.bits, own.n, own.k),
+            None => self.head.held_bytes(),
+        };
+        self.layers.iter().map(layer).sum::<usize>() + head
     }
 
     /// Queues recomputing all draft weights, after their memory was used for a prompt.

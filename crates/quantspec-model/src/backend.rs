@@ -111,6 +111,10 @@ impl Default for Hooks {
 pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
+
+    /// Bytes of weights that a draft step reads: draft weights, the target's planes of which a draft reads fewer or all, and
+    /// matrices that drafts read as the target does.
+    fn draft_read_bytes(&self) -> usize;
 }
 
 /// Bytes held by a backend, by purpose.

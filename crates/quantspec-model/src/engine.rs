@@ -125,6 +125,8 @@ pub struct Engine<B: Backend> {
     stats: Stats,
     /// Memory of the backend before any text.
     loaded: Memory,
+    /// [`Backend::draft_read_bytes`].
+    draft_read_bytes: usize,
     prompts: Option<PromptCache>,
     rope: RopeTable,
 }
@@ -134,6 +136,7 @@ impl<B: Backend> Engine<B> {
     pub fn new(backend: B, method: Method, slots: usize, capacity: usize, block_rows: usize) -> Engine<B> {
         Engine {
             loaded: backend.memory(),
+            draft_read_bytes: backend.draft_read_bytes(),
             rope: RopeTable::new(backend.config()),
             backend,
             method: method.of_candidates(),

@@ -199,4 +199,9 @@ impl Backend for ReferenceBackend {
             host_bytes: 0,
         }
     }
+
+    fn draft_read_bytes(&self) -> usize {
+        let read = |(part, full): (&Part, &Tensor)| self.draft.get(part).unwrap_or(full).elem_count() * 4;
+        self.full.iter().map(read).sum()
+    }
 }

@@ -119,8 +119,10 @@ pub struct Outlook<'a> {
     pub head_dim: usize,
     /// The target's view of the cache.
     pub target: View,
-    /// Memory of the target's backend.
-    pub memory: Memory,
+    /// Bytes of the target's weights.
+    pub weights_bytes: usize,
+    /// [`Backend::draft_read_bytes`].
+    pub draft_read_bytes: usize,
     /// Visible pages of each sequence of the round.
     pub visible: &'a [usize],
 }
@@ -135,9 +137,6 @@ const ALPHA_TARGET_WEIGHTS: f64 = 0.99;
 /// observed on widened models for every 4th to every 64th page.
 const LOSS: f64 = 0.05;
 
-/// Bytes of the upper plane relative to both (`--weights int8`) on a GPU; on a CPU they are 0.56.
-const UPPER_PLANE: f64 = 0.53;
-
 impl Outlook<'_> {
     /// Most visible pages of a sequence.
     pub fn longest(&self) -> usize {
@@ -146,18 +145,16 @@ impl Outlook<'_> {
 
     /// Bytes of weights and complete pages read by a step of one row per sequence.
     pub fn step_bytes(&self, weights: Weights, view: View, pages: Pages) -> f64 {
-        let Memory { weights_bytes, draft_weights_bytes, .. } = self.memory;
-        let weights = match (weights, draft_weights_bytes) {
-            (Weights::Full, _) => weights_bytes as f64,
-            (Weights::Draft | Weights::Draft4, 0) => UPPER_PLANE * weights_bytes as f64,
-            (Weights::Draft | Weights::Draft4, bytes) => bytes as f64,
+        let weights = match weights {
+            Weights::Full => self.weights_bytes,
+            Weights::Draft | Weights::Draft4 => self.draft_read_bytes,
         };
         let page = match view {
             View::Upper => upper_page_bytes(self.head_dim),
             View::Both => upper_page_bytes(self.head_dim) + lower_page_bytes(self.head_dim),
             View::Full => full_page_bytes(self.head_dim),
         };
-        weights + (self.read(pages) * page * self.kv_heads) as f64
+        (weights + self.read(pages) * page * self.kv_heads) as f64
     }
 
     /// Pages that all sequences read in a step, per KV head.
@@ -444,8 +441,8 @@ mod tests {
 
     /// For a model with 64 MiB of weights and 16 MiB of draft weights. 240 of its pages have 61 MiB in both planes.
     pub(super) fn outlook(visible: &[usize]) -> Outlook<'_> {
-        let memory = Memory { weights_bytes: 64 << 20, draft_weights_bytes: 16 << 20, ..Memory::default() };
-        Outlook { kv_heads: 8, head_dim: 128, target: View::Both, memory, visible }
+        let (weights_bytes, draft_read_bytes) = (64 << 20, 16 << 20);
+        Outlook { kv_heads: 8, head_dim: 128, target: View::Both, weights_bytes, draft_read_bytes, visible }
     }
 
     /// Forecasts of a drafter's candidates in that outlook.

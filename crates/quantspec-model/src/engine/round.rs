@@ -116,10 +116,11 @@ impl<B: Backend> Engine<B> {
     /// Passes priors and forecasts of the drafter's candidates, at the round's lengths, to the policy.
     fn observe_forecasts(&mut self) {
         let Method { target, drafter: Some(drafter), policy } = &mut self.method else { return };
-        let (config, target, memory) = (self.backend.config(), *target, self.loaded);
+        let (config, target) = (self.backend.config(), *target);
         let (kv_heads, head_dim) = (config.layers * config.kv_heads, config.head_dim);
         let visible: Vec<usize> = self.turns.iter().map(|turn| visible_pages(turn.committed)).collect();
-        let outlook = Outlook { kv_heads, head_dim, target, memory, visible: &visible };
+        let (weights_bytes, draft_read_bytes) = (self.loaded.weights_bytes, self.draft_read_bytes);
+        let outlook = Outlook { kv_heads, head_dim, target, weights_bytes, draft_read_bytes, visible: &visible };
         let priors = drafter.priors(&outlook);
         policy.observe_forecasts(&forecasts(&drafter.usable(&outlook), &priors, &policy.measured()), &priors);
     }
