@@ -252,7 +252,7 @@ def batches() -> str:
     ]
     lines += [
         [str(row["batch"]), f"{row['depth']:,}", pytorch(row), f"{1000 * row['batch'] / row['ms']:,.0f}", "", "", ""]
-        for row in recorded("h200-batch-torch.jsonl") or []
+        for row in recorded("h200-batch-torch.jsonl")
     ]
     return table(["sequences", "context of each", "method", "tokens/s", "speed-up", "accepted", "mean γ"], lines)
 

@@ -170,7 +170,13 @@ def main() -> None:
         sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
     for batch in options.batch:
         for depth in options.depths:
-            print(json.dumps(measure(options.shape, batch, depth, options.vocab)), flush=True)
+            try:
+                row = measure(options.shape, batch, depth, options.vocab)
+            except torch.OutOfMemoryError:
+                sys.exit(
+                    f"error: {batch} x {depth} tokens do not fit in the GPU's memory\nhint: use a smaller --batch or --depths"
+                )
+            print(json.dumps(row), flush=True)
             torch.cuda.empty_cache()
 
 

@@ -158,8 +158,8 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
 /// Score of a page for a query: `Σ_c q_c·m_c + √(Σ_c (q_c·h_c)²)`, where m_c and h_c are the middle and half of a channel's range,
 /// code 0 to code 15. Query heads that share a KV head use the largest of their scores. `query` and `key_params`: `[head_dim]`.
 ///
-/// That is the expected largest q·k (unscaled) of the page, if channels are normal and independent. A channel's largest value
-/// is h_c above its mean, some number of standard deviations. The largest q·k is as many above its own mean. The upper bound
+/// That is the expected largest q·k (unscaled) of the page, if channels are normal and independent. If a channel's largest
+/// value is t standard deviations above its mean, these are h_c. The largest q·k is t of its own above its mean. The upper bound
 /// Σ_c max(q_c·lo_c, q_c·hi_c) (Quest, ICML 2024) combines the extremes of all channels, which no key has, and finds fewer of
 /// the pages that matter.
 pub fn page_score(query: &[f32], key_params: &[Params], rounding: Rounding) -> f32 {

@@ -105,6 +105,11 @@ impl Quantised {
         n.div_ceil(TILE) * k.div_ceil(DRAFT_GROUP) * block_bytes(bits)
     }
 
+    /// Bytes of these.
+    pub fn held_bytes(&self) -> usize {
+        Quantised::bytes(self.bits, self.n, self.k)
+    }
+
     /// Address of the first block.
     pub fn address(&self) -> u64 {
         self.buffer.at(self.offset)
@@ -417,7 +422,7 @@ impl Linear {
     /// [`quantspec_core::ErrorKind::Internal`] if the shapes differ, a buffer is shorter than its shape or rows are not whole
     /// heads. Device errors of the launch, named by the kernel.
     pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
-        let bytes = Quantised::bytes(to.bits, to.n, to.k);
+        let bytes = to.held_bytes();
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             return Err(Error::internal(format!(

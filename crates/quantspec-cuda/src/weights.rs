@@ -44,7 +44,7 @@ impl Full {
     /// Bytes that a draft reads: of its `own` weights, of the upper plane, or of the whole matrix.
     fn draft_read_bytes(&self, own: &Option<Quantised>) -> usize {
         match (own, self) {
-            (Some(own), _) => Quantised::bytes(own.bits, own.n, own.k),
+            (Some(own), _) => own.held_bytes(),
             (None, Full::Nibbles(hierarchy)) => hierarchy.upper_bytes(),
             (None, Full::Whole(_)) => self.held_bytes(),
         }
@@ -190,10 +190,7 @@ impl Weights {
             let own = [qkv, output, gate_up, down];
             layer.matrices().into_iter().zip(own).map(|(full, own)| full.draft_read_bytes(own)).sum()
         };
-        let head = match &self.draft_head {
-            Some(own) => Quantised::bytes(own.bits, own.n, own.k),
-            None => self.head.held_bytes(),
-        };
+        let head = self.draft_head.as_ref().map_or_else(|| self.head.held_bytes(), Quantised::held_bytes);
         self.layers.iter().map(layer).sum::<usize>() + head
     }
 

@@ -112,8 +112,8 @@ pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
 
-    /// Bytes of weights that a draft step reads: draft weights, the target's planes of which a draft reads fewer or all, and
-    /// matrices that drafts read as the target does.
+    /// Bytes of weights that a draft step reads: separate draft weights, the planes that it reads of the target's, and matrices
+    /// in the checkpoint's precision.
     fn draft_read_bytes(&self) -> usize;
 }
 
