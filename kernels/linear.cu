@@ -100,8 +100,9 @@ DRAFT_PIPELINES(8)
     wide_gemm<Wide<DraftGroup<BITS>, N, UNITS, STAGES>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, \
                                                         n, rows);                                                      \
   }
-// Instructions bound 64 rows: scales and zeros take five per output, row and group. Keeping x in shared memory for all
-// passes is not faster.
+// With 64 rows of 4 bits this takes 71 % of the time without matrix instructions, 86 % without scales and zeros, 66 %
+// without both: the registers serve one of them at a time. Not faster: x in shared memory for all passes, two halves of
+// the rows or two units in flight, sums handed over in parts.
 WIDE(4, 32, 2, 4, 229672)
 WIDE(4, 64, 1, 4, 229672)
 WIDE(8, 32, 2, 2, 188584)
