@@ -15,6 +15,8 @@
 
 mod activations;
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -142,21 +144,30 @@ impl Planes {
     pub(crate) fn panel(&self, simd: Simd, read: Read, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
         let some = self.both_from > 0 && index >= self.both_from;
         let read = if some && matches!(read, Read::Upper | Read::Upper4) { Read::Both } else { read };
+        let part = |half: usize, first: usize| {
+            let ((upper, lower), at, width) = (self.column(index, half), first * acts.groups, acts.width());
+            Operands {
+                upper,
+                lower,
+                high: &acts.high[first * width..],
+                low: &acts.low[first * width..],
+                scale: &acts.scale[at..],
+                sum: &acts.sum[at..],
+                total: &acts.total[at..],
+                groups: acts.groups,
+            }
+        };
+        #[cfg(target_arch = "x86_64")]
+        if simd == Simd::Amx && m > ROWS {
+            for (first, rows) in groups(m, amx::ROWS) {
+                let halves = std::array::from_fn(|half| part(half, first));
+                panel_in_tiles(read, &halves, rows, &mut out[first * PANEL..]);
+            }
+            return;
+        }
         for half in 0..HALVES {
-            let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
-                let (at, width) = (first * acts.groups, acts.width());
-                let part = Operands {
-                    upper,
-                    lower,
-                    high: &acts.high[first * width..],
-                    low: &acts.low[first * width..],
-                    scale: &acts.scale[at..],
-                    sum: &acts.sum[at..],
-                    total: &acts.total[at..],
-                    groups: acts.groups,
-                };
-                part.rows(simd, read, rows, &mut out[first * PANEL + half * TILE_ROWS..]);
+                part(half, first).rows(simd, read, rows, &mut out[first * PANEL + half * TILE_ROWS..]);
             }
         }
     }
@@ -244,17 +255,40 @@ struct Operands<'a> {
     groups: usize,
 }
 
+/// `out[m][32]` of a panel by AMX, in rows that its halves share.
+#[cfg(target_arch = "x86_64")]
+fn panel_in_tiles(read: Read, halves: &[Operands; HALVES], m: usize, out: &mut [f32]) {
+    let both = halves.each_ref().map(|part| part.check(read, m))[0];
+    assert!(m <= amx::ROWS && out.len() >= m * PANEL);
+    let out = out.as_mut_ptr();
+    // SAFETY: the CPU has tiles, as the path was chosen, and GEMMs of planes use none elsewhere; the lengths were checked.
+    unsafe {
+        match read {
+            Read::Target if both => amx::panel::<true, 2>(halves, m, out),
+            Read::Target => amx::panel::<false, 2>(halves, m, out),
+            Read::Both => amx::panel::<true, 1>(halves, m, out),
+            Read::Upper | Read::Upper4 => amx::panel::<false, 1>(halves, m, out),
+        }
+    }
+}
+
 impl Operands<'_> {
-    /// `out[j][16]`, rows 32 apart.
-    fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
+    /// Checks the lengths for m rows. Returns true if there is a lower plane.
+    fn check(&self, read: Read, m: usize) -> bool {
         let (groups, width) = (self.groups, self.groups * GROUP);
         // A draft's head has both planes; the upper one always exists.
         let both = !self.lower.is_empty();
         assert!(self.upper.len() == groups * UPPER && (self.lower.len() == groups * LOWER || !both));
         assert!(both || read != Read::Both);
-        assert!(self.high.len() >= m * width && self.low.len() >= m * width && (1..=ROWS).contains(&m));
+        assert!(self.high.len() >= m * width && self.low.len() >= m * width && m > 0 && groups > 0);
         assert!(self.scale.len() >= m * groups && self.sum.len() >= m * groups && self.total.len() >= m * groups);
-        assert!(out.len() >= (m - 1) * PANEL + TILE_ROWS);
+        both
+    }
+
+    /// `out[j][16]`, rows 32 apart.
+    fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
+        let both = self.check(read, m);
+        assert!(m <= ROWS && out.len() >= (m - 1) * PANEL + TILE_ROWS);
         #[cfg(target_arch = "x86_64")]
         match simd {
             // SAFETY: the CPU has these features, as the path was chosen; the lengths were checked above.

@@ -52,18 +52,11 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
                 }
             }
             for v in 0..VECTORS {
-                let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
-                let (c0, c1) = if BOTH {
-                    let d = _mm512_loadu_si512(lower.add(v * 64).cast());
-                    // 0xe2: selects bits of the third operand where the mask (the second) is 0, and of the first where it
-                    // is 1.
-                    let pick =
-                        |high: __m512i, low_nibbles: __m512i| _mm512_ternarylogic_epi32::<0xe2>(low_nibbles, low, high);
-                    (pick(_mm512_slli_epi16::<4>(c), d), pick(c, _mm512_srli_epi16::<4>(d)))
-                } else if second == 1 {
+                let (c0, c1) = if !BOTH && second == 1 {
+                    let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
                     (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
                 } else {
-                    (_mm512_and_si512(c, low), _mm512_and_si512(_mm512_srli_epi16::<4>(c), low))
+                    codes::<BOTH>(tile, lower, v)
                 };
                 for j in 0..M {
                     let at = (j * part.groups + g) * GROUP + v * 8;
@@ -76,31 +69,99 @@ unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Ope
                     }
                 }
             }
-            let s = _mm512_cvtph_ps(_mm256_loadu_si256(tile.cast()));
-            let s = if BOTH { _mm512_mul_ps(s, _mm512_set1_ps(1.0 / 16.0)) } else { s };
-            let z = _mm512_cvtph_ps(_mm256_loadu_si256(tile.add(32).cast()));
+            let of = parameters::<BOTH>(tile);
             for j in 0..M {
-                let sum = |dots: &[[__m512i; M]; 2]| {
+                let dots = dots.each_ref().map(|dots: &[[__m512i; M]; 2]| {
                     let b = if BOTH { dots[1][j] } else { _mm512_srai_epi32::<4>(dots[1][j]) };
                     _mm512_add_epi32(dots[0][j], b)
-                };
-                let mut dot = sum(&dots[0]);
-                if LIMBS == 2 {
-                    dot = _mm512_add_epi32(_mm512_slli_epi32::<7>(dot), sum(&dots[LIMBS - 1]));
-                }
-                let at = j * part.groups + g;
-                if BOTH {
-                    let total = _mm512_set1_epi32(*part.total.get_unchecked(at));
-                    dot = _mm512_sub_epi32(dot, _mm512_slli_epi32::<3>(total));
-                }
-                let scale = _mm512_set1_ps(*part.scale.get_unchecked(at));
-                let sum = _mm512_set1_ps(*part.sum.get_unchecked(at));
-                acc[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, scale), acc[j]);
-                acc[j] = _mm512_fmadd_ps(z, sum, acc[j]);
+                });
+                acc[j] = add::<BOTH, LIMBS>(acc[j], dots, of, &factors::<BOTH>(part, j * part.groups + g));
             }
         }
         for (j, acc) in acc.iter().enumerate() {
             _mm512_storeu_ps(out.add(j * PANEL), *acc);
         }
     }
+}
+
+/// The codes of vector v: those of inputs 8v to 8v + 3, and those of the next four. The upper plane's alone are below 16.
+///
+/// # Safety
+/// An upper tile, and BOTH: a lower one.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(super) unsafe fn codes<const BOTH: bool>(tile: *const u8, lower: *const u8, v: usize) -> (__m512i, __m512i) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let low = _mm512_set1_epi8(15);
+        let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
+        if BOTH {
+            let d = _mm512_loadu_si512(lower.add(v * 64).cast());
+            // 0xe2: selects bits of the third operand where the mask (the second) is 0, and of the first where it is 1.
+            let pick = |high: __m512i, low_nibbles: __m512i| _mm512_ternarylogic_epi32::<0xe2>(low_nibbles, low, high);
+            (pick(_mm512_slli_epi16::<4>(c), d), pick(c, _mm512_srli_epi16::<4>(d)))
+        } else {
+            (_mm512_and_si512(c, low), _mm512_and_si512(_mm512_srli_epi16::<4>(c), low))
+        }
+    }
+}
+
+/// Steps of the codes and zeros of a tile.
+///
+/// # Safety
+/// An upper tile.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(super) unsafe fn parameters<const BOTH: bool>(tile: *const u8) -> (__m512, __m512) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let s = _mm512_cvtph_ps(_mm256_loadu_si256(tile.cast()));
+        let s = if BOTH { _mm512_mul_ps(s, _mm512_set1_ps(1.0 / 16.0)) } else { s };
+        (s, _mm512_cvtph_ps(_mm256_loadu_si256(tile.add(32).cast())))
+    }
+}
+
+/// Step, sum and eight times the integers' sum of a group of a row of activations.
+pub(super) struct Factors {
+    scale: __m512,
+    sum: __m512,
+    total: __m512i,
+}
+
+/// Those at index `at` of row and group. BOTH: with the integers' sum.
+///
+/// # Safety
+/// `at` is within the activations.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(super) unsafe fn factors<const BOTH: bool>(part: &Operands, at: usize) -> Factors {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let total = if BOTH { *part.total.get_unchecked(at) } else { 0 };
+        Factors {
+            scale: _mm512_set1_ps(*part.scale.get_unchecked(at)),
+            sum: _mm512_set1_ps(*part.sum.get_unchecked(at)),
+            total: _mm512_slli_epi32::<3>(_mm512_set1_epi32(total)),
+        }
+    }
+}
+
+/// `acc` plus a group, whose limbs have the sums `dots`. s and z: [`parameters`] of the weights.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+pub(super) fn add<const BOTH: bool, const LIMBS: usize>(
+    acc: __m512,
+    dots: [__m512i; LIMBS],
+    (s, z): (__m512, __m512),
+    row: &Factors,
+) -> __m512 {
+    let mut dot = dots[0];
+    if LIMBS == 2 {
+        dot = _mm512_add_epi32(_mm512_slli_epi32::<7>(dot), dots[LIMBS - 1]);
+    }
+    if BOTH {
+        dot = _mm512_sub_epi32(dot, row.total);
+    }
+    let acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, row.scale), acc);
+    _mm512_fmadd_ps(z, row.sum, acc)
 }
