@@ -416,6 +416,9 @@ fn quantised_values_are_rounded_to_the_nearest_half() {
     let read = values(&checkpoint, Part::Layer(0, LayerPart::Up));
     assert!(exact.clone().zip(&read).all(|(exact, &read)| f16::from_f32(exact).to_f32() == read));
     assert!(exact.zip(&read).any(|(exact, &read)| exact != read));
+    // Its codes may be kept; plain matrices have none.
+    assert!(checkpoint.has_codes(Part::Layer(0, LayerPart::Up)));
+    assert!(!checkpoint.has_codes(Part::Layer(0, LayerPart::Gate)) && !checkpoint.has_codes(Part::Embedding));
 }
 
 #[test]

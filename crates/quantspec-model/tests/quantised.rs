@@ -103,7 +103,9 @@ fn compare(folder: &Folder, expected: &Tensors, what: &str) {
     let mut compared = 0;
     for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
         let part = Part::Layer(0, part);
-        let Some((_, _, _, values)) = expected.iter().find(|entry| entry.0.contains(module)) else { continue };
+        let found = expected.iter().find(|entry| entry.0.contains(module));
+        assert_eq!(checkpoint.has_codes(part), found.is_some(), "{what}: codes of {module}");
+        let Some((_, _, _, values)) = found else { continue };
         compared += 1;
         assert_eq!((checkpoint.dtype(part), checkpoint.bytes(part)), (Dtype::F16, values.len()), "{what}");
         let rows = checkpoint.shape(part).0;
