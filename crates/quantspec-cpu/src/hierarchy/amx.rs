@@ -1,7 +1,7 @@
 //! Sums of a panel of tiles by AMX: those of [`super::avx512`] for many rows.
 //!
 //! A group's codes are unpacked once for all rows into operands B, one for each half of the panel: eight rows `[k/4][output][4]`
-//! of 64 bytes, each what half a vector of nibbles unpacks to. Operand A is up to sixteen rows of the group's limbs, in place.
+//! of 64 bytes, each from the low or the high nibbles of a vector. Operand A is up to sixteen rows of the group's limbs, in place.
 //! Sums over a group are exact integers, so a row's bits equal those of the AVX-512 path, in any tile.
 
 use super::avx512::{add, codes, factors, parameters};
@@ -41,8 +41,8 @@ struct Sums([[[[i32; TILE_ROWS]; ROWS]; HALVES]; 2]);
 pub(super) unsafe fn panel<const BOTH: bool, const LIMBS: usize>(halves: &[Operands; HALVES], m: usize, out: *mut f32) {
     // SAFETY: the caller's promise; every group of the operands exists.
     unsafe {
-        let (sums, left, right) = ((m, TILE_BYTES), (m, GROUP), (STEPS, TILE_BYTES));
-        let tiles = Tiles::new([sums, sums, sums, sums, left, left, right, right]);
+        let (c, a, b) = ((m, TILE_BYTES), (m, GROUP), (STEPS, TILE_BYTES));
+        let tiles = Tiles::new([c, c, c, c, a, a, b, b]);
         let groups = halves[0].groups;
         let mut codes = [Codes([[[0; TILE_BYTES]; STEPS]; HALVES]); 2];
         let mut sums = [Sums([[[[0; TILE_ROWS]; ROWS]; HALVES]; 2]); 2];
