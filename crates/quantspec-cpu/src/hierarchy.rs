@@ -258,7 +258,8 @@ struct Operands<'a> {
 /// `out[m][32]` of a panel by AMX, in rows that its halves share.
 #[cfg(target_arch = "x86_64")]
 fn panel_in_tiles(read: Read, halves: &[Operands; HALVES], m: usize, out: &mut [f32]) {
-    let both = halves.each_ref().map(|part| part.check(read, m))[0];
+    // Both halves have the same planes.
+    let [both, _] = halves.each_ref().map(|part| part.check(read, m));
     assert!(m <= amx::ROWS && out.len() >= m * PANEL);
     let out = out.as_mut_ptr();
     // SAFETY: the CPU has tiles, as the path was chosen, and GEMMs of planes use none elsewhere; the lengths were checked.

@@ -43,17 +43,17 @@ pub(super) unsafe fn panel<const BOTH: bool, const LIMBS: usize>(halves: &[Opera
     unsafe {
         let (c, a, b) = ((m, TILE_BYTES), (m, GROUP), (STEPS, TILE_BYTES));
         let tiles = Tiles::new([c, c, c, c, a, a, b, b]);
-        let groups = halves[0].groups;
+        let (groups, prefetch) = (halves[0].groups, Prefetch::choose(true));
         let mut codes = [Codes([[[0; TILE_BYTES]; STEPS]; HALVES]); 2];
         let mut sums = [Sums([[[[0; TILE_ROWS]; ROWS]; HALVES]; 2]); 2];
         let mut acc = [[_mm512_setzero_ps(); ROWS]; HALVES];
-        unpack::<BOTH>(halves, 0, &mut codes[0]);
+        unpack::<BOTH>(halves, 0, prefetch, &mut codes[0]);
         for g in 0..=groups {
             if g < groups {
                 multiply::<LIMBS>(&tiles, &halves[0], g, &codes[g % 2], &mut sums[g % 2]);
             }
             if g + 1 < groups {
-                unpack::<BOTH>(halves, g + 1, &mut codes[(g + 1) % 2]);
+                unpack::<BOTH>(halves, g + 1, prefetch, &mut codes[(g + 1) % 2]);
             }
             if let Some(g) = g.checked_sub(1) {
                 add_group::<BOTH, LIMBS>(halves, g, m, &sums[g % 2], &mut acc);
@@ -67,14 +67,13 @@ pub(super) unsafe fn panel<const BOTH: bool, const LIMBS: usize>(halves: &[Opera
     }
 }
 
-/// Unpacks the codes of group g.
+/// Unpacks the codes of group g, and prefetches later ones.
 ///
 /// # Safety
 /// As [`panel`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn unpack<const BOTH: bool>(halves: &[Operands; HALVES], g: usize, out: &mut Codes) {
-    let prefetch = Prefetch::choose(true);
+unsafe fn unpack<const BOTH: bool>(halves: &[Operands; HALVES], g: usize, prefetch: Option<Prefetch>, out: &mut Codes) {
     for (part, out) in halves.iter().zip(&mut out.0) {
         let (tile, lower) = (part.upper.as_ptr().wrapping_add(g * UPPER), part.lower.as_ptr().wrapping_add(g * LOWER));
         if let Some(prefetch) = prefetch {

@@ -121,14 +121,14 @@ pub(super) unsafe fn parameters<const BOTH: bool>(tile: *const u8) -> (__m512, _
     }
 }
 
-/// Step, sum and eight times the integers' sum of a group of a row of activations.
+/// Step and sum of a group of a row of activations. `excess`: what codes of both planes, which are 8 too large, add to the sums.
 pub(super) struct Factors {
     scale: __m512,
     sum: __m512,
-    total: __m512i,
+    excess: __m512i,
 }
 
-/// Those at index `at` of row and group. BOTH: with the integers' sum.
+/// Those at index `at` of row and group. BOTH: of both planes.
 ///
 /// # Safety
 /// `at` is within the activations.
@@ -141,7 +141,7 @@ pub(super) unsafe fn factors<const BOTH: bool>(part: &Operands, at: usize) -> Fa
         Factors {
             scale: _mm512_set1_ps(*part.scale.get_unchecked(at)),
             sum: _mm512_set1_ps(*part.sum.get_unchecked(at)),
-            total: _mm512_slli_epi32::<3>(_mm512_set1_epi32(total)),
+            excess: _mm512_slli_epi32::<3>(_mm512_set1_epi32(total)),
         }
     }
 }
@@ -160,7 +160,7 @@ pub(super) fn add<const BOTH: bool, const LIMBS: usize>(
         dot = _mm512_add_epi32(_mm512_slli_epi32::<7>(dot), dots[LIMBS - 1]);
     }
     if BOTH {
-        dot = _mm512_sub_epi32(dot, row.total);
+        dot = _mm512_sub_epi32(dot, row.excess);
     }
     let acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, row.scale), acc);
     _mm512_fmadd_ps(z, row.sum, acc)

@@ -121,6 +121,9 @@ fn codes_are_those_of_core_and_come_back_as_core_s_values() {
     }
 }
 
+/// More rows than one pass of VNNI has: with AMX, tiles.
+const MANY: usize = ROWS + 1;
+
 /// GEMM of m rows with panel 0.
 fn gemms(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
     let (k, mut y) = (planes.k, vec![f32::NAN; m * PANEL]);
@@ -209,9 +212,11 @@ fn integer_sums_do_not_overflow_and_the_draft_reads_no_lower_nibble() {
     for sign in [1.0, -1.0] {
         let x = vec![sign * 3.0; k];
         for simd in paths() {
-            for read in [Read::Target, Read::Both, Read::Upper] {
-                let y = gemms(simd, &planes, read, &x, 1);
-                for (y, row) in y.iter().zip(&rows) {
+            for (read, m) in
+                [Read::Target, Read::Both, Read::Upper].into_iter().flat_map(|read| [(read, 1), (read, MANY)])
+            {
+                let y = gemms(simd, &planes, read, &x.repeat(m), m);
+                for (y, row) in y.iter().zip(rows.iter().cycle()) {
                     let w = if read == Read::Upper { row.upper() } else { row.both() };
                     let want = sign * 3.0 * w.iter().sum::<f32>();
                     assert!((y - want).abs() < 0.1, "{read:?} {simd:?}: {y}, not {want}");
@@ -228,7 +233,7 @@ fn integer_sums_do_not_overflow_and_the_draft_reads_no_lower_nibble() {
 
 #[test]
 fn the_last_panels_alone_may_have_both_planes() {
-    let (mut noise, k, m) = (Noise::new(36), 100, 3);
+    let (mut noise, k, m) = (Noise::new(36), 100, MANY);
     let w = weights(&mut noise, 2 * PANEL, k);
     let x = noise.normals(m * k);
     let (first, last) = w.split_at(PANEL * k);
@@ -265,8 +270,10 @@ fn nan_activations_reach_the_result_of_a_gemm() {
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
             let mut x = Noise::new(35).normals(k);
             x[GROUP + 5] = bad;
-            for read in [Read::Target, Read::Both, Read::Upper] {
-                let y = gemms(simd, &planes, read, &x, 1);
+            for (read, m) in
+                [Read::Target, Read::Both, Read::Upper].into_iter().flat_map(|read| [(read, 1), (read, MANY)])
+            {
+                let y = gemms(simd, &planes, read, &x.repeat(m), m);
                 // The constant row's scale is 0, and 0 times infinity is also NaN.
                 assert!(y.iter().all(|y| !y.is_finite()), "{bad} {read:?} {simd:?}");
             }
