@@ -236,7 +236,8 @@ DEV Group search(const Weights<EACH>& w, const Group& whole, Shrink shrink) {
 // One block of 16 rows x 128 k of draft weights (layout: linear.cuh), 128 threads. TOP: largest code, 15 or 255. Codes
 // past K are 0, as are scale and zero of rows past N.
 template <class T, class From, int TOP>
-DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {
+DEV void quantize_weights(const void* src, const float* importance, uint8_t* dst, int N, int K, int paired,
+                          uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][128];
   const int tile = blockIdx.y, group = blockIdx.x, groups = gridDim.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;  // bytes: codes, and with parameters
@@ -244,7 +245,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row;
     Weights<4> w;
-    w.read<T, From>(src, nullptr, n, group * 128, N, K, paired);
+    w.read<T, From>(src, TOP == 15 ? importance : nullptr, n, group * 128, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N)
       p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
@@ -276,17 +277,17 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): draft weights from src [N][K] in the device's layout
-// (atoms, or row-major for f32). Grid (ceil(K / 128), ceil(N / 16)), 128 threads, static shared memory.
-#define WEIGHTS(NAME, T, FROM)                                                                     \
-  KERNEL __launch_bounds__(128)                                                                    \
-      weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) { \
-    quantize_weights<T, FROM, 15>(src, dst, N, K, paired, flag);                                   \
-  }                                                                                                \
-  KERNEL __launch_bounds__(128)                                                                    \
-      weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) { \
-    quantize_weights<T, FROM, 255>(src, dst, N, K, paired, flag);                                  \
+// weights_w{4,8}_{bf16,f16,f32}(src, importance, dst, N, K, paired, flag): draft weights from src [N][K] in the
+// device's layout (atoms, or row-major for f32). importance: f32 [K] or null, the factors of squared errors in the
+// search of 4-bit codes. Grid (ceil(K / 128), ceil(N / 16)), 128 threads, static shared memory.
+#define WEIGHTS_OF(BITS, NAME, T, FROM)                                                                          \
+  KERNEL __launch_bounds__(128) weights_w##BITS##_##NAME(const void* src, const float* importance, uint8_t* dst, \
+                                                         int N, int K, int paired, uint32_t* flag) {             \
+    quantize_weights<T, FROM, (1 << BITS) - 1>(src, importance, dst, N, K, paired, flag);                        \
   }
+#define WEIGHTS(NAME, T, FROM) \
+  WEIGHTS_OF(4, NAME, T, FROM) \
+  WEIGHTS_OF(8, NAME, T, FROM)
 WEIGHTS(bf16, Bf16, FromAtoms)
 WEIGHTS(f16, Half, FromAtoms)
 WEIGHTS(f32, Single, FromRows)

@@ -104,12 +104,13 @@ def test_changed_weights_never_meet_old_drafts(quantspec: Run, folder: Path, tmp
     weights.write_bytes(sound[:middle] + b"\x00\x00" + sound[middle + 2 :])
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     engine = Engine.load(str(model), device="cpu", context=500)
-    assert 0.9 < engine.info["cached_drafts"] < 1
+    # A weight affects the importance by which weights of later layers are rounded, so all are made again.
+    assert engine.info["cached_drafts"] == 0
     assert engine.info["note"] is None
     assert Engine.load(str(model), device="cpu", context=500).info["cached_drafts"] == 1
     # Restored weights: the replaced drafts are made anew too.
     weights.write_bytes(sound)
-    assert Engine.load(str(model), device="cpu", context=500).info["cached_drafts"] < 1
+    assert Engine.load(str(model), device="cpu", context=500).info["cached_drafts"] == 0
     assert quantspec(*command).json["results"] == before["results"]
 
 

@@ -263,7 +263,7 @@ def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[
     # Six pages are visible: with 100 every choice is all of them.
     whole = found["drafts"]["quantspec"]
     for name, score in found["page_choices"]["100"].items():
-        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=4e-3 if name == "tokens" else 0)
     # Single tokens are the finest choice there is.
     for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
         distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}

@@ -81,7 +81,7 @@ def test_the_tool_that_shows_rounds(tmp_path: Path, capsys: pytest.CaptureFixtur
     document = tmp_path / "a.txt"
     document.write_text("The committee met in the morning. The committee met in the evening. The committee")
     main = tool("rounds").main
-    assert main([str(document), "-n", "40", "--gamma", "3"]) == 0
+    assert main([str(document), "-n", "120", "--gamma", "6"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [str(number) for number in range(1, len(lines) + 1)]
     rejected = [line for line in lines if " | drafted " in line]

@@ -25,38 +25,6 @@ Run = Callable[..., Outcome]
 TOKENS = 300
 
 
-def importance(config: dict[str, Any], tensors: dict[str, llama_numpy.Array]) -> dict[str, llama_numpy.Array]:
-    """Importance of the inputs of every matrix, as docs/design/quantise.md has it: mean squares of the rows of four made-up
-    texts of sixteen tokens. A head reads the mean of the values up to its token.
-    """
-    texts, tokens, heads = 4, 16, config["num_attention_heads"]
-    lanes = np.arange(texts * tokens)
-    x = tensors["model.embed_tokens.weight"][(2 * lanes + 1) * (config["vocab_size"] // 4) // (2 * len(lanes))]
-    out: dict[str, llama_numpy.Array] = {}
-
-    def through(name: str, x: llama_numpy.Array) -> llama_numpy.Array:
-        out[name] = (x**2).mean(0) / (x**2).mean()
-        return np.asarray(x @ tensors[name].T)
-
-    def norm(x: llama_numpy.Array, name: str) -> llama_numpy.Array:
-        return np.asarray(x / np.sqrt((x**2).mean(1, keepdims=True) + config["rms_norm_eps"]) * tensors[name])
-
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        normed = norm(x, at + "input_layernorm.weight")
-        _, _, values = (through(f"{at}self_attn.{part}_proj.weight", normed) for part in "qkv")
-        means = np.cumsum(values.reshape(tokens, texts, -1), 0) / np.arange(1, tokens + 1)[:, None, None]
-        by_head = means.reshape(len(lanes), config["num_key_value_heads"], -1)
-        read = by_head.repeat(heads // config["num_key_value_heads"], 1).reshape(len(lanes), -1)
-        x = x + through(at + "self_attn.o_proj.weight", read)
-        normed = norm(x, at + "post_attention_layernorm.weight")
-        gate, up = (through(f"{at}mlp.{part}_proj.weight", normed) for part in ("gate", "up"))
-        half = np.clip(gate / 2, -3, 3)
-        inner = gate / 2 * (1 + half * (27 + half**2) / (27 + 9 * half**2)) * up
-        x = x + through(at + "mlp.down_proj.weight", inner)
-    return out
-
-
 def views(w: llama_numpy.Array, weigh: llama_numpy.Array) -> tuple[llama_numpy.Array, llama_numpy.Array]:
     """(Both, Upper) of a matrix (docs/design/weights.md): groups of 32, the best of eight steps, then of eight zeros."""
     both, upper = np.empty_like(w), np.empty_like(w)
@@ -140,7 +108,7 @@ def test_scores_of_four_bits_agree_with_numpy(tmp_path: Path) -> None:
     ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:150]
     scores = _native.evaluate(str(model), ids, weights="int4")
     config, tensors = llama_numpy.load(model)
-    weigh, equal = importance(config, tensors), np.ones(config["intermediate_size"])
+    weigh, equal = llama_numpy.importance(config, tensors), np.ones(config["intermediate_size"])
     target, plain = dict(tensors), dict(tensors)
     # The head (which is the embedding), keys, values, and down in the last eighth of six layers have both planes.
     for name, w in tensors.items():
@@ -172,7 +140,7 @@ def test_scores_agree_with_numpy() -> None:
     scores = _native.evaluate(str(hub.demo()), ids, weights="int8")
     config, tensors = llama_numpy.load(hub.demo())
     # The head is the embedding, and the draft reads both of its planes.
-    weigh, equal = importance(config, tensors), np.ones(config["hidden_size"])
+    weigh, equal = llama_numpy.importance(config, tensors), np.ones(config["hidden_size"])
     coded = {name: views(w, weigh.get(name, equal)) for name, w in tensors.items() if w.ndim == 2}
     upper = {name: w[1] for name, w in coded.items() if name.endswith("_proj.weight")}
     target = tensors | {name: w[0] for name, w in coded.items()}
@@ -199,7 +167,7 @@ def test_a_draft_with_sensitive_matrices_agrees_with_numpy() -> None:
     ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:120]
     scores = _native.evaluate(str(hub.demo()), ids, weights="int8", draft_precision="down")
     config, tensors = llama_numpy.load(hub.demo())
-    weigh, equal = importance(config, tensors), np.ones(config["hidden_size"])
+    weigh, equal = llama_numpy.importance(config, tensors), np.ones(config["hidden_size"])
     coded = {name: views(w, weigh.get(name, equal)) for name, w in tensors.items() if w.ndim == 2}
     read = {
         name: both if "down_proj" in name or not name.endswith("_proj.weight") else upper

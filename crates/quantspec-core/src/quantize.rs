@@ -320,7 +320,7 @@ pub(crate) mod tests {
                 assert!(upper.iter().all(|u| *u == beyond), "{rounding:?} {upper:?}");
                 assert!(lower.iter().all(|l| *l == if beyond == 0 { -8 } else { 7 }), "{rounding:?} {lower:?}");
             }
-            assert_eq!(quantize_weights_row(&x).unwrap().codes, [beyond; 3]);
+            assert_eq!(quantize_weights_row(&x, &[]).unwrap().codes, [beyond; 3]);
             assert_eq!(quantize_head_row(&x).unwrap().codes, [17 * beyond; 3]);
         }
     }
@@ -334,7 +334,7 @@ pub(crate) mod tests {
                 let error = quantize_group(&x, rounding, &mut [0; 8], &mut [0; 8]).unwrap_err();
                 assert_eq!(error.kind, ErrorKind::NotFinite);
                 assert_eq!(quantize_group(&[bad; 8], rounding, &mut [0; 8], &mut [0; 8]).unwrap_err().kind, error.kind);
-                assert!(quantize_weights_row(&x).is_err() && quantize_head_row(&x).is_err());
+                assert!(quantize_weights_row(&x, &[]).is_err() && quantize_head_row(&x).is_err());
                 assert!(quantize_activations(&x).is_err());
             }
             // Ranges that f16 cannot hold need elements that are not f16 values.

@@ -471,7 +471,7 @@ mod tests {
                     continue;
                 }
                 found += upper_error(w, row.params[i]);
-                of_drafts += upper_error(w, quantize::quantize_weights_row(w).unwrap().params[0]);
+                of_drafts += upper_error(w, quantize::quantize_weights_row(w, &[]).unwrap().params[0]);
             }
             assert!((least..most).contains(&(found / of_drafts)), "{group}: {}", found / of_drafts);
             assert!(row.codes.iter().all(|&code| lower(code) == 0));

@@ -189,7 +189,7 @@ mod tests {
             let (w, x) = (noise.normals(32 * k), noise.normals(MOST * k));
             for of in [Bits::Four, Bits::Eight] {
                 let mut tiles = Tiles::zeros(1, k, of).unwrap();
-                encode(Simd::Scalar, of, &w, k, &mut tiles.data).unwrap();
+                encode(Simd::Scalar, of, &w, &[], k, &mut tiles.data).unwrap();
                 for simd in paths() {
                     let mut acts = Acts::zeros(MOST, k).unwrap();
                     acts.quantize(simd, ACTIVATION_8, &x, k, MOST, k);
@@ -205,8 +205,10 @@ mod tests {
                         let want = quantize_activations(&x[j * k..][..k]).unwrap();
                         for n in 0..32 {
                             let row = &w[n * k..][..k];
-                            let row = if of == Bits::Four { quantize_weights_row(row) } else { quantize_head_row(row) }
-                                .unwrap();
+                            let row = match of {
+                                Bits::Four => quantize_weights_row(row, &[]).unwrap(),
+                                Bits::Eight => quantize_head_row(row).unwrap(),
+                            };
                             let exact = row.dot(&want);
                             // An activation's code may differ by one at a tie.
                             let bound = 2e-2 + 1e-4 * exact.abs();

@@ -183,7 +183,7 @@ pub fn plan_with(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo
     let [hidden, hidden_in_host] = HiddenStates::bytes(config, options, limits);
     Memory {
         weights_bytes: weights::bytes(checkpoint, options.weights),
-        draft_weights_bytes: weights::draft_bytes(config, options),
+        draft_weights_bytes: weights::draft_bytes(config, options) + weights::importance_bytes(config, options),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,

@@ -3,13 +3,13 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
-use crate::linear::{ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, gemms, name};
+use crate::linear::{
+    ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, gemms, name, of_dtype, of_each_dtype, weighed,
+};
 use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
-use quantspec_model::importance::{Channel, ROWS};
-use std::ops::Range;
 use std::sync::Arc;
 
 // A warp processes a group of these weights where it processes an atom of 16-bit weights.
@@ -113,7 +113,6 @@ pub struct Hierarchies {
     upper: (Family, Vec<Wide>),
     /// From bf16, f16, f32.
     quantise: [Kernel; 3],
-    product: [Kernel; 3],
     atoms: Kernel,
 }
 
@@ -125,10 +124,6 @@ impl Hierarchies {
     pub fn new(device: &Arc<Device>, dtype: Dtype) -> Result<Hierarchies> {
         check(dtype)?;
         let of = name(dtype);
-        let of_each = |kernel: &str| -> Result<[Kernel; 3]> {
-            let of = |dtype| device.kernel(&format!("{kernel}_{}", name(dtype)), 0);
-            Ok([of(Dtype::Bf16)?, of(Dtype::F16)?, of(Dtype::F32)?])
-        };
         let of_planes = |view: &str, planes: usize| {
             let shapes = shapes::WIDE_PLANES.iter().filter(|of| of.planes == planes).map(|of| (of.n, of.shared));
             gemms(device, &format!("linear_{view}_{of}"), |tiles| pipeline(planes, tiles), shapes)
@@ -136,8 +131,7 @@ impl Hierarchies {
         Ok(Hierarchies {
             both: of_planes("both", 2)?,
             upper: of_planes("upper", 1)?,
-            quantise: of_each("planes")?,
-            product: of_each("product")?,
+            quantise: of_each_dtype(device, "planes")?,
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),
             dtype,
@@ -166,10 +160,7 @@ impl Hierarchies {
             let (held, flag) = (weights.buffer.bytes(), flag.bytes());
             return Err(Error::internal(format!("{held} bytes of weights instead of {full}, {flag} of a flag")));
         }
-        if !importance.is_empty() && importance.len() != k {
-            return Err(Error::internal(format!("importance of {} inputs of {k}", importance.len())));
-        }
-        let importance = if importance.is_empty() { None } else { Some(self.device.copied(importance)?) };
+        let importance = weighed(&self.device, importance, k)?;
         let importance = importance.as_ref().map_or(0, |buffer| buffer.at(0));
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
@@ -191,30 +182,6 @@ impl Hierarchies {
             unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
         }
         Ok(to)
-    }
-
-    /// A [`quantspec_model::importance::Product`] of some rows of a matrix, which begin with a tile. Waits for it.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for rows that do not exist or begin inside a tile, and for other inputs than the
-    /// matrix has. Those of [`Device::allocate`], of the launch and of [`Buffer::read`].
-    pub fn product(&self, weights: &Matrix, rows: Range<usize>, x: &[Channel]) -> Result<Vec<Channel>> {
-        let &Matrix { ref buffer, dtype, n, k } = weights;
-        if rows.end > n
-            || !rows.start.is_multiple_of(TILE)
-            || x.len() != k
-            || buffer.bytes() < Matrix::bytes(dtype, n, k)
-        {
-            return Err(Error::internal(format!("rows {rows:?} of {n} times {} inputs of {k}", x.len())));
-        }
-        let mut found = vec![[0f32; ROWS]; rows.len()];
-        let (inputs, out) = (self.device.copied(x.as_flattened())?, self.device.allocate(size_of_val(&found[..]))?);
-        let arguments = args![buffer.at(Matrix::bytes(dtype, rows.start, k)), &inputs, &out, rows.len(), k];
-        let launch = Launch { grid: [rows.len().div_ceil(TILE) as u32, 1, 1], block: 256, shared: 0, overlap: false };
-        // SAFETY: the argument list is the kernel's, and the buffers have the sizes that it reads and writes: see above.
-        unsafe { self.device.launch(of_dtype(self.product, dtype), launch, &arguments)? };
-        out.read_into(0, found.as_flattened_mut())?;
-        Ok(found)
     }
 
     /// `panels` of a step's inputs (kernels/panel.cuh), 0 if row-major.
@@ -302,15 +269,6 @@ impl Hierarchies {
                 name(self.dtype)
             )))
         }
-    }
-}
-
-/// The kernel for a number format, of those from bf16, f16 and f32.
-fn of_dtype([bf16, f16, f32]: [Kernel; 3], dtype: Dtype) -> Kernel {
-    match dtype {
-        Dtype::Bf16 => bf16,
-        Dtype::F16 => f16,
-        Dtype::F32 => f32,
     }
 }
 

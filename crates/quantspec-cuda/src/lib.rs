@@ -16,6 +16,7 @@ pub mod linear;
 pub mod masses;
 mod penalty;
 pub mod prefill;
+pub mod products;
 mod recorded;
 mod sample;
 mod shapes;

@@ -92,6 +92,34 @@ pub struct Quantised {
     pub k: usize,
     /// 0, or the width of the heads that the rows form. Channels c … c + 7 and width / 2 + c … of a head then share a tile.
     pub paired: usize,
+    /// Importance of the inputs, f32 `[k]`, by which the search of 4-bit codes weighs errors; None if all weigh the same.
+    pub importance: Option<Buffer>,
+}
+
+/// A copy of the importance of a matrix's `k` inputs on the device; None if there is none.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Internal`] for another length. Those of [`Device::copied`].
+pub(crate) fn weighed(device: &Arc<Device>, importance: &[f32], k: usize) -> Result<Option<Buffer>> {
+    if !importance.is_empty() && importance.len() != k {
+        return Err(Error::internal(format!("importance of {} inputs of {k}", importance.len())));
+    }
+    (!importance.is_empty()).then(|| device.copied(importance)).transpose()
+}
+
+/// Kernels `stem_bf16`, `stem_f16` and `stem_f32`.
+pub(crate) fn of_each_dtype(device: &Device, stem: &str) -> Result<[Kernel; 3]> {
+    let of = |dtype| device.kernel(&format!("{stem}_{}", name(dtype)), 0);
+    Ok([of(Dtype::Bf16)?, of(Dtype::F16)?, of(Dtype::F32)?])
+}
+
+/// The kernel for a number format, of those from bf16, f16 and f32.
+pub(crate) fn of_dtype([bf16, f16, f32]: [Kernel; 3], dtype: Dtype) -> Kernel {
+    match dtype {
+        Dtype::Bf16 => bf16,
+        Dtype::F16 => f16,
+        Dtype::F32 => f32,
+    }
 }
 
 /// Bytes of a block of draft weights.
@@ -105,7 +133,7 @@ impl Quantised {
         n.div_ceil(TILE) * k.div_ceil(DRAFT_GROUP) * block_bytes(bits)
     }
 
-    /// Bytes of these.
+    /// Bytes of these, without the importance.
     pub fn held_bytes(&self) -> usize {
         Quantised::bytes(self.bits, self.n, self.k)
     }
@@ -296,10 +324,6 @@ impl Linear {
     /// # Errors
     /// Those of [`Device::kernel`].
     pub fn new(device: &Arc<Device>) -> Result<Linear> {
-        let quantise = |bits: usize| -> Result<[Kernel; 3]> {
-            let kernel = |dtype| device.kernel(&format!("weights_w{bits}_{}", name(dtype)), 0);
-            Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
-        };
         let draft = |bits| {
             let shapes = shapes::WIDE.iter().filter(|of| of.bits == bits).map(|of| (of.n, of.shared));
             let wide = Wide::new(device, &format!("linear_w{bits}_wide"), shapes)?;
@@ -317,7 +341,7 @@ impl Linear {
             w4: WarpPipelines::new(device, 4)?,
             w8: WarpPipelines::new(device, 8)?,
             single: device.kernel("linear_f32", 0)?,
-            quantise: [quantise(4)?, quantise(8)?],
+            quantise: [of_each_dtype(device, "weights_w4")?, of_each_dtype(device, "weights_w8")?],
             device: device.clone(),
         })
     }
@@ -404,14 +428,23 @@ impl Linear {
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix in newly allocated memory; `paired` as in [`Quantised`]. `flag` begins with the device's
-    /// error flag, a u32.
+    /// Draft weights of a matrix in newly allocated memory. `importance` of its inputs, `[k]` or empty, and `paired` as in
+    /// [`Quantised`]. `flag` begins with the device's error flag, a u32.
     ///
     /// # Errors
-    /// Those of [`Device::allocate`] and of [`Linear::quantise_into`].
-    pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: &Buffer) -> Result<Quantised> {
+    /// [`quantspec_core::ErrorKind::Internal`] for importance of another length. Those of [`Device::allocate`] and of
+    /// [`Linear::quantise_into`].
+    pub fn quantise(
+        &self,
+        weights: &Matrix,
+        bits: usize,
+        importance: &[f32],
+        paired: usize,
+        flag: &Buffer,
+    ) -> Result<Quantised> {
         let buffer = Arc::new(self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?);
-        let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired };
+        let importance = weighed(&self.device, importance, weights.k)?;
+        let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired, importance };
         self.quantise_into(weights, &draft, flag)?;
         Ok(draft)
     }
@@ -442,15 +475,11 @@ impl Linear {
             return Err(Error::internal(format!("{} rows in heads of {} channels", to.n, to.paired)));
         }
         let of_bits = [4, 8].iter().position(|&bits| bits == to.bits).and_then(|index| self.quantise.get(index));
-        let index = match weights.dtype {
-            Dtype::Bf16 => 0,
-            Dtype::F16 => 1,
-            Dtype::F32 => 2,
-        };
-        let kernel = of_bits.and_then(|kernels| kernels.get(index)).copied();
-        let kernel = kernel.ok_or_else(|| Error::internal(format!("draft weights of {} bits", to.bits)))?;
+        let kernels = of_bits.ok_or_else(|| Error::internal(format!("draft weights of {} bits", to.bits)))?;
+        let kernel = of_dtype(*kernels, weights.dtype);
+        let importance = to.importance.as_ref().map_or(0, |buffer| buffer.at(0));
         let grid = [weights.k.div_ceil(DRAFT_GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
+        let arguments = args![&weights.buffer, importance, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
     }

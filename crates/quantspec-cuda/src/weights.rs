@@ -5,7 +5,9 @@ mod sizes;
 
 pub(crate) use self::load::load;
 use self::sizes::{ALIGNED, shapes};
-pub(crate) use self::sizes::{bytes, draft_bits, draft_bytes, head_inputs, host_bytes, lent_bytes, nibbles};
+pub(crate) use self::sizes::{
+    bytes, draft_bits, draft_bytes, head_inputs, host_bytes, importance_bytes, lent_bytes, nibbles,
+};
 use crate::device::{Arg, Buffer, Device, Pinned};
 use crate::draft::DraftMatrix;
 use crate::hierarchy::{self, Hierarchies, Hierarchy};
@@ -99,6 +101,13 @@ pub(crate) struct DraftLayer {
     pub(crate) down: Option<Quantised>,
 }
 
+impl DraftLayer {
+    /// Its four matrices, in the order of [`shapes`].
+    fn matrices(&self) -> [&Option<Quantised>; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+}
+
 /// The embedding of a model whose head is a matrix of its own. It is in host memory, in the layout of a [`Matrix`]: a step reads
 /// one row for each of its rows.
 #[derive(Debug)]
@@ -178,16 +187,17 @@ impl Weights {
         embedding.into_iter().chain(&self.head_copy).map(Pinned::size).sum()
     }
 
-    /// Bytes of draft weights on the device.
+    /// Bytes of draft weights on the device, and of what they are made with.
     pub(crate) fn held_draft_bytes(&self) -> usize {
-        self.drafts.as_ref().map_or(0, |drafts| drafts.bytes())
+        let drafts = self.layers.iter().flat_map(|layer| layer.draft.matrices()).flatten();
+        let importance = drafts.filter_map(|draft| draft.importance.as_ref()).map(Buffer::bytes).sum::<usize>();
+        self.drafts.as_ref().map_or(0, |drafts| drafts.bytes()) + importance
     }
 
     /// Bytes of the matrices that a draft step reads. Of a head in nibbles it reads both planes.
     pub(crate) fn draft_read_bytes(&self) -> usize {
         let layer = |layer: &Layer| -> usize {
-            let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
-            let own = [qkv, output, gate_up, down];
+            let own = layer.draft.matrices();
             layer.matrices().into_iter().zip(own).map(|(full, own)| full.draft_read_bytes(own)).sum()
         };
         let head = self.draft_head.as_ref().map_or_else(|| self.head.held_bytes(), Quantised::held_bytes);
@@ -197,8 +207,7 @@ impl Weights {
     /// Queues recomputing all draft weights, after their memory was used for a prompt.
     pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
-            let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
-            for (full, draft) in layer.matrices().into_iter().zip([qkv, output, gate_up, down]) {
+            for (full, draft) in layer.matrices().into_iter().zip(layer.draft.matrices()) {
                 if let (Full::Whole(full), Some(draft)) = (full, draft) {
                     linear.quantise_into(full, draft, flag)?;
                 }

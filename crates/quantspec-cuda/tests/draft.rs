@@ -69,7 +69,7 @@ fn weights(
     let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v * size, Dtype::Bf16)).collect();
     let full = Matrix { buffer: matrix(device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
     let made = match kind {
-        Kind::Own => Weights::Own(Linear::new(device).unwrap().quantise(&full, 4, paired, &flag).unwrap()),
+        Kind::Own => Weights::Own(Linear::new(device).unwrap().quantise(&full, 4, &[], paired, &flag).unwrap()),
         Kind::Upper => Weights::Upper(
             Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, &[], 0, paired, &flag).unwrap(),
         ),
@@ -77,7 +77,7 @@ fn weights(
     device.synchronize().unwrap();
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
     let values = w.chunks(k).flat_map(|row| match kind {
-        Kind::Own => quantize_weights_row(row).unwrap().dequantize(),
+        Kind::Own => quantize_weights_row(row, &[]).unwrap().dequantize(),
         Kind::Upper => quantize_row(row, &[], GROUP).unwrap().upper(),
     });
     (made, values.collect())

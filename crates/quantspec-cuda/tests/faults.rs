@@ -203,9 +203,10 @@ fn an_evaluation_that_overflows_is_an_error() {
 #[test]
 fn a_failing_draft_ends_no_text() {
     let Some(device) = device() else { return };
-    // 5,700 · √128 fits in f16. In four bits it shares a code with 5,900, at a value between the two that does not fit.
-    let bad = 7;
-    let checkpoint = Shape { dtype: "F32", ..LLAMA }.overflowing(9, bad, [5700.0, 5900.0]);
+    // 5,750 · √128 fits in f16. In four bits it shares a code with 5,900, at a value between the two that does not fit. The
+    // token is in no made-up text, so its channel's weight has little importance.
+    let bad = 3;
+    let checkpoint = Shape { dtype: "F32", ..LLAMA }.overflowing(9, bad, [5750.0, 5900.0]);
     let text = random::tokens(300, 20, 6);
     for rejection in [false, true] {
         let options = Options { rejection, ..options(512, 1) };

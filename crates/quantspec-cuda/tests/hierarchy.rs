@@ -13,6 +13,7 @@ use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
+use quantspec_cuda::products::Products;
 use quantspec_model::importance::Channel;
 use std::sync::Arc;
 
@@ -155,15 +156,15 @@ fn planes_have_cores_bytes() {
 #[test]
 fn products_of_texts_have_the_host_s_bits() {
     let Some(device) = device() else { return };
+    let products = Products::new(&device).unwrap();
     let mut random = Random(12);
     for (n, k) in SHAPES {
         for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
-            let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
             let w = weights(&mut random, n, k, dtype);
             let matrix = on_device(&device, &w, n, k, dtype);
             let x: Vec<Channel> = (0..k).map(|_| std::array::from_fn(|_| random.normal())).collect();
             for first in [0, 16] {
-                let got = hierarchies.product(&matrix, first..n, &x).unwrap();
+                let got = products.run(&matrix, first..n, &x).unwrap();
                 for (w, got) in w.chunks(k).skip(first).zip(&got) {
                     let want: Channel =
                         std::array::from_fn(|row| w.iter().zip(&x).fold(0.0, |sum, (w, x)| sum + w * x[row]));
@@ -172,7 +173,7 @@ fn products_of_texts_have_the_host_s_bits() {
                 assert_eq!(got.len(), n - first);
             }
             for rows in [0..n + 1, 8..n] {
-                assert_eq!(hierarchies.product(&matrix, rows, &x).unwrap_err().kind, ErrorKind::Internal);
+                assert_eq!(products.run(&matrix, rows, &x).unwrap_err().kind, ErrorKind::Internal);
             }
         }
     }

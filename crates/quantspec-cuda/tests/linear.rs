@@ -127,7 +127,7 @@ fn check_draft(shapes: &[(usize, usize)]) {
             let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
             let x: Vec<f32> = random.normals(most * k);
             let weights = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-            let draft = linear.quantise(&weights, bits, 0, &flag).unwrap();
+            let draft = linear.quantise(&weights, bits, &[], 0, &flag).unwrap();
             let (groups, pitch) = (k.div_ceil(128), k.next_multiple_of(128));
             let (mut codes, mut scales) = (vec![0i8; most * pitch], vec![0.0f32; most * groups * 2]);
             let mut rounded = vec![0.0f64; most * k];
@@ -156,7 +156,8 @@ fn check_draft(shapes: &[(usize, usize)]) {
             let (mut got, mut want) = (Vec::new(), Vec::new());
             for out in 0..n {
                 let row = &w[out * k..(out + 1) * k];
-                let quantised = if bits == 4 { quantize_weights_row(row) } else { quantize_head_row(row) }.unwrap();
+                let quantised =
+                    if bits == 4 { quantize_weights_row(row, &[]) } else { quantize_head_row(row) }.unwrap();
                 let values = quantised.dequantize();
                 for row in [0, 6, 30, most - 1] {
                     got.push(y[row * n + out]);
@@ -181,7 +182,7 @@ fn kernels_get_the_shared_memory_they_request() {
     let flag = device.zeroed(4).unwrap();
     let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
     let full = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-    let draft = linear.quantise(&full, 8, 0, &flag).unwrap();
+    let draft = linear.quantise(&full, 8, &[], 0, &flag).unwrap();
     let (x, xs) =
         (device.copied(&vec![3i8; k]).unwrap(), device.copied(&[0.5f32, 0.5 * 384.0].repeat(k / 128)).unwrap());
     let (y, expected) = (poisoned(&device, n * 4), poisoned(&device, n * 4));
@@ -209,7 +210,7 @@ fn other_work_changes_no_bit() {
         let most = 64;
         let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
         let flag = device.zeroed(4).unwrap();
-        let draft = linear.quantise(&weights, 4, 0, &flag).unwrap();
+        let draft = linear.quantise(&weights, 4, &[], 0, &flag).unwrap();
         let codes: Vec<i8> = (0..most * k.next_multiple_of(128)).map(|_| random.next() as i8).collect();
         let scales: Vec<f32> = random.normals(most * k.div_ceil(128) * 2);
         let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());

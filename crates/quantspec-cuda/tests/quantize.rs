@@ -260,15 +260,19 @@ fn draft_weights_equal_core() {
         let mut values = random.normals(n * k);
         values[..k].fill(0.125);
         values.iter_mut().step_by(97).for_each(|w| *w *= 30.0);
+        let importance: Vec<f32> = random.normals(k).iter().map(|x| x.exp()).collect();
         for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
             let stored: Vec<f32> = values.iter().map(|&w| gpu::round(w, dtype)).collect();
             let weights = matrix(&device, &stored, n, k, dtype);
             let (tiles, groups) = (n.div_ceil(16), k.div_ceil(128));
-            for (bits, block) in [(4, 1088), (8, 2112)] {
+            for (bits, block, weigh) in [(4, 1088, false), (4, 1088, true), (8, 2112, true)] {
+                let importance = if weigh { &importance[..] } else { &[] };
                 let out = poisoned(&device, tiles * groups * block);
                 let flag = device.zeroed(4).unwrap();
                 let kernel = format!("weights_w{bits}_{}", name(dtype));
-                run(&device, &kernel, [groups, tiles, 1], 128, 0, &args![&weights, &out, n, k, paired, &flag]);
+                let on_device = weigh.then(|| device.copied(importance).unwrap());
+                let address = on_device.as_ref().map_or(0, |buffer| buffer.at(0));
+                run(&device, &kernel, [groups, tiles, 1], 128, 0, &args![&weights, address, &out, n, k, paired, &flag]);
                 assert_eq!(flags(&flag), 0);
                 let got = out.read::<u8>(0, tiles * groups * block).unwrap();
                 let mut want = vec![0; tiles * groups * block];
@@ -282,7 +286,8 @@ fn draft_weights_equal_core() {
                         }
                     };
                     let quantised =
-                        if bits == 4 { quantize_weights_row(source) } else { quantize_head_row(source) }.unwrap();
+                        if bits == 4 { quantize_weights_row(source, importance) } else { quantize_head_row(source) }
+                            .unwrap();
                     for (column, &code) in quantised.codes.iter().enumerate() {
                         let at = (row / 16 * groups + column / 128) * block;
                         let (g, upper, k) = (row % 8, row % 16 / 8, column % 128);
@@ -303,7 +308,7 @@ fn draft_weights_equal_core() {
                         want[at + 2..at + 4].copy_from_slice(&params.zero.to_bits().to_le_bytes());
                     }
                 }
-                assert!(got == want, "{bits} bits of {dtype:?} {n} x {k}, paired {paired}");
+                assert!(got == want, "{bits} bits of {dtype:?} {n} x {k}, paired {paired}, weighed {weigh}");
             }
         }
     }

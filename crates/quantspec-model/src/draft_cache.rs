@@ -2,8 +2,9 @@
 //!
 //! A file holds *blocks*: the backend's form of a few rows of one tensor. Each block has a checksum, and a hash of the
 //! checkpoint bytes it was made from. A backend reads those bytes at every load, so the hash compares content, not names,
-//! sizes or times. Hashing costs a hundredth of quantising. A block that fails either check is made anew, and the file is
-//! then replaced. Draft weights affect speed only: nothing in a file can change a token.
+//! sizes or times. Hashing costs a hundredth of quantising. If a block fails either check, all blocks are made anew and the
+//! file is replaced, because the importance that blocks are quantised with depends on the weights of earlier layers
+//! (`importance.rs`). So a sound file needs no importance.
 //!
 //! A segment of the file (`cache_file.rs`) is a block. After a file is written, the least recently used files are removed
 //! until the folder is within its limit.
@@ -40,7 +41,7 @@ pub struct DraftCache {
 pub struct Origin {
     /// Blocks in all.
     pub blocks: usize,
-    /// Blocks taken from the file.
+    /// Blocks taken from the file: all or none.
     pub cached: usize,
     /// One line about a damaged file or an unusable folder.
     pub note: Option<String>,
@@ -51,7 +52,7 @@ pub fn source(format: u64, bytes: &[u8]) -> u128 {
     XxHash3_128::oneshot_with_seed(format, bytes)
 }
 
-/// The draft weights of one load. Each block is read from the file if that holds it, and made otherwise.
+/// The draft weights of one load: all are read from the file, or all are made.
 #[derive(Debug)]
 pub struct DraftBlocks {
     cache: DraftCache,
@@ -135,41 +136,43 @@ impl DraftBlocks {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Fills `out`, which holds a whole block and is zeroed, from a sound block of the file with this source, or else by
-    /// `make`. Threads may call this for different blocks at once.
-    ///
-    /// # Errors
-    /// Those of `make`.
-    pub fn block(
-        &self,
-        block: usize,
-        source: u128,
-        out: &mut [u8],
-        make: impl FnOnce(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
+    /// Returns true if there is a file to read, and all blocks read so far were sound and of this checkpoint. Once this is
+    /// false, [`DraftBlocks::make_all`] must follow.
+    pub fn is_sound(&self) -> bool {
+        self.stored.is_some() && self.changed.load(Relaxed) + self.damaged.load(Relaxed) == 0
+    }
+
+    /// Forgets the file, whose blocks are not all sound: they are made instead.
+    pub fn make_all(&mut self) {
+        self.stored = None;
+        let damaged_blocks = self.damaged.swap(0, Relaxed);
+        if damaged_blocks > 0 {
+            self.note = Some(damaged(&self.path, &format!("{damaged_blocks} of {} blocks", self.sources.len())));
+        }
+        self.changed = AtomicUsize::new(0);
+        self.cached = AtomicUsize::new(0);
+    }
+
+    /// Fills `out`, which holds a whole block, from the file, if there is one, and returns true. `out` is undefined if the block
+    /// is damaged or has another source. Threads may call this for different blocks at once.
+    pub fn read(&self, block: usize, source: u128, out: &mut [u8]) -> bool {
         if let Some(known) = self.sources.get(block) {
             known.get_or_init(|| source);
         }
-        if let Some(stored) = &self.stored {
-            let counter = if stored.source(block).is_some_and(|stored| stored != source) {
-                &self.changed
-            } else if stored.read(block, self.starts[block] as u64, out) {
-                &self.cached
-            } else {
-                &self.damaged
-            };
-            counter.fetch_add(1, Relaxed);
-            if std::ptr::eq(counter, &self.cached) {
-                return Ok(());
-            }
-            // `make` expects zeros.
-            out.fill(0);
-        }
-        make(out)
+        let Some(stored) = &self.stored else { return false };
+        let counter = if stored.source(block).is_some_and(|stored| stored != source) {
+            &self.changed
+        } else if stored.read(block, self.starts[block] as u64, out) {
+            &self.cached
+        } else {
+            &self.damaged
+        };
+        counter.fetch_add(1, Relaxed);
+        true
     }
 
-    /// Writes the file after all blocks were requested, unless the file found is sound and of this checkpoint. `blocks`
-    /// yields them in order; `poll` is called with the bytes written so far. A disk error is no error here but a note of the
+    /// Writes the file, unless there was a sound one. `blocks` yields them in order, after each was read or found missing by
+    /// [`DraftBlocks::read`]; `poll` is called with the bytes written so far. A disk error is no error here but a note of the
     /// origin.
     ///
     /// # Errors
@@ -179,11 +182,7 @@ impl DraftBlocks {
         blocks: impl Iterator<Item = &'a [u8]>,
         poll: impl FnMut(usize) -> Result<()>,
     ) -> Result<Origin> {
-        let (changed, damaged_blocks) = (self.changed.load(Relaxed), self.damaged.load(Relaxed));
-        if damaged_blocks > 0 {
-            self.note = Some(damaged(&self.path, &format!("{damaged_blocks} of {} blocks", self.sources.len())));
-        }
-        if self.stored.is_none() || changed + damaged_blocks > 0 {
+        if self.stored.is_none() {
             make_room(&FORMAT, &self.path, self.cache.limit_bytes.saturating_sub(self.bytes() as u64));
             if let Err(error) = self.write(blocks, poll)? {
                 self.note = Some(unusable(&self.path, &error));

@@ -9,6 +9,7 @@
 //! as those of texts that a model attends to.
 
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
+use crate::draft_cache::source;
 use quantspec_core::config::Activation;
 use quantspec_core::weights::importance;
 use quantspec_core::{Error, Result};
@@ -155,6 +156,23 @@ impl<'a> MadeUpRows<'a> {
         }
         Ok(out)
     }
+}
+
+/// Hash of everything that importance depends on, except the layers' matrices.
+///
+/// # Errors
+/// Those of [`Checkpoint::read_f32`] and [`Checkpoint::read_stored`].
+pub fn fingerprint(checkpoint: &Checkpoint) -> Result<u128> {
+    let config = checkpoint.config();
+    let mut bytes = format!("{config:?}").into_bytes();
+    let mut add = |values: &[f32]| values.iter().for_each(|x| bytes.extend(x.to_le_bytes()));
+    add(MadeUpRows::new(checkpoint)?.stream.as_flattened());
+    for part in Part::all(config).into_iter().filter(|part| part.is_vector()) {
+        let mut values = vec![0.0; checkpoint.shape(part).1];
+        checkpoint.read_f32(part, 0..1, &mut values)?;
+        add(&values);
+    }
+    Ok(source(0, &bytes))
 }
 
 /// A [`Product`] on threads of the caller, which reads the matrix.

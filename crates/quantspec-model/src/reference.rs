@@ -16,7 +16,7 @@ use crate::prompt_rows::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{Device, Tensor};
 use kv_cache::Slot;
-use quantspec_core::config::{ModelConfig, TargetWeights};
+use quantspec_core::config::{DraftWeights, ModelConfig, TargetWeights};
 use quantspec_core::page_pool::PagePool;
 use quantspec_core::quantize::Page;
 use quantspec_core::{Error, Result};
@@ -76,7 +76,7 @@ impl ReferenceBackend {
             parts.push(Part::Head); // separate even if tied: the draft's head is quantised, the embedding is not
         }
         let mut importance = Vec::new();
-        if options.weights != TargetWeights::Checkpoint {
+        if options.weights != TargetWeights::Checkpoint || options.draft_weights != DraftWeights::None {
             let here = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| work(0..count);
             let product = |part: Part, x: &[Channel]| product(checkpoint, &here, part, x);
             let mut rows = MadeUpRows::new(checkpoint)?;
@@ -90,7 +90,7 @@ impl ReferenceBackend {
                 _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
             }
             let codes = match options.weights {
-                TargetWeights::Checkpoint => draft_values(part, options, &values, columns)?,
+                TargetWeights::Checkpoint => draft_values(part, options, &importance, &values, columns)?,
                 TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };

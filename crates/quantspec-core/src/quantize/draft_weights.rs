@@ -46,9 +46,10 @@ impl WeightRow {
 /// Greatest 8-bit code.
 const W8_TOP: u8 = 255;
 
-/// Quantises one group of weights to codes 0..=`top` with f16 parameters; `codes` is as long as `w`. In 8 bits, scale =
+/// Quantises one group of weights to codes 0..=`top` with f16 parameters; there are as many `codes`. In 8 bits, scale =
 /// range/top and zero = minimum. In 4 bits, [`search`] improves on those.
-fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params> {
+fn quantize_weights_group(group: Group, top: u8, codes: &mut [u8]) -> Result<Params> {
+    let w = group.w;
     if w.is_empty() || codes.len() != w.len() {
         return Err(Error::internal(format!("group of {} weights, {} codes", w.len(), codes.len())));
     }
@@ -58,7 +59,7 @@ fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params
         return Params::constant(low);
     }
     let whole = Params::new((high - low) / f32::from(top), low)?;
-    let params = if top == W4_TOP { search(Group::plain(w), low, high, whole, &SHRINK) } else { whole };
+    let params = if top == W4_TOP { search(group, low, high, whole, &SHRINK) } else { whole };
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     for (&value, code) in w.iter().zip(codes) {
         *code = nearest(((value - zero) / scale).clamp(0.0, f32::from(top))) as u8;
@@ -66,20 +67,22 @@ fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params
     Ok(params)
 }
 
-fn quantize_row(w: &[f32], top: u8) -> Result<WeightRow> {
+fn quantize_row(w: &[f32], importance: &[f32], top: u8) -> Result<WeightRow> {
     let mut row = WeightRow { codes: vec![0; w.len()], params: Vec::with_capacity(w.len().div_ceil(WEIGHT_GROUP)) };
-    for (group, codes) in w.chunks(WEIGHT_GROUP).zip(row.codes.chunks_mut(WEIGHT_GROUP)) {
+    let mut importance = importance.chunks(WEIGHT_GROUP);
+    for (w, codes) in w.chunks(WEIGHT_GROUP).zip(row.codes.chunks_mut(WEIGHT_GROUP)) {
+        let group = Group { w, importance: importance.next().unwrap_or_default() };
         row.params.push(quantize_weights_group(group, top, codes)?);
     }
     Ok(row)
 }
 
-/// Quantises a row `[k]` of a linear layer to 4 bits, codes 0..=15.
+/// Quantises a row `[k]` of a linear layer to 4 bits, codes 0..=15. `importance` as in [`crate::weights::quantize_row`].
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold.
-pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
-    quantize_row(w, W4_TOP)
+pub fn quantize_weights_row(w: &[f32], importance: &[f32]) -> Result<WeightRow> {
+    quantize_row(w, importance, W4_TOP)
 }
 
 /// Quantises a row `[k]` of the LM head, or of a sensitive matrix, to 8 bits, codes 0..=255. A head in 4
@@ -88,7 +91,7 @@ pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
 /// # Errors
 /// As [`quantize_weights_row`].
 pub fn quantize_head_row(w: &[f32]) -> Result<WeightRow> {
-    quantize_row(w, W8_TOP)
+    quantize_row(w, &[], W8_TOP)
 }
 
 /// Draft activations of one row: `x ≈ code · scale`, symmetric, in groups of [`WEIGHT_GROUP`].
@@ -145,10 +148,10 @@ mod tests {
     #[test]
     fn weight_rows_and_activations() {
         let (w, x) = (normal(300, 1), normal(300, 2));
-        for (row, top) in [(quantize_weights_row(&w).unwrap(), 15.0), (quantize_head_row(&w).unwrap(), 255.0)] {
+        for (row, top) in [(quantize_weights_row(&w, &[]).unwrap(), 15.0), (quantize_head_row(&w).unwrap(), 255.0)] {
             assert_eq!((row.codes.len(), row.params.len()), (300, 3));
             // The short last group has its own parameters.
-            assert_eq!(row.params[2], quantize_row(&w[256..], top as u8).unwrap().params[0]);
+            assert_eq!(row.params[2], quantize_row(&w[256..], &[], top as u8).unwrap().params[0]);
             if top == 255.0 {
                 let tail = w[256..].iter().fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
                 assert_eq!(row.params[2].zero, f16::from_f32(tail.0));
@@ -194,7 +197,7 @@ mod tests {
         for group in w.chunks(128) {
             let (low, high) = range(group).unwrap();
             let first = Params::new((high - low) / 15.0, low).unwrap();
-            let row = quantize_weights_row(group).unwrap();
+            let row = quantize_weights_row(group, &[]).unwrap();
             whole += error_f64(group, first.scale.to_f64(), first.zero.to_f64());
             found += error_f64(group, row.params[0].scale.to_f64(), row.params[0].zero.to_f64());
         }
@@ -202,20 +205,35 @@ mod tests {
     }
 
     #[test]
+    fn important_weights_lose_less() {
+        let w = normal(WEIGHT_GROUP * 100 + 20, 5);
+        // One weight of each group matters as much as 256 others.
+        let importance: Vec<f32> = (0..w.len()).map(|i| if i % WEIGHT_GROUP == 5 { 256.0 } else { 1.0 }).collect();
+        let error = |importance_of_search: &[f32]| -> f64 {
+            let found = quantize_weights_row(&w, importance_of_search).unwrap().dequantize();
+            let squares = found.into_iter().zip(&w).map(|(value, w)| f64::from(value - w).powi(2));
+            squares.zip(&importance).map(|(square, &importance)| square * f64::from(importance)).sum()
+        };
+        assert_eq!(quantize_weights_row(&w, &vec![1.0; w.len()]), quantize_weights_row(&w, &[]));
+        let gain = error(&importance) / error(&[]);
+        assert!(gain < 0.6, "{gain}");
+    }
+
+    #[test]
     fn ranges_that_half_precision_just_holds() {
         // The whole range decides whether a group is refused. A candidate that f16 cannot hold is skipped.
         let mut w = vec![0.0; 128];
         w[0] = 65_504.0 * 15.0;
-        assert_eq!(quantize_weights_row(&w).unwrap().codes[0], 15);
+        assert_eq!(quantize_weights_row(&w, &[]).unwrap().codes[0], 15);
         w[1] = -65_504.0;
-        assert!(quantize_weights_row(&w).is_err());
-        assert_eq!(quantize_weights_row(&[65_504.0, 65_472.0]).unwrap().codes, [15, 0]);
+        assert!(quantize_weights_row(&w, &[]).is_err());
+        assert_eq!(quantize_weights_row(&[65_504.0, 65_472.0], &[]).unwrap().codes, [15, 0]);
     }
 
     proptest! {
         #[test]
         fn no_candidate_range_is_better(w in group()) {
-            let row = quantize_weights_row(&w).unwrap();
+            let row = quantize_weights_row(&w, &[]).unwrap();
             let (low, high) = range(&w).unwrap();
             let (scale, zero) = (row.params[0].scale.to_f64(), row.params[0].zero.to_f64());
             if low == high {

@@ -49,12 +49,7 @@ pub(crate) struct Group<'a> {
     pub(crate) importance: &'a [f32],
 }
 
-impl<'a> Group<'a> {
-    /// Weights of equal importance.
-    pub(crate) fn plain(w: &'a [f32]) -> Group<'a> {
-        Group { w, importance: &[] }
-    }
-
+impl Group<'_> {
     /// Σ importance · term(weight).
     fn sum(self, term: impl Fn(f32) -> f32) -> f32 {
         let importance = |at: usize| self.importance.get(at).copied().unwrap_or(1.0);

@@ -71,7 +71,7 @@ impl Gemm {
         };
         let mut codes = |bits: w4::Bits| -> Result<()> {
             let mut panel = vec![0; w4::Tiles::panel_bytes(k, bits)];
-            w4::encode(simd, bits, &weights, k, &mut panel)?;
+            w4::encode(simd, bits, &weights, &[], k, &mut panel)?;
             for _ in 0..layers(panels * panel.len()) {
                 let mut tiles = w4::Tiles::zeros(panels, k, bits)?;
                 tiles.data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));

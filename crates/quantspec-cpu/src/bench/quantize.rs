@@ -16,16 +16,18 @@ pub struct Coding {
     bits: w4::Bits,
     k: usize,
     weights: Vec<f32>,
+    importance: Vec<f32>,
     panel: Vec<u8>,
 }
 
 impl Coding {
-    /// Normally distributed weights with `k` inputs; 8 bits if `head`, else 4.
+    /// Normally distributed weights with `k` inputs of different importance; 8 bits if `head`, else 4.
     pub fn new(Machine { simd, .. }: Machine, k: usize, head: bool) -> Coding {
         let bits = if head { w4::Bits::Eight } else { w4::Bits::Four };
         let mut noise = Noise(17);
         let weights = (0..PANEL * k).map(|_| noise.next()).collect();
-        Coding { simd, bits, k, weights, panel: vec![0; w4::Tiles::panel_bytes(k, bits)] }
+        let importance = (0..k).map(|_| noise.next().exp()).collect();
+        Coding { simd, bits, k, weights, importance, panel: vec![0; w4::Tiles::panel_bytes(k, bits)] }
     }
 
     /// Weights that a call codes.
@@ -38,7 +40,7 @@ impl Coding {
     /// # Errors
     /// Never for these weights.
     pub fn call(&mut self) -> Result<()> {
-        w4::encode(self.simd, self.bits, &self.weights, self.k, &mut self.panel)?;
+        w4::encode(self.simd, self.bits, &self.weights, &self.importance, self.k, &mut self.panel)?;
         black_box(&mut self.panel);
         Ok(())
     }

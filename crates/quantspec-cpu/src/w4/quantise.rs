@@ -6,18 +6,30 @@ use crate::lanes::{f16_bits, f16_is_finite, f16_value, rint_i32};
 use quantspec_core::quantize::SHRINK;
 use quantspec_core::{Error, Result};
 
-/// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles. The result equals
-/// [`quantspec_core::quantize::quantize_weights_row`].
+/// Quantises a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `importance` has the inputs' or is
+/// empty. The result equals [`quantspec_core::quantize::quantize_weights_row`], or that of the head in 8 bits, whose codes
+/// importance does not affect.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] if the range of a group exceeds f16.
-pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut [u8]) -> Result<()> {
+pub(crate) fn encode(
+    simd: Simd,
+    bits: Bits,
+    rows: &[f32],
+    importance: &[f32],
+    k: usize,
+    panel: &mut [u8],
+) -> Result<()> {
     let (groups, bytes) = (k.div_ceil(GROUP), bits.tile_bytes());
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
         for (g, group) in row.chunks(GROUP).enumerate() {
             let out = &mut codes;
-            let (s, z) = portable!(simd, group_body(group: &[f32], bits: Bits, out: &mut [u8; GROUP]) -> (u16, u16));
+            let weigh = if importance.is_empty() { importance } else { &importance[g * GROUP..][..group.len()] };
+            let (s, z) = portable!(
+                simd,
+                group_body(group: &[f32], weigh: &[f32], bits: Bits, out: &mut [u8; GROUP]) -> (u16, u16)
+            );
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
@@ -48,7 +60,7 @@ pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut
 /// Scale, zero (bits of f16) and codes of one group, with zero codes after it. The same IEEE operations as core's,
 /// vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -> (u16, u16) {
+fn group_body<const FMA: bool>(x: &[f32], importance: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
@@ -59,7 +71,11 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     }
     let mut params = halves((high - low) / top, low);
     if bits == Bits::Four && f16_is_finite(params.0) && f16_is_finite(params.1) {
-        params = Group::plain(x).search(low, high, params, &SHRINK);
+        params = if importance.is_empty() {
+            Group::plain(x).search(low, high, params, &SHRINK)
+        } else {
+            Group::<true> { x, importance }.search(low, high, params, &SHRINK)
+        };
     }
     let (step, zero) = (f16_value(params.0), f16_value(params.1));
     let mut out = [0u8; GROUP];
@@ -91,15 +107,18 @@ mod tests {
             }
             // A negative zero as the minimum is kept.
             w[20 * k..21 * k].iter_mut().filter(|w| **w < 0.0).for_each(|w| *w = -0.0);
-            for bits in [Bits::Four, Bits::Eight] {
+            let weighed: Vec<f32> = noise.normals(k).into_iter().map(|x| 2f32.powf(2.0 * x)).collect();
+            for (bits, importance) in [(Bits::Four, &[][..]), (Bits::Four, &weighed), (Bits::Eight, &weighed)] {
                 for simd in paths() {
                     let mut tiles = Tiles::zeros(2, k, bits).unwrap();
                     let len = Tiles::panel_bytes(k, bits);
-                    encode(simd, bits, &w[..32 * k], k, &mut tiles.data[..len]).unwrap();
-                    encode(simd, bits, &w[32 * k..], k, &mut tiles.data[len..]).unwrap();
+                    encode(simd, bits, &w[..32 * k], importance, k, &mut tiles.data[..len]).unwrap();
+                    encode(simd, bits, &w[32 * k..], importance, k, &mut tiles.data[len..]).unwrap();
                     for (n, row) in w.chunks_exact(k).enumerate() {
-                        let want = if bits == Bits::Four { quantize_weights_row(row) } else { quantize_head_row(row) }
-                            .unwrap();
+                        let want = match bits {
+                            Bits::Four => quantize_weights_row(row, importance).unwrap(),
+                            Bits::Eight => quantize_head_row(row).unwrap(),
+                        };
                         for c in 0..k {
                             let (g, i) = (c / GROUP, c % GROUP);
                             let tile = &tiles.data[(n / 16 * k.div_ceil(GROUP) + g) * bits.tile_bytes()..]
@@ -127,7 +146,7 @@ mod tests {
             (Bits::Eight, 0xf337_81da_4165_cefb_54b5_81c5_1a2f_c0ea),
         ] {
             let mut tiles = Tiles::zeros(1, 200, bits).unwrap();
-            encode(Simd::Scalar, bits, &rows, 200, &mut tiles.data).unwrap();
+            encode(Simd::Scalar, bits, &rows, &[], 200, &mut tiles.data).unwrap();
             let seen = quantspec_model::draft_cache::source(0, &tiles.data);
             assert_eq!(seen, bytes, "{seen:#x}: other bytes need another LAYOUT than {LAYOUT:?}");
         }
@@ -138,7 +157,7 @@ mod tests {
         let mut panel = vec![0; Tiles::panel_bytes(128, Bits::Four)];
         let mut w = vec![0f32; 128];
         w[3] = 3e6;
-        let error = encode(Simd::Scalar, Bits::Four, &w, 128, &mut panel).unwrap_err();
+        let error = encode(Simd::Scalar, Bits::Four, &w, &[], 128, &mut panel).unwrap_err();
         assert_eq!(error.kind, quantspec_core::ErrorKind::NotFinite);
     }
 }

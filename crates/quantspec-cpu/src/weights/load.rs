@@ -23,12 +23,12 @@ use std::sync::Mutex;
 const SLICE_BYTES: usize = 8 << 20;
 
 /// The draft weights of a checkpoint on disk, if they are kept there. A block is a panel, in the order of [`Loader::linear`].
-fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<DraftBlocks> {
-    if options.weights != TargetWeights::Checkpoint {
-        return None;
-    }
+fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Result<Option<DraftBlocks>> {
+    let Some(cache) = checkpoint.draft_cache().filter(|_| options.weights == TargetWeights::Checkpoint) else {
+        return Ok(None);
+    };
     let kind = match options.draft_weights {
-        DraftWeights::None => return None,
+        DraftWeights::None => return Ok(None),
         DraftWeights::Int4 => "int4",
         DraftWeights::Int4Mlp => "int4-mlp",
     };
@@ -38,11 +38,12 @@ fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<D
         sensitive => format!("{kind}-{}", sensitive.names().replace(',', "-")),
     };
     let layers = checkpoint.config().layers;
-    let recipe = format!("{} {layers} {sizes:?}", w4::LAYOUT);
+    let weighed = importance::fingerprint(checkpoint)?;
+    let recipe = format!("{} {layers} {sizes:?} {weighed:032x}", w4::LAYOUT);
     let linears = std::iter::repeat_n(&sizes.layer, layers).flatten().chain([&sizes.head]);
     let panels = linears.filter_map(|(panels, k, bits)| Some((*panels, Tiles::panel_bytes(*k, (*bits)?))));
     let blocks = panels.flat_map(|(panels, bytes)| std::iter::repeat_n(bytes, panels));
-    DraftBlocks::open(checkpoint.draft_cache()?, &kind, &recipe, blocks)
+    Ok(DraftBlocks::open(cache, &kind, &recipe, blocks))
 }
 
 impl Model {
@@ -58,34 +59,21 @@ impl Model {
         pool: &Pool,
         hooks: &mut Hooks,
     ) -> Result<Model> {
-        let config = checkpoint.config();
-        let sizes = Sizes::new(config, options);
-        let drafts = drafts(checkpoint, options, &sizes);
-        let weights = options.weights;
-        let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
-        let total = total + drafts.as_ref().map_or(0, DraftBlocks::unsaved_bytes);
-        let drafts_of = drafts.as_ref();
-        let mut loader =
-            Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
-        let mut layers = Vec::with_capacity(config.layers);
-        let parallel = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| on_threads(pool, count, work);
-        let product = |part: Part, x: &[Channel]| importance::product(checkpoint, &parallel, part, x);
-        let mut rows = if weights == TargetWeights::Checkpoint { None } else { Some(MadeUpRows::new(checkpoint)?) };
-        for index in 0..config.layers {
-            // Directly before the layer is loaded, so that its matrices are read from a disk once.
-            let importance = rows.as_mut().map(|rows| rows.next_layer(&product)).transpose()?;
-            (loader.hooks.poll)()?;
-            layers.push(loader.layer(index, &sizes, importance.as_ref())?);
-        }
-        let source = Source { part: Part::Head, bias: None, first: 0, step: 1 };
-        let head = loader.linear(sizes.head, &[source], &[])?;
-        let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
-        let final_norm = loader.vector(Part::FinalNorm)?;
-        let done = loader.done;
-        let model = Model { embedding, embedding_scale: config.scales.embedding, layers, final_norm, head };
+        let sizes = Sizes::new(checkpoint.config(), options);
+        let mut drafts = drafts(checkpoint, options, &sizes)?;
+        let matrices: usize = matrices(checkpoint.config()).map(|part| checkpoint.bytes(part)).sum();
+        let (model, total) = loop {
+            let total = matrices + drafts.as_ref().map_or(0, DraftBlocks::unsaved_bytes);
+            let (weights, of) = (options.weights, drafts.as_ref());
+            let mut loader = Loader { checkpoint, weights, simd, pool, hooks, drafts: of, blocks: 0, done: 0, total };
+            match loader.model(&sizes)? {
+                Some(model) => break (model, total),
+                None => drafts.iter_mut().for_each(DraftBlocks::make_all),
+            }
+        };
         if let Some(drafts) = drafts {
             let origin = drafts.save(model.draft_panels(), |saved| {
-                (hooks.loading)(total.min(done + saved), total);
+                (hooks.loading)(total.min(matrices + saved), total);
                 (hooks.poll)()
             })?;
             (hooks.drafts)(origin);
@@ -132,13 +120,44 @@ struct Loader<'a> {
 }
 
 impl Loader<'_> {
+    /// Everything; None if draft weights were read from a file that is damaged or of other weights.
+    fn model(&mut self, sizes: &Sizes) -> Result<Option<Model>> {
+        let (checkpoint, pool) = (self.checkpoint, self.pool);
+        let config = checkpoint.config();
+        let parallel = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| on_threads(pool, count, work);
+        let product = |part: Part, x: &[Channel]| importance::product(checkpoint, &parallel, part, x);
+        let read = self.drafts.is_some_and(DraftBlocks::is_sound);
+        let unsound = |loader: &Loader| read && !loader.drafts.is_some_and(DraftBlocks::is_sound);
+        let quantised =
+            self.weights != TargetWeights::Checkpoint || sizes.layer.iter().any(|(_, _, bits)| bits.is_some());
+        let mut rows = if quantised && !read { Some(MadeUpRows::new(checkpoint)?) } else { None };
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            // Directly before the layer is loaded, so that its matrices are read from a disk once.
+            let importance = rows.as_mut().map(|rows| rows.next_layer(&product)).transpose()?;
+            (self.hooks.poll)()?;
+            layers.push(self.layer(index, sizes, importance.as_ref())?);
+            if unsound(self) {
+                return Ok(None);
+            }
+        }
+        let source = Source { part: Part::Head, bias: None, first: 0, step: 1 };
+        let head = self.linear(sizes.head, &[source], &[])?;
+        if unsound(self) {
+            return Ok(None);
+        }
+        let embedding = if config.tied_embeddings { None } else { Some(self.embedding()?) };
+        let final_norm = self.vector(Part::FinalNorm)?;
+        Ok(Some(Model { embedding, embedding_scale: config.scales.embedding, layers, final_norm, head }))
+    }
+
     fn vector(&self, part: Part) -> Result<Vec<f32>> {
         let mut out = vec![0.0; self.checkpoint.shape(part).1];
         self.checkpoint.read_f32(part, 0..1, &mut out)?;
         Ok(out)
     }
 
-    /// `importance` of its inputs, if the matrices are quantised to planes.
+    /// `importance` of its inputs, if matrices or draft weights are quantised.
     fn layer(&mut self, index: usize, sizes: &Sizes, importance: Option<&LayerImportance>) -> Result<Layer> {
         let config = self.checkpoint.config().clone();
         let part = |part: LayerPart| Part::Layer(index, part);
@@ -181,7 +200,8 @@ impl Loader<'_> {
         })
     }
 
-    /// A linear layer of this size (panels, inputs, draft bits). `importance` of its inputs, or none ([`hierarchy::encode`]).
+    /// A linear layer of this size (panels, inputs, draft bits). `importance` of its inputs, or none ([`hierarchy::encode`],
+    /// [`w4::encode`]).
     fn linear(
         &mut self,
         (count, k, bits): (usize, usize, Option<Bits>),
@@ -389,7 +409,7 @@ impl Filling<'_> {
         Ok(())
     }
 
-    /// Makes panel `index` of the draft's own weights from what [`Filling::store`] has read, or reads it from disk.
+    /// Reads panel `index` of the draft's own weights from disk, or makes it from what [`Filling::store`] has read.
     ///
     /// # Safety
     /// No other thread writes this panel.
@@ -399,17 +419,17 @@ impl Filling<'_> {
         // SAFETY: that of this function.
         let panel = unsafe { panels.slice(index * len, len) };
         let in_raw = matches!(self.full, FullPanels::Bits16(..));
-        let make = |values: &mut Vec<f32>, panel: &mut [u8]| -> Result<()> {
-            if in_raw {
-                values.resize(numbers, 0.0);
-                to_f32(self.dtype, raw, values);
+        if let Some((drafts, first_block)) = self.drafts {
+            let bytes = if in_raw { raw } else { bytes_of_f32(values) };
+            if drafts.read(first_block + index, draft_cache::source(self.dtype as u64, bytes), panel) {
+                return Ok(());
             }
-            w4::encode(self.simd, *bits, values, self.k, panel).map_err(|error| self.named(error))
-        };
-        let Some((drafts, first_block)) = self.drafts else { return make(values, panel) };
-        let bytes = if in_raw { raw } else { bytes_of_f32(values) };
-        let of = draft_cache::source(self.dtype as u64, bytes);
-        drafts.block(first_block + index, of, panel, |panel| make(values, panel))
+        }
+        if in_raw {
+            values.resize(numbers, 0.0);
+            to_f32(self.dtype, raw, values);
+        }
+        w4::encode(self.simd, *bits, values, self.importance, self.k, panel).map_err(|error| self.named(error))
     }
 
     /// The error with the tensor's name.

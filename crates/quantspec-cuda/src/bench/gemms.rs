@@ -44,7 +44,7 @@ impl Bench {
             }
             let quantised = self.copies(Quantised::bytes(bits, n, k));
             let drafts: Vec<Quantised> = (0..quantised)
-                .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, 0, &flag))
+                .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, &[], 0, &flag))
                 .collect::<Result<_>>()?;
             let xs = device.zeroed(most.next_multiple_of(8) * k.div_ceil(128) * 8)?;
             for &rows in rows {
@@ -133,8 +133,9 @@ impl Bench {
             let paired = if form == "heads" { config.head_dim } else { 0 };
             let full = Matrix { buffer: filled(device, Matrix::bytes(config.dtype, n, k))?, dtype: config.dtype, n, k };
             let bytes = Quantised::bytes(4, n, k);
-            let drafts: Vec<Quantised> =
-                (0..self.copies(bytes)).map(|_| linear.quantise(&full, 4, paired, &flag)).collect::<Result<_>>()?;
+            let drafts: Vec<Quantised> = (0..self.copies(bytes))
+                .map(|_| linear.quantise(&full, 4, &[], paired, &flag))
+                .collect::<Result<_>>()?;
             for &rows in rows.iter().filter(|&&rows| draft.takes(widest, rows)) {
                 let seconds = seconds(device, || {
                     // SAFETY: every buffer has room for `most` rows and outlives the graph.

@@ -76,7 +76,7 @@ impl Bench {
         let (form, moved) = (name(dtype), 2 * bytes);
         report(Measured { kernel: order, form, rows: n, shape, seconds: took, bytes: moved, ..Measured::default() })?;
         for (form, bits) in [("w4", 4), ("w8", 8)] {
-            let draft = linear.quantise(&matrix, bits, 0, &flag)?;
+            let draft = linear.quantise(&matrix, bits, &vec![1.0; matrix.k], 0, &flag)?;
             let took = seconds(device, || linear.quantise_into(&matrix, &draft, &flag))?;
             let bytes = bytes + Quantised::bytes(bits, n, k);
             let kernel = "quantise_weights";

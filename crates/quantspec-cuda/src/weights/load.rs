@@ -1,12 +1,13 @@
 //! Reads weights from a checkpoint to the device, and makes the draft's.
 
-use super::sizes::{ALIGNED, both_from, draft_bits, draft_bytes, head_bits};
+use super::sizes::{ALIGNED, both_from, draft_bits, draft_bytes, head_bits, importance_bytes};
 use super::{DraftLayer, Embedding, Full, Layer, Weights};
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned};
 use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::Hierarchies;
-use crate::linear::{Linear, Matrix, Quantised};
+use crate::linear::{Linear, Matrix, Quantised, weighed};
+use crate::products::Products;
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
@@ -67,20 +68,18 @@ struct DraftArena {
 }
 
 impl DraftArena {
-    /// Allocates draft weights of a matrix in `bits` bits, and queues making them; None without bits.
-    fn quantise(
+    /// Allocates draft weights of a matrix in `bits` bits; None without bits.
+    fn allocate(
         &mut self,
-        linear: &Linear,
         full: &Matrix,
         bits: Option<usize>,
+        importance: Option<Buffer>,
         paired: usize,
-        flag: &Buffer,
-    ) -> Result<Option<Quantised>> {
-        let (Some(bits), Some(buffer)) = (bits, self.buffer.clone()) else { return Ok(None) };
-        let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired };
+    ) -> Option<Quantised> {
+        let (bits, buffer) = (bits?, self.buffer.clone()?);
+        let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired, importance };
         self.taken += Quantised::bytes(bits, full.n, full.k).next_multiple_of(ALIGNED);
-        linear.quantise_into(full, &draft, flag)?;
-        Ok(Some(draft))
+        Some(draft)
     }
 }
 
@@ -221,9 +220,9 @@ impl<'a> Loader<'a> {
         use LayerPart::*;
         let config = self.checkpoint.config();
         let matrices = self.matrices(index)?;
-        let draft = maker.draft_layer(&matrices, config.head_dim)?;
         let importance = rows.map(|rows| rows.next_layer(&|part, x| maker.product(&matrices, config, part, x)));
         let importance = importance.transpose()?;
+        let draft = maker.draft_layer(&matrices, importance.as_ref(), config.head_dim)?;
         let [qkv, output, gate_up, down] = maker.full_layer(index, matrices, importance.as_ref(), config)?;
         check_flag(maker.flag, || format!("layer {index}"))?;
         let part = |part| Part::Layer(index, part);
@@ -267,7 +266,10 @@ impl<'a> Loader<'a> {
 
 /// Makes the weights that passes read from matrices in the checkpoint's format.
 struct Maker<'a> {
+    device: &'a Arc<Device>,
     linear: &'a Linear,
+    /// None if nothing is quantised by importance.
+    products: Option<Products>,
     /// None: the target reads the matrices as they are.
     hierarchies: Option<&'a Hierarchies>,
     options: &'a Options,
@@ -309,7 +311,7 @@ impl Maker<'_> {
     /// [`quantspec_model::importance::Product`] of a layer's matrices, in the order of [`shapes`].
     fn product(&self, matrices: &[Matrix; 4], config: &ModelConfig, part: Part, x: &[Channel]) -> Result<Vec<Channel>> {
         use LayerPart::*;
-        let (Some(hierarchies), Part::Layer(_, part)) = (self.hierarchies, part) else {
+        let (Some(products), Part::Layer(_, part)) = (&self.products, part) else {
             return Err(Error::internal(format!("a product with {part:?}")));
         };
         let [qkv, output, gate_up, down] = matrices;
@@ -319,28 +321,46 @@ impl Maker<'_> {
             x.chunks(8).skip(first).step_by(2).flatten().copied().collect()
         };
         match part {
-            V => hierarchies.product(qkv, values..values + kv, x),
-            Output => hierarchies.product(output, 0..output.n, x),
-            Gate => Ok(interleaved(hierarchies.product(gate_up, 0..gate_up.n, x)?, 0)),
-            Up => Ok(interleaved(hierarchies.product(gate_up, 0..gate_up.n, x)?, 1)),
-            Down => hierarchies.product(down, 0..down.n, x),
+            V => products.run(qkv, values..values + kv, x),
+            Output => products.run(output, 0..output.n, x),
+            Gate => Ok(interleaved(products.run(gate_up, 0..gate_up.n, x)?, 0)),
+            Up => Ok(interleaved(products.run(gate_up, 0..gate_up.n, x)?, 1)),
+            Down => products.run(down, 0..down.n, x),
             _ => Err(Error::internal(format!("a product with {part:?}"))),
         }
     }
 
-    /// Separate draft weights of a matrix; None without bits.
-    fn draft(&mut self, matrix: &Matrix, bits: Option<usize>, paired: usize) -> Result<Option<Quantised>> {
-        self.drafts.quantise(self.linear, matrix, bits, paired, self.flag)
+    /// Queues making separate draft weights of a matrix; None without bits. `importance` of its inputs, or none.
+    fn draft(
+        &mut self,
+        matrix: &Matrix,
+        bits: Option<usize>,
+        importance: &[f32],
+        paired: usize,
+    ) -> Result<Option<Quantised>> {
+        // 8-bit codes do not depend on it.
+        let importance = if bits == Some(4) { importance } else { &[] };
+        let importance = weighed(self.device, importance, matrix.k)?;
+        let draft = self.drafts.allocate(matrix, bits, importance, paired);
+        draft.iter().try_for_each(|draft| self.linear.quantise_into(matrix, draft, self.flag))?;
+        Ok(draft)
     }
 
     /// [`Maker::draft`] of a layer's matrices, in the order of [`shapes`]. None has any if the target is in nibbles.
-    fn draft_layer(&mut self, [qkv, output, gate_up, down]: &[Matrix; 4], head_dim: usize) -> Result<DraftLayer> {
+    fn draft_layer(
+        &mut self,
+        [qkv, output, gate_up, down]: &[Matrix; 4],
+        importance: Option<&LayerImportance>,
+        head_dim: usize,
+    ) -> Result<DraftLayer> {
+        use LayerPart::*;
         let bits = if self.hierarchies.is_some() { [None; 4] } else { draft_bits(self.options) };
+        let importance = |part| importance.map_or(&[][..], |importance| importance.of(part));
         Ok(DraftLayer {
-            qkv: self.draft(qkv, bits[0], head_dim)?,
-            output: self.draft(output, bits[1], 0)?,
-            gate_up: self.draft(gate_up, bits[2], 0)?,
-            down: self.draft(down, bits[3], 0)?,
+            qkv: self.draft(qkv, bits[0], importance(Q), head_dim)?,
+            output: self.draft(output, bits[1], importance(Output), 0)?,
+            gate_up: self.draft(gate_up, bits[2], importance(Gate), 0)?,
+            down: self.draft(down, bits[3], importance(Down), 0)?,
         })
     }
 }
@@ -373,7 +393,10 @@ pub(crate) fn load(
     let mut loader = Loader::new(checkpoint, hierarchies.is_some(), device, hooks)?;
     let draft_bytes = draft_bytes(config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut maker = Maker { linear, hierarchies, options, flag, drafts: DraftArena { buffer, taken: 0 } };
+    let weighs = hierarchies.is_some() || importance_bytes(config, options) > 0;
+    let products = weighs.then(|| Products::new(device)).transpose()?;
+    let drafts = DraftArena { buffer, taken: 0 };
+    let mut maker = Maker { device, linear, products, hierarchies, options, flag, drafts };
     // Tables first: the largest matrix needs its full size on the device until it is in nibbles or in host memory.
     let (embedding, head) = match config.tied_embeddings {
         true => (None, Part::Embedding),
@@ -381,11 +404,11 @@ pub(crate) fn load(
     };
     let head = maker.full(loader.table(head)?, &[], 0, 0)?;
     let draft_head = match &head {
-        Full::Whole(head) => maker.draft(head, head_bits(options), 0)?,
+        Full::Whole(head) => maker.draft(head, head_bits(options), &[], 0)?,
         Full::Nibbles(_) => None,
     };
     check_flag(flag, || "the head".to_owned())?;
-    let mut rows = hierarchies.map(|_| MadeUpRows::new(checkpoint)).transpose()?;
+    let mut rows = weighs.then(|| MadeUpRows::new(checkpoint)).transpose()?;
     let layers =
         (0..config.layers).map(|index| loader.layer(index, rows.as_mut(), &mut maker)).collect::<Result<_>>()?;
     let final_norm = loader.vector(&[Part::FinalNorm])?;

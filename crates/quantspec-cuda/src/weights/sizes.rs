@@ -113,6 +113,15 @@ pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
     config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
 }
 
+/// Bytes of the importance of inputs on a device: of separate draft weights in 4 bits, which are made again after long prompts.
+pub(crate) fn importance_bytes(config: &ModelConfig, options: &Options) -> usize {
+    if nibbles(options) {
+        return 0;
+    }
+    let inputs = draft_bits(options).into_iter().zip(shapes(config)).filter(|(bits, _)| *bits == Some(4));
+    config.layers * inputs.map(|(_, (_, k))| k * size_of::<f32>()).sum::<usize>()
+}
+
 /// Bits of a draft's separate head; None if it reads the target's.
 pub(super) fn head_bits(options: &Options) -> Option<usize> {
     (options.draft_weights == DraftWeights::Int4).then_some(8)

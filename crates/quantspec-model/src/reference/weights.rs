@@ -19,15 +19,30 @@ fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     }
 }
 
+/// Importance of the inputs of a part; empty for those without.
+fn of_inputs(importance: &[LayerImportance], part: Part) -> &[f32] {
+    match part {
+        Part::Layer(layer, part) => importance[layer].of(part),
+        _ => &[],
+    }
+}
+
 /// Dequantised draft weights of a part, or None if the draft uses its full weights.
-pub(super) fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+pub(super) fn draft_values(
+    part: Part,
+    options: &Options,
+    importance: &[LayerImportance],
+    values: &[f32],
+    columns: usize,
+) -> Result<Option<Vec<f32>>> {
     if !draft_kept(part, options.draft_weights) {
         return Ok(None);
     }
     let eight = part.is_drafted_in_8_bits(options.sensitive);
+    let importance = of_inputs(importance, part);
     let mut out = Vec::with_capacity(values.len());
     for row in values.chunks_exact(columns) {
-        let row = if eight { quantize_head_row(row)? } else { quantize_weights_row(row)? };
+        let row = if eight { quantize_head_row(row)? } else { quantize_weights_row(row, importance)? };
         out.extend(row.dequantize());
     }
     Ok(Some(out))
@@ -50,10 +65,7 @@ pub(super) fn hierarchy_values(
     let few = part == Part::Head || options.weights == TargetWeights::Int4 && both;
     let kept = draft_kept(part, options.draft_weights);
     let upper = kept && !few && !part.is_drafted_in_8_bits(options.sensitive);
-    let importance = match part {
-        Part::Layer(layer, part) => importance[layer].of(part),
-        _ => &[],
-    };
+    let importance = of_inputs(importance, part);
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
         let quantise = if both { quantize_row } else { quantize_row_upper };
