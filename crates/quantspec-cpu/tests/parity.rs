@@ -244,7 +244,7 @@ fn four_bit_activations_match_the_reference() {
                 let mut backend = load(&checkpoint, &options, simd);
                 let fine = decode(&mut backend, &ids, G, 5, plan(Weights::Draft));
                 let found = worst(&decode(&mut backend, &ids, G, 5, plan(Weights::Draft4)), &fine);
-                let slack = if weights == TargetWeights::Checkpoint { 0.1 } else { 0.35 };
+                let slack = if weights == TargetWeights::Checkpoint { 0.15 } else { 0.35 };
                 assert!((found / expected - 1.0).abs() < slack, "{weights:?} {simd:?} {shape:?}: {found}, {expected}");
             }
         }
