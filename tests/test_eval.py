@@ -256,14 +256,14 @@ def test_another_rounding_is_named(quantspec: Callable[..., Any], tmp_path: Path
 
 @pytest.mark.slow
 def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
-    command = ["eval", "--tokens", "922", "--context", "900", "--draft-pages", "2,3,100"]
+    command = ["eval", "--tokens", "962", "--context", "900", "--draft-pages", "2,3,100"]
     found = quantspec(*command, "--json").json
     assert list(found["page_choices"]) == ["2", "3", "100"]
     assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
     # Six pages are visible: with 100 every choice is all of them.
     whole = found["drafts"]["quantspec"]
     for name, score in found["page_choices"]["100"].items():
-        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=4e-3 if name == "tokens" else 0)
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
     # Single tokens are the finest choice there is.
     for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
         distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
