@@ -28,3 +28,15 @@ def test_without_pytorch_an_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert tool("gpu_timeline").main([]) == 1
     assert capsys.readouterr().err == "error: there is no module torch\nhint: pip install torch\n"
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--ms", "0"), ("--depth", "-1"), ("--batch", "x")])
+def test_wrong_numbers_are_one_error_and_one_hint(capsys: pytest.CaptureFixture[str], flag: str, value: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        tool("gpu_timeline").main([flag, value])
+    assert ended.value.code == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert flag in error
+    assert value in error
+    assert hint.startswith("hint: ")

@@ -105,20 +105,31 @@ def record(asked: argparse.Namespace) -> list[Event]:
         time.sleep(asked.ms / 1000)
     for stream in streams:
         stream.close()
-    return recorded(profiler)
+    events = recorded(profiler)
+    if not events:
+        raise Refusal("no kernel was recorded", "record longer with --ms, or a larger model")
+    return events
+
+
+def positive(text: str) -> int:
+    """A number of a flag."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", help="default: the demo model")
-    parser.add_argument("--depth", type=int, default=4096, help="tokens of each prompt")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--depth", type=positive, default=4096, help="tokens of each prompt")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences")
     parser.add_argument("--method")
     parser.add_argument("--gamma", type=int)
     parser.add_argument("--weights")
     parser.add_argument("--draft-pages", type=int)
-    parser.add_argument("--ms", type=int, default=100, help="milliseconds to record")
+    parser.add_argument("--ms", type=positive, default=100, help="milliseconds to record")
     try:
         events = record(parser.parse_args(argv))
     except QuantspecError as error:
