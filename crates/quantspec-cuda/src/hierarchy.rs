@@ -4,7 +4,7 @@
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
 use crate::linear::{
-    ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, gemms, name, of_dtype, of_each_dtype, weighed,
+    ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, copied_importance, gemms, name, of_dtype, of_each_dtype,
 };
 use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
@@ -160,7 +160,7 @@ impl Hierarchies {
             let (held, flag) = (weights.buffer.bytes(), flag.bytes());
             return Err(Error::internal(format!("{held} bytes of weights instead of {full}, {flag} of a flag")));
         }
-        let importance = weighed(&self.device, importance, k)?;
+        let importance = copied_importance(&self.device, importance, k)?;
         let importance = importance.as_ref().map_or(0, |buffer| buffer.at(0));
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));

@@ -100,7 +100,7 @@ pub struct Quantised {
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Internal`] for another length. Those of [`Device::copied`].
-pub(crate) fn weighed(device: &Arc<Device>, importance: &[f32], k: usize) -> Result<Option<Buffer>> {
+pub(crate) fn copied_importance(device: &Arc<Device>, importance: &[f32], k: usize) -> Result<Option<Buffer>> {
     if !importance.is_empty() && importance.len() != k {
         return Err(Error::internal(format!("importance of {} inputs of {k}", importance.len())));
     }
@@ -443,7 +443,7 @@ impl Linear {
         flag: &Buffer,
     ) -> Result<Quantised> {
         let buffer = Arc::new(self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?);
-        let importance = weighed(&self.device, importance, weights.k)?;
+        let importance = copied_importance(&self.device, importance, weights.k)?;
         let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired, importance };
         self.quantise_into(weights, &draft, flag)?;
         Ok(draft)

@@ -129,22 +129,29 @@ impl DraftBlocks {
 
     /// Bytes that [`DraftBlocks::save`] is expected to write; 0 if a file was found.
     pub fn unsaved_bytes(&self) -> usize {
-        if self.stored.is_some() { 0 } else { self.bytes() }
+        if self.is_found() { 0 } else { self.bytes() }
     }
 
     fn bytes(&self) -> usize {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Returns true if there is a file to read, and all blocks read so far were sound and of this checkpoint. Once this is
-    /// false, [`DraftBlocks::make_all`] must follow.
-    pub fn is_sound(&self) -> bool {
-        self.stored.is_some() && self.changed.load(Relaxed) + self.damaged.load(Relaxed) == 0
+    /// Returns true if there is a file to read.
+    pub fn is_found(&self) -> bool {
+        self.stored.is_some()
     }
 
-    /// Forgets the file, whose blocks are not all sound: they are made instead.
+    /// Returns true while all blocks that were read were sound and of this checkpoint. Once this is false,
+    /// [`DraftBlocks::make_all`] must follow.
+    pub fn is_sound(&self) -> bool {
+        self.changed.load(Relaxed) + self.damaged.load(Relaxed) == 0
+    }
+
+    /// Forgets the file and what was read of it, so that all blocks are made.
     pub fn make_all(&mut self) {
         self.stored = None;
+        // The checkpoint may have changed since its rows were hashed.
+        self.sources.iter_mut().for_each(|source| *source = OnceLock::new());
         let damaged_blocks = self.damaged.swap(0, Relaxed);
         if damaged_blocks > 0 {
             self.note = Some(damaged(&self.path, &format!("{damaged_blocks} of {} blocks", self.sources.len())));

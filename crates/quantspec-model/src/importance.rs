@@ -38,7 +38,8 @@ pub type Product<'a> = &'a dyn Fn(Part, &[Channel]) -> Result<Vec<Channel>>;
 /// Runs work on ranges that cover 0..count, in any order, on threads of the caller.
 pub type Parallel<'a> = &'a dyn Fn(usize, &(dyn Fn(Range<usize>) -> Result<()> + Sync)) -> Result<()>;
 
-/// Importance of the inputs of a layer's matrices.
+/// Importance of the inputs of a layer's matrices; by default there is none.
+#[derive(Default)]
 pub struct LayerImportance {
     /// Of the query, key and value projections.
     qkv: Vec<f32>,
@@ -51,7 +52,7 @@ pub struct LayerImportance {
 }
 
 impl LayerImportance {
-    /// That of the inputs of one matrix, `[k]`; empty for other parts.
+    /// That of the inputs of one matrix, `[k]`; empty for other parts, and if there is none.
     pub fn of(&self, part: LayerPart) -> &[f32] {
         match part {
             LayerPart::Q | LayerPart::K | LayerPart::V => &self.qkv,

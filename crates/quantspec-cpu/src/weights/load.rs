@@ -126,24 +126,24 @@ impl Loader<'_> {
         let config = checkpoint.config();
         let parallel = |count: usize, work: &(dyn Fn(Range<usize>) -> Result<()> + Sync)| on_threads(pool, count, work);
         let product = |part: Part, x: &[Channel]| importance::product(checkpoint, &parallel, part, x);
-        let read = self.drafts.is_some_and(DraftBlocks::is_sound);
-        let unsound = |loader: &Loader| read && !loader.drafts.is_some_and(DraftBlocks::is_sound);
-        let quantised =
-            self.weights != TargetWeights::Checkpoint || sizes.layer.iter().any(|(_, _, bits)| bits.is_some());
-        let mut rows = if quantised && !read { Some(MadeUpRows::new(checkpoint)?) } else { None };
+        let sound = |loader: &Loader| loader.drafts.is_none_or(DraftBlocks::is_sound);
+        let drafts_are_made = !self.drafts.is_some_and(DraftBlocks::is_found)
+            && sizes.layer.iter().any(|(_, _, bits)| *bits == Some(Bits::Four));
+        let searches = self.weights != TargetWeights::Checkpoint || drafts_are_made;
+        let mut rows = searches.then(|| MadeUpRows::new(checkpoint)).transpose()?;
         let mut layers = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
             // Directly before the layer is loaded, so that its matrices are read from a disk once.
-            let importance = rows.as_mut().map(|rows| rows.next_layer(&product)).transpose()?;
+            let importance = rows.as_mut().map(|rows| rows.next_layer(&product)).transpose()?.unwrap_or_default();
             (self.hooks.poll)()?;
-            layers.push(self.layer(index, sizes, importance.as_ref())?);
-            if unsound(self) {
+            layers.push(self.layer(index, sizes, &importance)?);
+            if !sound(self) {
                 return Ok(None);
             }
         }
         let source = Source { part: Part::Head, bias: None, first: 0, step: 1 };
         let head = self.linear(sizes.head, &[source], &[])?;
-        if unsound(self) {
+        if !sound(self) {
             return Ok(None);
         }
         let embedding = if config.tied_embeddings { None } else { Some(self.embedding()?) };
@@ -157,8 +157,7 @@ impl Loader<'_> {
         Ok(out)
     }
 
-    /// `importance` of its inputs, if matrices or draft weights are quantised.
-    fn layer(&mut self, index: usize, sizes: &Sizes, importance: Option<&LayerImportance>) -> Result<Layer> {
+    fn layer(&mut self, index: usize, sizes: &Sizes, importance: &LayerImportance) -> Result<Layer> {
         let config = self.checkpoint.config().clone();
         let part = |part: LayerPart| Part::Layer(index, part);
         let source = |weight: LayerPart, bias: Option<LayerPart>, first: usize, step: usize| Source {
@@ -181,11 +180,10 @@ impl Loader<'_> {
         ];
         let down = [source(LayerPart::Down, when(config.mlp_bias, LayerPart::DownBias), 0, 1)];
         let [of_qkv, of_output, of_gate_up, of_down] = sizes.layer;
-        let importance = |part: LayerPart| importance.map_or(&[][..], |importance| importance.of(part));
-        let qkv = self.linear(of_qkv, &qkv, importance(LayerPart::Q))?;
-        let output = self.linear(of_output, &output, importance(LayerPart::Output))?;
-        let gate_up = self.linear(of_gate_up, &gate_up, importance(LayerPart::Gate))?;
-        let down = self.linear(of_down, &down, importance(LayerPart::Down))?;
+        let qkv = self.linear(of_qkv, &qkv, importance.of(LayerPart::Q))?;
+        let output = self.linear(of_output, &output, importance.of(LayerPart::Output))?;
+        let gate_up = self.linear(of_gate_up, &gate_up, importance.of(LayerPart::Gate))?;
+        let down = self.linear(of_down, &down, importance.of(LayerPart::Down))?;
         let norm = |kind: LayerPart| kind.exists(&config).then(|| self.vector(part(kind))).transpose();
         Ok(Layer {
             attention_norm: norm(LayerPart::AttentionNorm)?,

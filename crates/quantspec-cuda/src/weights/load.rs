@@ -6,7 +6,7 @@ use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned};
 use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::Hierarchies;
-use crate::linear::{Linear, Matrix, Quantised, weighed};
+use crate::linear::{Linear, Matrix, Quantised, copied_importance};
 use crate::products::Products;
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
@@ -221,9 +221,9 @@ impl<'a> Loader<'a> {
         let config = self.checkpoint.config();
         let matrices = self.matrices(index)?;
         let importance = rows.map(|rows| rows.next_layer(&|part, x| maker.product(&matrices, config, part, x)));
-        let importance = importance.transpose()?;
-        let draft = maker.draft_layer(&matrices, importance.as_ref(), config.head_dim)?;
-        let [qkv, output, gate_up, down] = maker.full_layer(index, matrices, importance.as_ref(), config)?;
+        let importance = importance.transpose()?.unwrap_or_default();
+        let draft = maker.draft_layer(&matrices, &importance, config.head_dim)?;
+        let [qkv, output, gate_up, down] = maker.full_layer(index, matrices, &importance, config)?;
         check_flag(maker.flag, || format!("layer {index}"))?;
         let part = |part| Part::Layer(index, part);
         let mut norm = |kind: LayerPart| kind.exists(config).then(|| self.vector(&[part(kind)])).transpose();
@@ -294,17 +294,16 @@ impl Maker<'_> {
         &self,
         index: usize,
         [qkv, output, gate_up, down]: [Matrix; 4],
-        importance: Option<&LayerImportance>,
+        importance: &LayerImportance,
         config: &ModelConfig,
     ) -> Result<[Full; 4]> {
         use LayerPart::*;
         let [of_qkv, of_output, of_gate_up, of_down] = both_from(config, self.options.weights, index);
-        let importance = |part| importance.map_or(&[][..], |importance| importance.of(part));
         Ok([
-            self.full(qkv, importance(Q), of_qkv, config.head_dim)?,
-            self.full(output, importance(Output), of_output, 0)?,
-            self.full(gate_up, importance(Gate), of_gate_up, 0)?,
-            self.full(down, importance(Down), of_down, 0)?,
+            self.full(qkv, importance.of(Q), of_qkv, config.head_dim)?,
+            self.full(output, importance.of(Output), of_output, 0)?,
+            self.full(gate_up, importance.of(Gate), of_gate_up, 0)?,
+            self.full(down, importance.of(Down), of_down, 0)?,
         ])
     }
 
@@ -340,7 +339,7 @@ impl Maker<'_> {
     ) -> Result<Option<Quantised>> {
         // 8-bit codes do not depend on it.
         let importance = if bits == Some(4) { importance } else { &[] };
-        let importance = weighed(self.device, importance, matrix.k)?;
+        let importance = copied_importance(self.device, importance, matrix.k)?;
         let draft = self.drafts.allocate(matrix, bits, importance, paired);
         draft.iter().try_for_each(|draft| self.linear.quantise_into(matrix, draft, self.flag))?;
         Ok(draft)
@@ -350,17 +349,16 @@ impl Maker<'_> {
     fn draft_layer(
         &mut self,
         [qkv, output, gate_up, down]: &[Matrix; 4],
-        importance: Option<&LayerImportance>,
+        importance: &LayerImportance,
         head_dim: usize,
     ) -> Result<DraftLayer> {
         use LayerPart::*;
         let bits = if self.hierarchies.is_some() { [None; 4] } else { draft_bits(self.options) };
-        let importance = |part| importance.map_or(&[][..], |importance| importance.of(part));
         Ok(DraftLayer {
-            qkv: self.draft(qkv, bits[0], importance(Q), head_dim)?,
-            output: self.draft(output, bits[1], importance(Output), 0)?,
-            gate_up: self.draft(gate_up, bits[2], importance(Gate), 0)?,
-            down: self.draft(down, bits[3], importance(Down), 0)?,
+            qkv: self.draft(qkv, bits[0], importance.of(Q), head_dim)?,
+            output: self.draft(output, bits[1], importance.of(Output), 0)?,
+            gate_up: self.draft(gate_up, bits[2], importance.of(Gate), 0)?,
+            down: self.draft(down, bits[3], importance.of(Down), 0)?,
         })
     }
 }

@@ -60,7 +60,7 @@ fn quantised(source: u8, size: usize) -> Vec<u8> {
 /// One load of a model whose blocks come from these bytes. Returns the blocks, which of them were made, and their origin.
 fn load_from(mut drafts: DraftBlocks, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Origin) {
     loop {
-        let (mut made, found) = (Vec::new(), drafts.is_sound());
+        let mut made = Vec::new();
         let mut block = |i: usize| {
             let mut out = vec![0; SIZES[i]];
             if !drafts.read(i, source(0, &[sources[i]]), &mut out) {
@@ -70,7 +70,7 @@ fn load_from(mut drafts: DraftBlocks, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<us
             out
         };
         let blocks: Vec<Vec<u8>> = (0..4).map(&mut block).collect();
-        if found && !drafts.is_sound() {
+        if !drafts.is_sound() {
             drafts.make_all();
             continue;
         }
