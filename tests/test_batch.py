@@ -415,10 +415,10 @@ def test_the_time_left_of_the_last_answers(monkeypatch: pytest.MonkeyPatch) -> N
         assert ", at most 36 s left, " in view.totals(jobs, [])
 
 
-def test_a_call_on_a_cluster_counts_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_on_a_cluster_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
-    job = Job(sources.Source("a"), "a", tokens=1000, running=[RunningCall(1000, "running")])
+    job = Job(sources.Source("a"), "a", tokens=1000, running=[RunningCall(1000)])
     with batch_view.View(2, 0, 0, longest=100, shown=False) as view:
         now = 10.0
         assert view.totals([job], []) == "0 of 2 documents, prompts 0 and answers 0 tokens/s"

@@ -74,6 +74,58 @@ def test_a_node_that_dies_loses_nothing(quantspec: Callable[..., Outcome], tmp_p
         assert (out / f"{path.name}.md").read_text() == (alone / f"{path.name}.md").read_text()
 
 
+# A cluster of this machine alone, whose worker decodes one answer.
+PROGRESS = """
+import json, threading
+from quantspec_cli import fingerprint
+from quantspec_cli.batch_work import RunningCall
+from quantspec_cli.cluster import Cluster, WorkerSpec
+from quantspec_cli.engine import Engine
+from quantspec_cli.model import Model
+from quantspec_cli.options import EngineOptions, GenerateOptions
+
+model = Model.open(None)
+engine_options = EngineOptions(device="cpu", threads=1)
+options = GenerateOptions(max_new_tokens=3000, ignore_eos=True)
+prompt = model.prompt("It was a dark and stormy night. " * 20)
+spec = WorkerSpec(
+    model=None,
+    revision=None,
+    offline=True,
+    fingerprint=fingerprint.of_model(model),
+    options=engine_options,
+    prompt_cache=None,
+    context=3500,
+    parallel=1,
+)
+cluster = Cluster("local", spec)
+call, answers, seen = RunningCall(len(prompt.ids)), [], []
+decode = lambda: answers.append(cluster.generate(call, prompt, options, threading.Event()))
+thread = threading.Thread(target=decode)
+thread.start()
+while thread.is_alive():
+    seen.append((call.stage, call.done))
+    thread.join(0.05)
+cluster.close()
+with Engine(model, engine_options, context=3500) as engine:
+    (alone,) = engine.start([prompt], options).finished()
+print(json.dumps({"seen": seen, "equal": answers[0].tokens == alone.tokens}))
+"""
+
+
+@pytest.mark.slow
+def test_a_call_on_a_worker_shows_its_progress() -> None:
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", PROGRESS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    tokens = [tokens for stage, tokens in found["seen"] if stage == "decoding"]
+    assert tokens == sorted(tokens)
+    assert len({number for number in tokens if 0 < number < 3000}) >= 2, found["seen"]
+    assert found["equal"]
+
+
 def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A text.")
     outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1")

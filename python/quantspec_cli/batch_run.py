@@ -28,7 +28,7 @@ from .batch_work import RunningCall
 from .cluster import Cluster, WorkerSpec
 from .engine import Engine
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, FileError, QuantspecError, internal, one_line
-from .generation import Generation, Stream
+from .generation import Generation
 from .slots import BeyondMemoryError, Opening
 
 if TYPE_CHECKING:
@@ -355,40 +355,17 @@ class Run:
                 f"{engine.context}",
                 "run the command again",
             )
-        call = RunningCall(len(prompt.ids), "running" if isinstance(engine, Cluster) else "waiting")
+        call = RunningCall(len(prompt.ids))
         job.running.append(call)
         try:
             if isinstance(engine, Cluster):
-                generation = engine.generate(prompt, options, self._stopping)
+                generation = engine.generate(call, prompt, options, self._stopping)
             else:
-                generation = self._decoded(engine, call, prompt)
+                generation = call.decode(engine, prompt, options, self._stopping)
         finally:
             job.running.remove(call)
-            call.stream = None  # it has the prompt's ids, and a callback that refers to the call
         with self._writing:
             job.count(len(prompt.ids), len(generation.tokens))
-        return generation
-
-    def _decoded(self, engine: Engine, call: RunningCall, prompt: Prompt) -> Generation:
-        def on_prefill(done: int, total: int) -> None:
-            call.stage, call.done, call.total = "reading", done, total
-            # `_stop` may have run before the stream existed.
-            if self._stopping.is_set() and (stream := call.stream) is not None:
-                stream.close()
-
-        options = self.reader.options
-        with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
-            call.stream = stream
-            if self._stopping.is_set():  # `_stop` may have missed this stream
-                raise KeyboardInterrupt
-            for _ in stream:
-                call.stage, call.done = "decoding", stream.new_tokens
-                # An answer that was complete before `_stop` is kept, even if this thread had not read it yet.
-                if self._stopping.is_set() and stream.generation.stop_reason == "interrupted":
-                    raise KeyboardInterrupt
-            generation = stream.generation
-        if generation.stop_reason == "interrupted":
-            raise KeyboardInterrupt
         return generation
 
     def _finish(self, outcome: Outcome) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class View:
 def _stage(job: Job) -> str:
     """The stage of the document's calls that have come furthest; its own between calls."""
     stages = {call.stage for call in list(job.running)}
-    return next((stage for stage in ("decoding", "running", "reading", "waiting") if stage in stages), job.stage)
+    return next((stage for stage in ("decoding", "reading", "waiting") if stage in stages), job.stage)
 
 
 def _progress(job: Job) -> str:

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from . import render
 from .errors import QuantspecError
+from .generation import Stream
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Mapping, Sequence
 
     from .batch import Arguments
-    from .generation import Stream
+    from .engine import Engine
+    from .generation import Generation
     from .journal import Answer, Contents, Row
+    from .model import Prompt
+    from .options import GenerateOptions
     from .sources import Source
 
 
@@ -25,8 +30,8 @@ class RunningCall:
 
     Attributes:
         tokens: of its prompt.
-        stage: "waiting", "reading" or "decoding", with progress `done` of `total`; on a cluster "running", without it.
-        stream: the growing answer, so that `_stop` can end it.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stream: the growing answer, so that another thread can end it.
     """
 
     tokens: int
@@ -34,6 +39,37 @@ class RunningCall:
     done: int = 0
     total: int = 0
     stream: Stream | None = field(default=None, repr=False)
+
+    def decode(
+        self, engine: Engine, prompt: Prompt, options: GenerateOptions, stopping: threading.Event | None = None
+    ) -> Generation:
+        """The answer to the prompt. Raises KeyboardInterrupt if `stopping` is set before it is complete."""
+
+        def stopped() -> bool:
+            return stopping is not None and stopping.is_set()
+
+        def on_prefill(done: int, total: int) -> None:
+            self.stage, self.done, self.total = "reading", done, total
+            # The thread that set `stopping` may have missed the stream.
+            if stopped() and (stream := self.stream) is not None:
+                stream.close()
+
+        try:
+            with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
+                self.stream = stream
+                if stopped():  # as above
+                    raise KeyboardInterrupt
+                for _ in stream:
+                    self.stage, self.done = "decoding", stream.new_tokens
+                    # An answer that was complete before is kept, even if this thread had not read it yet.
+                    if stopped() and stream.generation.stop_reason == "interrupted":
+                        raise KeyboardInterrupt
+                generation = stream.generation
+        finally:
+            self.stream = None  # it has the prompt's ids, and a callback that refers to the call
+        if generation.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        return generation
 
 
 @dataclass

@@ -7,6 +7,7 @@ worker costs only time: its documents are decoded again elsewhere.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
+from .batch_work import RunningCall
 from .engine import Engine
 from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal, reason
 from .model import Model, planned
@@ -81,14 +83,24 @@ class Worker:
             batch=self._parallel,
             prompt_cache=spec.prompt_cache or True,
         )
+        self._calls: dict[int, RunningCall] = {}
 
     def room(self) -> tuple[int, int]:
         """Tokens of a sequence, and concurrent sequences."""
         return self._context, self._parallel
 
-    def generate(self, prompt: Prompt, options: GenerateOptions) -> Generation:
-        """One answer; calls share the engine's rounds."""
-        return self._engine.start([prompt], options).finished()[0]
+    def generate(self, number: int, prompt: Prompt, options: GenerateOptions) -> Generation:
+        """One answer; calls share the engine's rounds. `number` is one that no other call has."""
+        call = self._calls[number] = RunningCall(len(prompt.ids))
+        try:
+            return call.decode(self._engine, prompt, options)
+        finally:
+            del self._calls[number]
+
+    def progress(self, number: int) -> tuple[str, int, int] | None:
+        """Stage, done and total of a call (`RunningCall`); None if it has not begun or is complete."""
+        call = self._calls.get(number)
+        return None if call is None else (call.stage, call.done, call.total)
 
 
 @dataclass(eq=False)
@@ -136,6 +148,7 @@ class Cluster:
         self.lost = 0
         self.failure: QuantspecError | None = None
         self._changed = threading.Condition()
+        self._numbers = itertools.count()
         try:
             self._handles = self._started(spec)
         except BaseException:
@@ -150,7 +163,7 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote = ray.remote(Worker)
-        # A worker's calls use this many threads, and `room` one more.
+        # A worker's answers use this many threads, and its other calls one more.
         threads = (spec.parallel or max(PARALLEL.values())) + 1
         actors = []
         for node in ray.nodes():
@@ -179,8 +192,10 @@ class Cluster:
             raise DeviceError("the Ray cluster has no node", "start one with: ray start")
         return handles
 
-    def generate(self, prompt: Prompt, options: GenerateOptions, stopping: threading.Event) -> Generation:
-        """One answer from any worker with room; if the worker dies, from another one.
+    def generate(
+        self, call: RunningCall, prompt: Prompt, options: GenerateOptions, stopping: threading.Event
+    ) -> Generation:
+        """One answer from any worker with room; if the worker dies, from another one. `call` shows its progress.
 
         Raises:
             DoesNotFitError: workers died while they decoded it.
@@ -192,12 +207,20 @@ class Cluster:
         deaths = 0
         while True:
             handle = self._acquire(prompt, len(prompt.ids) + options.max_new_tokens, stopping)
-            reference = handle.actor.generate.remote(prompt, options)
+            number, progress = next(self._numbers), None
+            reference = handle.actor.generate.remote(number, prompt, options)
             dead = False
             try:
                 while not ray.wait([reference], timeout=_LOOK_S)[0]:
                     if stopping.is_set():
                         raise KeyboardInterrupt
+                    # Awaited only when it is ready, so that a slow worker delays nothing.
+                    if progress is None:
+                        progress = handle.actor.progress.remote(number)
+                    elif ray.wait([progress], timeout=0)[0]:
+                        if (found := ray.get(progress)) is not None:
+                            call.stage, call.done, call.total = found
+                        progress = None
                 generation: Generation = ray.get(reference)
             except ray.exceptions.RayError as error:
                 cause = _cause(error)
@@ -208,6 +231,7 @@ class Cluster:
                 return generation
             finally:
                 self._release(handle, dead=dead)
+            call.stage, call.done, call.total = "waiting", 0, 0
             deaths += 1
             if deaths >= _DEATHS_OF_ONE:
                 raise DoesNotFitError(
