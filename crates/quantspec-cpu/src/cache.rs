@@ -20,6 +20,8 @@ pub(crate) struct CacheSizes {
     pub(crate) kv_heads: usize,
     /// Pages of a layer and KV head that all slots share.
     pool: usize,
+    /// As in `Options`.
+    kept: usize,
     slots: usize,
     planes: Planes,
     /// Views Upper and Both have f16 pages instead of nibbles.
@@ -33,6 +35,7 @@ impl CacheSizes {
             layers: config.layers,
             kv_heads: config.kv_heads,
             pool: options.pages(),
+            kept: options.kept_pages,
             slots: options.slots,
             planes: options.planes,
             ablated: options.ablation.is_some(),
@@ -100,7 +103,7 @@ impl Cache {
             full: Array::zeros(full / 2)?,
             ablated: [Array::zeros(ablated[0] / 2)?, Array::zeros(ablated[1] / 2)?],
             ring: Array::zeros(ring / 2)?,
-            pages: PagePool::new(sizes.pool, sizes.slots),
+            pages: PagePool::new(sizes.pool, sizes.slots).keeping(sizes.kept),
             sizes,
         })
     }

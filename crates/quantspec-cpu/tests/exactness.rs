@@ -16,12 +16,13 @@ mod exactness;
 use exactness::grammar::{self, Fifths};
 use exactness::{Answer, Case, Decode, Request, assert_same, law, share};
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::page_pool::kept_of_window;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
-use quantspec_model::backend::{Hooks, Network, Options};
+use quantspec_model::backend::{DraftConfig, Hooks, Network, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{self, DraftModel, Drafter};
 use quantspec_model::engine::{Engine, Method};
@@ -94,10 +95,18 @@ impl Model {
             None if view == View::Both && case.gammas[0].is_multiple_of(2) => View::Upper,
             None => view,
         };
-        let planes = Planes::of(&[view]);
-        let options = Options { planes, step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
         let [own, demo] = [self, &demo()].map(|model| Checkpoint::open(&model.0).expect("a checkpoint"));
         let checkpoint = if own.config().vocab == demo.config().vocab { demo } else { own };
+        // As an engine is loaded: of a cache whose window alone is read, the window is kept.
+        let window =
+            DraftConfig { weights: Weights::Full, view, pages: pages[0] }.window().filter(|_| pages.len() == 1);
+        let reach = checkpoint.config().local.as_ref().map(|local| local.reach);
+        let options = Options {
+            planes: Planes::of(&[view]),
+            kept_pages: window.map_or(usize::MAX, |window| kept_of_window(window, reach)),
+            step_rows: target.slots.max(draft::CATCH_UP_ROWS),
+            ..target.clone()
+        };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("draft model");
         Box::new(DraftModel::new(backend, view, pages, target.capacity, BLOCK_ROWS))
     }
@@ -200,6 +209,19 @@ fn of_four() -> Vec<Case> {
 }
 
 /// A case of every method, with chunks of prompts from single blocks to several layers. `just test` runs this test.
+#[test]
+fn a_window_drafts_as_the_whole_cache() {
+    let checkpoint = Checkpoint::open(&demo().0).expect("checkpoint");
+    let options = Options { draft_weights: DraftWeights::None, threads: 2, ..Options::new(2, 1800) };
+    let options = Options { planes: Planes::of(&[View::Full]), ..options };
+    let load = |options: &Options| CpuBackend::load(&checkpoint, options, Hooks::default()).expect("backend");
+    // The window of the second moves over pages of its answer.
+    let requests = requests(&[book(100, 1300), book(3000, 130)], &Sampler::greedy(), 480);
+    for window in [2, 4] {
+        exactness::a_window_drafts_as_the_whole_cache(load, &options, window, &requests);
+    }
+}
+
 #[test]
 fn prompts_are_processed_between_the_rounds_of_others() {
     let prompts: Vec<Vec<u32>> = [129, 260, 20, 150].iter().map(|&n| book(n, n)).collect();

@@ -486,6 +486,19 @@ fn ten_thousand_tokens_are_those_of_plain_decoding() {
 }
 
 #[test]
+fn a_window_drafts_as_the_whole_cache() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1800) {
+        let options = Options { planes: Planes::of(&[View::Full]), ..options(1800, 2) };
+        let model = Model::load(&device, &checkpoint, &options);
+        let requests = model.requests(&[1300, 130], &[0, 1].map(|sequence| sampler(Accept::Replay, 5, sequence)), 480);
+        drop(model);
+        let load = |options: &Options| load(&device, &checkpoint, options);
+        exactness::a_window_drafts_as_the_whole_cache(load, &options, 3, &requests);
+    }
+}
+
+#[test]
 fn rejection_is_reproducible() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 900) {

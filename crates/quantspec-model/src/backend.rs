@@ -27,6 +27,9 @@ pub struct Options {
     pub capacity: usize,
     /// Upper limit for [`Options::pages`].
     pub pool_pages: usize,
+    /// Most pages that a sequence keeps ([`quantspec_core::page_pool::PagePool::keeping`]), if all steps read a window of its
+    /// pages; else `usize::MAX`.
+    pub kept_pages: usize,
     /// Tokens of the longest prompt, at most `capacity`. Prefill holds the hidden states of the whole prompt.
     pub prompt_capacity: usize,
     /// Planes every page keeps.
@@ -62,6 +65,7 @@ impl Options {
             slots,
             capacity,
             pool_pages: usize::MAX,
+            kept_pages: usize::MAX,
             prompt_capacity: capacity,
             planes: Planes { upper: true, lower: true, full: true },
             rounding: Rounding::Balanced,
@@ -79,7 +83,7 @@ impl Options {
 
     /// Pages, per layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
     pub fn pages(&self) -> usize {
-        self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))
+        self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity).min(self.kept_pages)))
     }
 }
 

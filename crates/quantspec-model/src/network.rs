@@ -78,6 +78,15 @@ pub struct DraftConfig {
 }
 
 impl DraftConfig {
+    /// Pages of the window that steps read, the first page and the newest; `None` if they read other pages, too.
+    pub const fn window(&self) -> Option<usize> {
+        match (self.pages, self.view) {
+            // Pages of an FP16 cache have no scores: the newest are the best.
+            (Pages::Window(n), _) | (Pages::Best(n), View::Full) => Some(n),
+            _ => None,
+        }
+    }
+
     /// Returns true if this draft is worth measuring as a candidate. A choice of more than two thirds of the `visible` pages
     /// saves too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {

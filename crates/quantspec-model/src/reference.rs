@@ -108,7 +108,7 @@ impl ReferenceBackend {
             rope: RopeTable::new(&config),
             local_rope: RopeTable::local(&config),
             slots: (0..options.slots).map(|_| None).collect(),
-            page_pool: PagePool::new(options.pages(), options.slots),
+            page_pool: PagePool::new(options.pages(), options.slots).keeping(options.kept_pages),
             sampler: HostSampler::new(options.slots, config.vocab),
             options: options.clone(),
             config,

@@ -103,7 +103,7 @@ pub(crate) fn planned(
     detached(py, || {
         let checkpoint = checkpoint_of(model, false)?;
         let draft = draft_model.map(|model| checkpoint_of(model, false)).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.draft_model_view };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_cache: resolved.draft_model_cache };
         let chosen = ChosenDevice::choose(&arguments.device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         chosen.plan(models, &resolved.options, 0)

@@ -1,6 +1,6 @@
 //! The device of an engine: choosing it, planning its memory, loading the model onto it.
 
-use crate::options::{DraftedCache, Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
+use crate::options::{DraftModelCache, DraftedCache, Resolved, STEP_ROWS_MAX, WithDraftModel, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, Sensitive, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages, sensitive};
@@ -35,14 +35,18 @@ pub(crate) struct Models<'a> {
     pub(crate) target: &'a Checkpoint,
     /// One that drafts.
     pub(crate) draft: Option<&'a Checkpoint>,
-    /// The view that its cache keeps; `None` for the target's planes.
-    pub(crate) draft_view: Option<View>,
+    pub(crate) draft_cache: DraftModelCache,
 }
 
 impl<'a> Models<'a> {
     /// A model without a draft model.
     pub(crate) fn alone(target: &'a Checkpoint) -> Models<'a> {
-        Models { target, draft: None, draft_view: None }
+        Models { target, draft: None, draft_cache: DraftModelCache::default() }
+    }
+
+    /// Options of the draft model's backend, next to the target's.
+    fn of_draft(&self, draft: &Checkpoint, target: &Options) -> Options {
+        of_draft(target, self.draft_cache, draft.config().local.as_ref().map(|local| local.reach))
     }
 
     /// Refuses a draft model with another vocabulary.
@@ -274,7 +278,7 @@ impl ChosenDevice {
             ChosenDevice::Cpu => quantspec_cpu::plan(checkpoint, options),
             ChosenDevice::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         };
-        let draft = models.draft.map(|draft| of(draft, &of_draft(options, models.draft_view)).of_draft());
+        let draft = models.draft.map(|draft| of(draft, &models.of_draft(draft, options)).of_draft());
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
@@ -434,8 +438,7 @@ fn engine<B: Backend + 'static>(
     let Resolved { options, mut method, draft_model, .. } = resolved;
     // The target loads first, so that an out-of-memory error concerns it.
     let backend = load(models.target, &options, hooks)?;
-    let network =
-        models.draft.map(|draft| load(draft, &of_draft(&options, models.draft_view), draft_hooks)).transpose()?;
+    let network = models.draft.map(|draft| load(draft, &models.of_draft(draft, &options), draft_hooks)).transpose()?;
     let make_drafter = network.map(|network| -> MakeDrafter {
         let model = DraftModel::new(network, View::Both, &[Pages::All], options.capacity, options.block_rows);
         Box::new(move |of| Box::new(model.reading(of.view, &of.pages)))

@@ -117,7 +117,7 @@ impl Files<'_> {
     pub(crate) fn load(self, device: &str, mut resolved: Resolved, hooks: Hooks, raised: &Raised) -> Result<Loaded> {
         let checkpoint = open(self.model, self.draft_cache)?;
         let draft = self.draft_model.map(|model| open(model, None)).transpose()?;
-        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.draft_model_view };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_cache: resolved.draft_model_cache };
         let chosen = ChosenDevice::choose(device, &checkpoint)?;
         chosen.resolve_auto(models, &mut resolved)?;
         let Options { weights, sensitive, threads, .. } = resolved.options;

@@ -5,11 +5,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::page_pool::kept_of_window;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Options;
+use quantspec_model::backend::{DraftConfig, Options};
 use quantspec_model::draft::{CATCH_UP_ROWS, Drafter, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
@@ -112,8 +113,16 @@ pub(crate) struct Resolved {
     pub(crate) accept: Accept,
     /// How the method drafts with a draft model, if it may; its drafter is then made with that model.
     pub(crate) draft_model: Option<WithDraftModel>,
-    /// The view that a draft model's cache keeps; `None` for the target's planes.
-    pub(crate) draft_model_view: Option<View>,
+    pub(crate) draft_model_cache: DraftModelCache,
+}
+
+/// The cache of a draft model.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct DraftModelCache {
+    /// The view that it keeps; `None` for the target's planes.
+    view: Option<View>,
+    /// Pages of the longest window that a step reads; `None` if steps read other pages, too.
+    window: Option<usize>,
 }
 
 /// What a draft step reads of one sequence's cache.
@@ -142,15 +151,16 @@ impl WithDraftModel {
     }
 }
 
-/// Options of the draft's backend, next to the target's. Its cache serves `view`; `None` for what the target's serves.
-pub(crate) fn of_draft(target: &Options, view: Option<View>) -> Options {
+/// Options of the draft model's backend, next to the target's. `reach`: of the draft model's local layers.
+pub(crate) fn of_draft(target: &Options, cache: DraftModelCache, reach: Option<usize>) -> Options {
     // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
         page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
-        planes: view.map_or(target.planes, |view| Planes::of(&[view])),
+        kept_pages: cache.window.map_or(usize::MAX, |window| kept_of_window(window, reach)),
+        planes: cache.view.map_or(target.planes, |view| Planes::of(&[view])),
         ..target.clone()
     }
 }
@@ -337,6 +347,11 @@ impl EngineArguments {
         let drafter = method.drafter(target, wanted, &pages, None);
         let takes_one = matches!(method.source, Source::Checkpoint | Source::Several);
         let view = draft_model_view.unwrap_or(target);
+        let mut windows = pages.iter().map(|&pages| DraftConfig { weights: Weights::Full, view, pages }.window());
+        let window = windows.try_fold(0, |longest: usize, window| window.map(|pages| longest.max(pages)));
+        // Other methods may read other pages.
+        let draft_model_cache =
+            DraftModelCache { view: draft_model_view, window: window.filter(|_| !self.every_method) };
         let draft_model = takes_one.then_some(WithDraftModel { entry: method, target, view, weights: wanted, pages });
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
@@ -364,6 +379,7 @@ impl EngineArguments {
             options: Options {
                 // The longest sequence always fits.
                 pool_pages: self.pool_tokens.map_or(usize::MAX, |tokens| tokens.max(self.capacity) / G),
+                kept_pages: usize::MAX,
                 slots: self.slots,
                 capacity: self.capacity,
                 prompt_capacity: self.prompt_capacity.unwrap_or(self.capacity).clamp(1, self.capacity),
@@ -384,7 +400,7 @@ impl EngineArguments {
             drafted,
             accept,
             draft_model,
-            draft_model_view,
+            draft_model_cache,
         })
     }
 }

@@ -52,7 +52,7 @@ pub(crate) fn plan<'py>(
             Some(opened) => opened.get().0.now()?,
             None => ChosenDevice::choose(&arguments.device, &checkpoint)?,
         };
-        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_view: resolved.draft_model_view };
+        let models = Models { target: &checkpoint, draft: draft.as_ref(), draft_cache: resolved.draft_model_cache };
         chosen.resolve_auto(models, &mut resolved)?;
         let memory = chosen.memory_plan(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);

@@ -358,7 +358,8 @@ impl Network for CpuBackend {
                 self.snap_scores[first + kv_head] = SnapScores { prompt, ..SnapScores::default() };
             }
         }
-        self.store_pages(slot, first..first + kv_heads, self.cache.pages.shared(slot)..pages, true)
+        let left = self.cache.pages.left_of(self.cache.pages.shared(slot)..pages);
+        left.into_iter().try_for_each(|pages| self.store_pages(slot, first..first + kv_heads, pages, true))
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {

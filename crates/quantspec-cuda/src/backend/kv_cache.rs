@@ -77,7 +77,7 @@ impl Cache {
             ring_v: device.allocate(bytes.buffer_bytes / 2)?,
             tables: device.zeroed(table_bytes(options))?,
             pitch,
-            pages: PagePool::new(count, options.slots),
+            pages: PagePool::new(count, options.slots).keeping(options.kept_pages),
         })
     }
 
@@ -169,6 +169,10 @@ impl CudaBackend {
         let (scores, refreshes) = (self.cache.upper.is_some(), step.choose_pages && self.masses.is_some());
         let (mut scoring, mut others) = (Vec::new(), Vec::new());
         for (index, row) in step.rows.iter().enumerate() {
+            // Rows of a sequence, which are adjacent, read the list of the first.
+            if index > 0 && step.rows[index - 1].slot == row.slot {
+                continue;
+            }
             let visible = visible_pages(row.position);
             let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));

@@ -414,21 +414,21 @@ impl Network for CudaBackend {
         let (heads, d) = (self.config.kv_heads, self.config.head_dim);
         self.slot(slot)?;
         let table = &self.cache.pages;
-        let first = table.shared(slot);
-        let new = pages(tokens).min(table.table(slot).len()).saturating_sub(first);
+        let complete = pages(tokens).min(table.table(slot).len());
+        let left = table.left_of(table.shared(slot).min(complete)..complete);
         let cache = self.cache_layer(layer);
-        if new > 0 {
+        for pages in left.into_iter().filter(|pages| !pages.is_empty()) {
             let arguments = args![
                 self.prompt_scratch(0),
                 cache.upper,
                 cache.lower,
                 cache.full,
                 self.cache.tables.at(slot * self.cache.pitch * 4),
-                first,
+                pages.start,
                 usize::from(self.options.rounding == Rounding::Balanced),
                 self.sampling.flag(),
             ];
-            self.launch(self.kernels.store, [heads, new, 2], 256, page_shared(d), &arguments)?;
+            self.launch(self.kernels.store, [heads, pages.len(), 2], 256, page_shared(d), &arguments)?;
         }
         let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
         if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {

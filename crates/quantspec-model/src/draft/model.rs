@@ -115,12 +115,14 @@ impl<B: Backend> Shared<B> {
             let fed = sequence.pending[..rows].to_vec();
             let committed = sequence.extent.committed();
             let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
-            // Rows of one step read the same pages, so pages are not chosen by one row's query.
+            // Drafts that read a window may have a cache that keeps no other pages. Other choices follow one row's query, but
+            // rows of one step read the same pages.
+            let pages = config.window().map_or(Pages::All, Pages::Window);
             let step = Step {
                 weights: config.weights,
                 view: config.view,
-                pages: Pages::All,
-                choose_pages: false,
+                pages,
+                choose_pages: pages != Pages::All,
                 rows: &rows,
             };
             backend.set_window(slot, &fed)?;

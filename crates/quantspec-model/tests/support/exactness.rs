@@ -8,10 +8,11 @@ use grammar::Fifths;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
+use quantspec_core::page_pool::kept_of_window;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
-use quantspec_model::backend::{Backend, Turn};
-use quantspec_model::draft::{self, Drafter, Needs, Proposed};
+use quantspec_model::backend::{Backend, Options, Turn};
+use quantspec_model::draft::{self, DraftModel, Drafter, Needs, Proposed};
 use quantspec_model::engine::{Engine, Method};
 
 /// One text to decode.
@@ -333,6 +334,32 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
     // Two threads decode a small model no faster than one, and take twice the cores.
     all[selected..].iter_mut().step_by(4).for_each(|case| case.threads = 2);
     all
+}
+
+/// A draft model that reads a window drafts the same tokens, whether its cache keeps all pages or the window alone. `load`
+/// loads the checkpoint that drafts for itself, with `options` for the target, whose cache is in FP16.
+pub(crate) fn a_window_drafts_as_the_whole_cache<B: Backend + 'static>(
+    load: impl Fn(&Options) -> B,
+    options: &Options,
+    window: usize,
+    requests: &[Request],
+) {
+    let pages = Pages::Window(window);
+    let drafted = |kept_pages: usize| {
+        let network = load(&Options { kept_pages, step_rows: draft::CATCH_UP_ROWS, ..options.clone() });
+        let held = network.page_pool().pages();
+        let drafter = DraftModel::new(network, View::Full, &[pages], options.capacity, options.block_rows);
+        let method = Method { target: View::Full, drafter: Some(Box::new(drafter)), policy: Policy::fixed(4) };
+        let mut engine = Engine::new(load(options), method, options.slots, options.capacity, options.block_rows);
+        let case = Case { target: View::Full, ..Case::new("draft-model", pages, &[4], requests.len()) };
+        let answers = decode(&mut engine, &case, requests);
+        (answers, engine.stats().drafted_tokens(), engine.stats().accepted_tokens(), held)
+    };
+    let (answers, proposed, accepted, all) = drafted(usize::MAX);
+    assert!(0 < accepted && accepted < proposed, "drafts over {window} pages err: {accepted} of {proposed}");
+    let kept = kept_of_window(window, None);
+    assert!(all > options.slots * kept, "pages are left out");
+    assert!(drafted(kept) == (answers, proposed, accepted, options.slots * kept));
 }
 
 /// Every `count`-th case, from the `index`-th on.
