@@ -187,17 +187,24 @@ def gpu() -> str:
     for name, shape in SHAPES.items():
         if (rows := recorded(f"h200-{name}.json")) is not None:
             parts += [f"### {shape}", one_sequence(name, rows)]
-    parts += ["### Batches", f"All that follows is of the first table's commit.\n\n{batches()}"]
-    parts += ["### Copies of earlier text", copies()]
+    parts += ["### Batches", f"NVIDIA H200, commit `{commit_of('batch')}`.\n\n{batches()}"]
+    parts += [
+        "### Copies of earlier text",
+        f"This and what follows is of commit `{commit_of('documents')}`.\n\n{copies()}",
+    ]
     parts += ["### A folder of documents", folder()]
     if (second := recorded("h200-second-question.json")) is not None:
         parts[-1] += "\n" + second_question(second)
     return "\n\n".join(parts)
 
 
+def commit_of(part: str) -> str:
+    """The commit that run_gpu.sh measured a part of."""
+    return (RESULTS / f"h200-{part}.commit").read_text().strip()[:12]
+
+
 def one_sequence(name: str, rows: list[Row]) -> str:
     """What run_gpu.sh measured of one sequence on a widened model: `rows` accept drafts by replay."""
-    commit = (RESULTS / f"h200-{name}.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
@@ -215,7 +222,7 @@ def one_sequence(name: str, rows: list[Row]) -> str:
         for row in recorded(f"h200-{name}-torch.jsonl")
     ]
     head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted", "plan"]
-    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
+    return f"{rows[0]['device_name']}, commit `{commit_of(name)}`.\n\n{table(head, lines)}"
 
 
 def copies() -> str:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Measures the GPU tables of docs/benchmarks.md: bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS [FOLDER OF seed-gqa]]
-# Needs an NVIDIA GPU (of four, each measures a part), quantspec, NumPy and, for the baseline, PyTorch. Afterwards: python benchmarks/page.py
-# The shape of Llama-3.1-8B is left out without seed-gqa.
+# Measures the GPU tables of docs/benchmarks.md, or some parts of them:
+#     bash benchmarks/run_gpu.sh [FOLDER FOR THE WIDENED MODELS [FOLDER OF seed-gqa [shape_7b] [shape_8b] [batches] [documents]]]
+# Needs an NVIDIA GPU (if there are as many as parts, each measures one), quantspec, NumPy and, for the baseline, PyTorch.
+# The shape of Llama-3.1-8B is left out without seed-gqa. Afterwards: python benchmarks/page.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 commit=$(python benchmarks/run.py --commit)
@@ -26,8 +27,8 @@ measure() {
     python tools/torch_step.py --shape "$2" --depths 4096,32768,131072 --vocab 8192 >"$work/$1-torch.jsonl"
 }
 
-# record NAME: replaces the results of `measure`.
-record() {
+# record_shape NAME: replaces the results of `measure`.
+record_shape() {
     # A are the recorded rows, B the new ones; an error means that none match.
     quantspec bench --compare "benchmarks/results/h200-$1.json" "$work/$1.json" || true
     echo "$commit" >"benchmarks/results/h200-$1.commit"
@@ -69,8 +70,34 @@ documents() {
     python benchmarks/second_question.py "$work/wide-16-heads" --device cuda --folder "$work" >"$work/second-question.json"
 }
 
-widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32
-parts=(shape_7b shape_8b batches documents)
+# record PART: replaces the results of a part.
+record() {
+    case $1 in
+    shape_7b) record_shape wide7 ;;
+    shape_8b) test -z "$models" || record_shape wide8 ;;
+    batches)
+        sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
+        cp "$work/batch-torch.jsonl" benchmarks/results/h200-batch-torch.jsonl
+        echo "$commit" >benchmarks/results/h200-batch.commit
+        ;;
+    documents)
+        cp "$work/folder.json" benchmarks/results/h200-folder.json
+        cp "$work/quoting.json" benchmarks/results/h200-quoting.json
+        sed "s#$work/tmp[^:]*#FOLDER#" "$work/second-question.json" >benchmarks/results/h200-second-question.json
+        echo "$commit" >benchmarks/results/h200-documents.commit
+        ;;
+    esac
+}
+
+parts=("${@:3}")
+test ${#parts[@]} -gt 0 || parts=(shape_7b shape_8b batches documents)
+for part in "${parts[@]}"; do
+    case $part in
+    shape_7b | shape_8b) ;;
+    batches | documents) widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32 ;;
+    *) echo "error: $part is no part: use shape_7b, shape_8b, batches or documents" >&2 && exit 2 ;;
+    esac
+done
 if test "$(nvidia-smi --list-gpus | wc -l)" -ge ${#parts[@]}; then
     # At once: they share nothing but the cores of the host.
     running=()
@@ -82,11 +109,5 @@ if test "$(nvidia-smi --list-gpus | wc -l)" -ge ${#parts[@]}; then
 else
     for part in "${parts[@]}"; do $part; done
 fi
-# Nothing is replaced before everything is measured: the files are of one commit.
-record wide7
-test -z "$models" || record wide8
-sed "s#$work/##g" "$work/batch.jsonl" >benchmarks/results/h200-batch.jsonl
-cp "$work/batch-torch.jsonl" benchmarks/results/h200-batch-torch.jsonl
-cp "$work/folder.json" benchmarks/results/h200-folder.json
-cp "$work/quoting.json" benchmarks/results/h200-quoting.json
-sed "s#$work/tmp[^:]*#FOLDER#" "$work/second-question.json" >benchmarks/results/h200-second-question.json
+# Nothing is replaced before everything is measured: the files of a run are of one commit.
+for part in "${parts[@]}"; do record "$part"; done
