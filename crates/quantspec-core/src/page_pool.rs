@@ -4,7 +4,7 @@
 //! the same physical pages. A page without readers is free. Every backend allocates by this type; a physical page
 //! is a number that stands for the page of every layer and KV head.
 //!
-//! A pool may keep a window of each sequence: its first page and the newest ones. Newer pages then replace older ones in a ring:
+//! A pool may keep a page window of each sequence: its first page and the newest ones. Newer pages then replace older ones:
 //!
 //!     logical page     0   1   2   3   4   5   6
 //!     physical page    a   b   c   d   b   c   d        four pages kept
@@ -44,8 +44,8 @@ struct Table {
     shared: usize,
 }
 
-/// Pages to keep of a sequence whose steps read its first page and the newest `window - 1` visible ones: these, and one that is
-/// complete before it is visible. `reach`: tokens that a query sees in the model's local layers, if it has such.
+/// Pages to keep of a sequence whose steps read a page window, the first page and the newest `window - 1` visible ones: these,
+/// and one that is complete before it is visible. `reach`: tokens that a query sees in the model's local layers, if it has such.
 pub fn kept_of_window(window: usize, reach: Option<usize>) -> usize {
     // The reach begins inside a page, and the first page is kept in any case.
     let local = reach.map_or(0, |reach| reach.div_ceil(G) + 2);

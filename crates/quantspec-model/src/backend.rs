@@ -27,8 +27,8 @@ pub struct Options {
     pub capacity: usize,
     /// Upper limit for [`Options::pages`].
     pub pool_pages: usize,
-    /// Most pages that a sequence keeps ([`quantspec_core::page_pool::PagePool::keeping`]), if all steps read a window of its
-    /// pages; else `usize::MAX`.
+    /// Most pages that a sequence keeps ([`quantspec_core::page_pool::PagePool::keeping`]), if all steps read a page
+    /// window; else `usize::MAX`.
     pub kept_pages: usize,
     /// Tokens of the longest prompt, at most `capacity`. Prefill holds the hidden states of the whole prompt.
     pub prompt_capacity: usize,

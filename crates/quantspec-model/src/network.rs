@@ -78,7 +78,7 @@ pub struct DraftConfig {
 }
 
 impl DraftConfig {
-    /// Pages of the window that steps read, the first page and the newest; `None` if they read other pages, too.
+    /// Pages of the page window that steps read; `None` if they read other pages, too.
     pub const fn window(&self) -> Option<usize> {
         match (self.pages, self.view) {
             // Pages of an FP16 cache have no scores: the newest are the best.

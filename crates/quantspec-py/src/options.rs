@@ -121,7 +121,7 @@ pub(crate) struct Resolved {
 pub(crate) struct DraftModelCache {
     /// The view that it keeps; `None` for the target's planes.
     view: Option<View>,
-    /// Pages of the longest window that a step reads; `None` if steps read other pages, too.
+    /// Pages of the longest page window that a step reads; `None` if steps read other pages, too.
     window: Option<usize>,
 }
 

@@ -115,8 +115,8 @@ impl<B: Backend> Shared<B> {
             let fed = sequence.pending[..rows].to_vec();
             let committed = sequence.extent.committed();
             let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
-            // Drafts that read a window may have a cache that keeps no other pages. Other choices follow one row's query, but
-            // rows of one step read the same pages.
+            // If drafts read a page window, the cache may keep no other pages. Other choices follow one row's query, but rows
+            // of one step read the same pages.
             let pages = config.window().map_or(Pages::All, Pages::Window);
             let step = Step {
                 weights: config.weights,

@@ -336,7 +336,7 @@ pub(crate) fn cases(full: bool) -> Vec<Case> {
     all
 }
 
-/// A draft model that reads a window drafts the same tokens, whether its cache keeps all pages or the window alone. `load`
+/// A draft model that reads a page window drafts the same tokens, whether its cache keeps all pages or the window alone. `load`
 /// loads the checkpoint that drafts for itself, with `options` for the target, whose cache is in FP16.
 pub(crate) fn a_window_drafts_as_the_whole_cache<B: Backend + 'static>(
     load: impl Fn(&Options) -> B,
