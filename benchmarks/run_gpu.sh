@@ -5,6 +5,14 @@
 # The shape of Llama-3.1-8B is left out without seed-gqa. Afterwards: python benchmarks/page.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
+parts=("${@:3}")
+test ${#parts[@]} -gt 0 || parts=(shape_7b shape_8b batches documents)
+for part in "${parts[@]}"; do
+    case $part in
+    shape_7b | shape_8b | batches | documents) ;;
+    *) printf 'error: %s is not a part of the tables\nhint: use shape_7b, shape_8b, batches or documents\n' "$part" >&2 && exit 2 ;;
+    esac
+done
 commit=$(python benchmarks/run.py --commit)
 work=${1:-$(mktemp -d)}
 models=${2:-}
@@ -89,14 +97,8 @@ record() {
     esac
 }
 
-parts=("${@:3}")
-test ${#parts[@]} -gt 0 || parts=(shape_7b shape_8b batches documents)
 for part in "${parts[@]}"; do
-    case $part in
-    shape_7b | shape_8b) ;;
-    batches | documents) widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32 ;;
-    *) echo "error: $part is no part: use shape_7b, shape_8b, batches or documents" >&2 && exit 2 ;;
-    esac
+    case $part in batches | documents) widened python/quantspec_cli/demo wide-16-heads --times 8 --layers 32 ;; esac
 done
 if test "$(nvidia-smi --list-gpus | wc -l)" -ge ${#parts[@]}; then
     # At once: they share nothing but the cores of the host.

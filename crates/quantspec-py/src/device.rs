@@ -44,11 +44,6 @@ impl<'a> Models<'a> {
         Models { target, draft: None, draft_cache: DraftModelCache::default() }
     }
 
-    /// Options of the draft model's backend, next to the target's.
-    fn of_draft(&self, draft: &Checkpoint, target: &Options) -> Options {
-        of_draft(target, self.draft_cache, draft.config().local.as_ref().map(|local| local.reach))
-    }
-
     /// Refuses a draft model with another vocabulary.
     fn check_vocabulary(&self) -> Result<()> {
         let Some(draft) = self.draft else { return Ok(()) };
@@ -278,7 +273,8 @@ impl ChosenDevice {
             ChosenDevice::Cpu => quantspec_cpu::plan(checkpoint, options),
             ChosenDevice::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         };
-        let draft = models.draft.map(|draft| of(draft, &models.of_draft(draft, options)).of_draft());
+        let draft =
+            models.draft.map(|draft| of(draft, &of_draft(options, models.draft_cache, draft.config())).of_draft());
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
@@ -438,7 +434,10 @@ fn engine<B: Backend + 'static>(
     let Resolved { options, mut method, draft_model, .. } = resolved;
     // The target loads first, so that an out-of-memory error concerns it.
     let backend = load(models.target, &options, hooks)?;
-    let network = models.draft.map(|draft| load(draft, &models.of_draft(draft, &options), draft_hooks)).transpose()?;
+    let network = models
+        .draft
+        .map(|draft| load(draft, &of_draft(&options, models.draft_cache, draft.config()), draft_hooks))
+        .transpose()?;
     let make_drafter = network.map(|network| -> MakeDrafter {
         let model = DraftModel::new(network, View::Both, &[Pages::All], options.capacity, options.block_rows);
         Box::new(move |of| Box::new(model.reading(of.view, &of.pages)))

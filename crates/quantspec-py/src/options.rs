@@ -5,7 +5,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 use quantspec_core::ablation::{Ablation, Axis};
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
+};
 use quantspec_core::page_pool::kept_of_window;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
@@ -151,8 +153,9 @@ impl WithDraftModel {
     }
 }
 
-/// Options of the draft model's backend, next to the target's. `reach`: of the draft model's local layers.
-pub(crate) fn of_draft(target: &Options, cache: DraftModelCache, reach: Option<usize>) -> Options {
+/// Options of the draft model's backend, next to the target's. `draft`: the draft model's configuration.
+pub(crate) fn of_draft(target: &Options, cache: DraftModelCache, draft: &ModelConfig) -> Options {
+    let reach = draft.local.as_ref().map(|local| local.reach);
     // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
