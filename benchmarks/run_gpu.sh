@@ -29,8 +29,8 @@ measure() {
     local bench=(quantspec bench -m "$work/$1" -p 0 -n 192 -r 2 --warm-up 256 --device cuda --json)
     "${bench[@]}" -d $depths --draft-pages all,64,auto --methods ar-fp16,ar-int8,quantspec,auto >"$work/$1.json"
     python benchmarks/run.py --plan "$work/$1" "$work/$1.json"
-    # Six repetitions, as -r 6 replaces -r 2: speeds by rejection differ by 15 % between texts.
-    "${bench[@]}" -d 130048 -r 6 --draft-pages 32,64 --methods quantspec --accept rejection >"$work/$1-rejection.json"
+    # Eight repetitions, as -r 8 replaces -r 2: speeds by rejection differ by 15 % between texts.
+    "${bench[@]}" -d 130048 -r 8 --draft-pages 32,64,auto --methods quantspec --accept rejection >"$work/$1-rejection.json"
     "${bench[@]}" -d 4096,32768 --weights int8 --methods ar-int8,quantspec >"$work/$1-int8.json"
     python tools/torch_step.py --shape "$2" --depths 4096,32768,131072 --vocab 8192 >"$work/$1-torch.jsonl"
 }

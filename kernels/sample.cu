@@ -1,9 +1,10 @@
 // Choosing tokens and judging drafted ones on the device, as defined by quantspec_core::sample and ::verify.
 //
 // Noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"), keyed by seed, with counter
-// {position, sequence low, sequence high << 2 | stream, token / 4}. A token uses word token mod 4. The choice of a row
-// is the largest (score, then lower id), so the number of blocks that search a row does not matter. Probability masses
-// are summed in fixed point, so cuts do not depend on the order of threads.
+// {position, sequence low, sequence high << 2 | stream, offset << 24 | token / 4}. A token uses word token mod 4. The
+// offset is that of a drafted token in its round, 0 for SAMPLE. The choice of a row is the largest (score, then lower
+// id), so the number of blocks that search a row does not matter. Probability masses are summed in fixed point, so cuts
+// do not depend on the order of threads.
 //
 // In this file z is a scaled logit, (logit - largest) / temperature, and b a bin of a histogram of z.
 #include "layout.cuh"
@@ -65,8 +66,8 @@ DEV float scaled(float logit, float most, float temperature) {
 }
 
 // Random words of tokens 4 quartet .. 4 quartet + 3.
-DEV uint4 noise(const Sampler& s, int position, Stream stream, uint32_t quartet) {
-  uint32_t a = position, b = s.sequence[0], c = s.sequence[1] << 2 | stream, d = quartet;
+DEV uint4 noise(const Sampler& s, int position, Stream stream, int offset, uint32_t quartet) {
+  uint32_t a = position, b = s.sequence[0], c = s.sequence[1] << 2 | stream, d = (uint32_t)offset << 24 | quartet;
   uint32_t key0 = s.seed[0], key1 = s.seed[1];
 #pragma unroll
   for (int round = 0; round < 10; round++) {
@@ -137,11 +138,11 @@ static_assert(sizeof(Race) == RACE_BYTES);
 // token.
 template <int OWN, class IdOf>
 DEV void draw_noise(uint32_t (&words)[OWN][SAMPLE_THREADS], float (&about)[OWN][SAMPLE_THREADS], const Sampler& s,
-                    int position, Stream stream, IdOf id_of) {
+                    int position, Stream stream, int offset, IdOf id_of) {
   const int own = threadIdx.x;
 #pragma unroll 1
   for (int i = 0; i < OWN; i += 4) {
-    const uint4 quartet = noise(s, position, stream, id_of(i) / 4);
+    const uint4 quartet = noise(s, position, stream, offset, id_of(i) / 4);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       words[i + j][own] = word_of(quartet, j);
@@ -217,7 +218,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];
   const bool greedy = s.temperature == 0.f, keep = drafts && s.accept == REJECTION;
-  if (!greedy) draw_noise<OWN>(words, about, s, r.position + 1, keep ? DRAFT : SAMPLE, id_of);
+  if (!greedy) draw_noise<OWN>(words, about, s, r.position + 1, keep ? DRAFT : SAMPLE, keep ? r.offset : 0, id_of);
   const float least = least_kept(s);
   grid_wait();
   Cut cut{};
@@ -304,12 +305,13 @@ KERNEL __launch_bounds__(SAMPLE_THREADS)
 // Draws in proportion to weight(id): the largest weight over -ln u wins, then the lower id. -1 if no weight is
 // positive. By CUT_THREADS threads; scores, ids: shared memory [warp].
 template <class Weight>
-DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* scores, int* ids, Weight weight) {
+DEV int draw(const Sampler& s, int position, Stream stream, int offset, int vocab, double* scores, int* ids,
+             Weight weight) {
   double best = 0;
   int winner = -1;
   float cutoff = 0;
   for (int id0 = threadIdx.x * 4; id0 < vocab; id0 += 4 * CUT_THREADS) {
-    const uint4 words = noise(s, position, stream, id0 / 4);
+    const uint4 words = noise(s, position, stream, offset, id0 / 4);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (id0 + i >= vocab) break;
@@ -346,7 +348,24 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
   return winner;
 }
 
-// judge: one verdict per turn.
+// The sum of weight(id) over the vocabulary where it is positive, in an order that depends on `vocab` alone. By
+// CUT_THREADS threads; sums: shared memory [warp].
+template <class Weight>
+DEV double positive_mass(int vocab, double* sums, Weight weight) {
+  double own = 0;
+  for (int id = threadIdx.x; id < vocab; id += CUT_THREADS) own += fmaxf(weight(id), 0.f);
+#pragma unroll
+  for (int step = 16; step; step >>= 1) own += __shfl_xor_sync(~0u, own, step);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = own;
+  __syncthreads();
+  double mass = 0;
+  for (int i = 0; i < CUT_THREADS / 32; i++) mass += sums[i];
+  return mass;
+}
+
+// judge: one verdict per turn. Rejection is block verification, as core::verify defines it: the share of i drafted
+// tokens is s_i there.
 //
 //     choices           int32 [row] of sample_choose
 //     windows           int32 [slot][window_pitch]: drafted token i at index i + 1
@@ -358,8 +377,9 @@ KERNEL __launch_bounds__(CUT_THREADS)
     judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch,
           const float* logits, const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch,
           Verdict* verdicts) {
-  __shared__ double scores[32];
-  __shared__ int ids[32], accepted;
+  __shared__ double scores[CUT_THREADS / 32];
+  __shared__ int ids[CUT_THREADS / 32];
+  __shared__ float shares[32];
   grid_trigger();
   grid_wait();
   const Turn turn = turns[blockIdx.x];
@@ -381,20 +401,35 @@ KERNEL __launch_bounds__(CUT_THREADS)
                        id);
   };
   if (threadIdx.x < 32) {
-    bool refused = false;
     const int i = threadIdx.x;
-    if (i < turn.gamma)
-      refused = !(__fmul_rn(unit(noise(s, turn.position + i, ACCEPT, 0).x), q(i, drafted[i])) < p(i, drafted[i]));
-    const uint32_t refusals = __ballot_sync(~0u, refused);
-    if (i == 0) accepted = refusals ? __ffs(refusals) - 1 : turn.gamma;
+    const float of_target = i < turn.gamma ? p(i, drafted[i]) : 0.f, of_draft = i < turn.gamma ? q(i, drafted[i]) : 1.f;
+    float share = 1.f;
+#pragma unroll 1
+    for (int n = 0; n <= turn.gamma; n++) {
+      if (i == 0) shares[n] = share;
+      const float above = __shfl_sync(~0u, of_target, n), below = __shfl_sync(~0u, of_draft, n);
+      share = above > 0.f ? fminf(__fdiv_rn(__fmul_rn(share, above), below), 1.f) : 0.f;
+    }
   }
   __syncthreads();
-  const int n = accepted, position = turn.position + n;
+  // What is left of p for the token after n accepted ones, where it is positive.
+  auto left = [&](int n, int id) { return __fsub_rn(__fmul_rn(shares[n], p(n, id)), q(n, id)); };
+  // The longest prefix that passes its test. Every thread of the block takes the same branches.
+  int n = turn.gamma;
+#pragma unroll 1
+  for (; n > 0; n--) {
+    const float share = shares[n], u = unit(noise(s, turn.position + n - 1, ACCEPT, n - 1, 0).x);
+    if (n == turn.gamma ? u < share : share >= 1.f) break;
+    if (n == turn.gamma || share == 0.f) continue;
+    const double mass = positive_mass(vocab, scores, [&](int id) { return left(n, id); });
+    if (u * (mass + 1 - share) < mass) break;
+  }
   int token = choices[turn.first_row + n];  // the bonus is chosen as in plain decoding
   if (n < turn.gamma) {
-    token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return __fsub_rn(p(n, id), q(n, id)); });
+    const int position = turn.position + n;
+    token = draw(s, position, CORRECT, n, vocab, scores, ids, [&](int id) { return left(n, id); });
     // Rounding left no mass of p - q, so they are equal.
-    if (token < 0) token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return p(n, id); });
+    if (token < 0) token = draw(s, position, CORRECT, n, vocab, scores, ids, [&](int id) { return p(n, id); });
   }
   if (threadIdx.x == 0) verdicts[blockIdx.x] = Verdict{n, max(token, 0)};
 }

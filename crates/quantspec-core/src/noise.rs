@@ -1,19 +1,40 @@
 //! Counter-based noise, from which tokens are sampled: a pure function of (seed, sequence, position, purpose, index). So a token
 //! does not depend on earlier drafts, batching or rejections (ARCHITECTURE.md).
 
+use crate::cache::GAMMA_MAX;
+
 /// Purposes of the noise. Two purposes never share a random number.
+///
+/// All but the first belong to a round and hold the token's offset among its drafted tokens. A position that is drafted again has
+/// another offset then, and so noise of its own: with the earlier round's, which led to its verdict, a text would not follow the
+/// target's distribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
 pub enum Stream {
     /// A token sampled from the target, or from the draft under [`crate::sample::Accept::Replay`].
-    Sample = 0,
+    Sample,
     /// A token sampled from the draft under [`crate::sample::Accept::Rejection`].
-    Draft = 1,
+    Draft(usize),
     /// The acceptance test of a drafted token.
-    Accept = 2,
+    Accept(usize),
     /// The token that replaces a rejected one.
-    Correct = 3,
+    Correct(usize),
 }
+
+impl Stream {
+    /// The purpose's number, and its offset.
+    fn parts(self) -> (u32, usize) {
+        match self {
+            Stream::Sample => (0, 0),
+            Stream::Draft(offset) => (1, offset),
+            Stream::Accept(offset) => (2, offset),
+            Stream::Correct(offset) => (3, offset),
+        }
+    }
+}
+
+/// Bits of the last word of a counter that number blocks of four indices; the offset has the others.
+const BLOCK_BITS: u32 = 24;
+const _: () = assert!(GAMMA_MAX < 1 << (32 - BLOCK_BITS));
 
 /// Rounds of Philox.
 const ROUNDS: usize = 10;
@@ -42,8 +63,8 @@ pub(crate) const TILE: usize = 64;
 
 /// The random numbers of one purpose at one position of a sequence, by index: a token, or 0 for a single number.
 ///
-/// Philox counter: `[position, sequence low, sequence high << 2 | stream, index / 4]`, key: seed low and high. `index mod 4`
-/// selects the word. Stateless, and the same on every platform.
+/// Philox counter: `[position, sequence low, sequence high << 2 | purpose, offset << 24 | index / 4]`, key: seed low and high.
+/// `index mod 4` selects the word. Stateless, and the same on every platform.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Noise {
     /// The user's seed.
@@ -70,10 +91,10 @@ impl Noise {
     /// The words of the indices `TILE·tile ..= TILE·tile + TILE − 1`: [`Noise::block`] in loops that compile to vectors.
     pub(crate) fn words(self, tile: usize) -> [u32; TILE] {
         const BLOCKS: usize = TILE / 4;
-        let [position, sequence, purpose, _] = self.counter(0);
-        let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [0; BLOCKS]);
+        let [position, sequence, purpose, first] = self.counter((tile * BLOCKS) as u64);
+        let (mut a, mut b, mut c, mut d) = ([position; BLOCKS], [sequence; BLOCKS], [purpose; BLOCKS], [first; BLOCKS]);
         for (at, d) in d.iter_mut().enumerate() {
-            *d = (tile * BLOCKS + at) as u32;
+            *d += at as u32;
         }
         let mut key = self.key();
         for _ in 0..ROUNDS {
@@ -95,8 +116,9 @@ impl Noise {
     }
 
     fn counter(self, block: u64) -> [u32; 4] {
-        let purpose = ((self.sequence >> 32) as u32) << 2 | self.stream as u32;
-        [self.position as u32, self.sequence as u32, purpose, block as u32]
+        let (purpose, offset) = self.stream.parts();
+        let high = ((self.sequence >> 32) as u32) << 2 | purpose;
+        [self.position as u32, self.sequence as u32, high, (offset as u32) << BLOCK_BITS | block as u32]
     }
 
     fn key(self) -> [u32; 2] {
@@ -123,7 +145,7 @@ mod tests {
 
     /// All 32-bit words of key and counter differ from 0.
     const ANY: Noise =
-        Noise { seed: 0x0123_4567_89ab_cdef, sequence: 0x3_0000_0007, position: 41, stream: Stream::Correct };
+        Noise { seed: 0x0123_4567_89ab_cdef, sequence: 0x3_0000_0007, position: 41, stream: Stream::Correct(5) };
 
     #[test]
     fn philox_known_answers() {
@@ -144,8 +166,8 @@ mod tests {
 
     #[test]
     fn uniform_is_the_documented_function_of_its_counter() {
-        let noise = Noise { stream: Stream::Accept, ..ANY };
-        let words = philox([41, 7, 3 << 2 | 2, 5], [0x89ab_cdef, 0x0123_4567]);
+        let noise = Noise { stream: Stream::Accept(9), ..ANY };
+        let words = philox([41, 7, 3 << 2 | 2, 9 << 24 | 5], [0x89ab_cdef, 0x0123_4567]);
         for (at, word) in words.into_iter().enumerate() {
             let want = (f64::from(word >> 9) + 0.5) / 8_388_608.0;
             assert_eq!(f64::from(noise.uniform(20 + at as u64)), want);
@@ -179,12 +201,14 @@ mod tests {
             Noise { sequence: 3, ..base },
             Noise { sequence: 2 | 1 << 32, ..base },
             Noise { position: 4, ..base },
-            Noise { stream: Stream::Draft, ..base },
-            Noise { stream: Stream::Accept, ..base },
-            Noise { stream: Stream::Correct, ..base },
+            Noise { stream: Stream::Draft(0), ..base },
+            Noise { stream: Stream::Accept(0), ..base },
+            Noise { stream: Stream::Correct(0), ..base },
         ];
         assert!(others.iter().all(|other| other.uniform(4) != base.uniform(4)));
         assert!(base.uniform(5) != base.uniform(4));
+        let of_offset = |offset| Noise { stream: Stream::Draft(offset), ..base }.uniform(4);
+        assert!((1..=GAMMA_MAX).all(|offset| of_offset(offset) != of_offset(offset - 1)));
         // 100,000 numbers in sixteen cells: chi-square with 15 degrees of freedom exceeds 45 with probability below 1 in
         // 10,000.
         let mut cells = [0.0; 16];

@@ -6,8 +6,10 @@
 //!
 //! A pool may keep a page window of each sequence: its first page and the newest ones. Newer pages then replace older ones:
 //!
-//!     logical page     0   1   2   3   4   5   6
-//!     physical page    a   b   c   d   b   c   d        four pages kept
+//! ```text
+//! logical page     0   1   2   3   4   5   6
+//! physical page    a   b   c   d   b   c   d        four pages kept
+//! ```
 
 use crate::cache::G;
 use crate::plan::pages;

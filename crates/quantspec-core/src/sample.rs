@@ -17,8 +17,7 @@ pub enum Accept {
     Greedy,
     /// Draft and target sample with the same noise; accept a token if both agree.
     Replay,
-    /// Leviathan/Chen: accept with probability min(1, p/q), correct from (p − q)+. The distribution equals plain decoding's;
-    /// a seed's tokens depend on γ.
+    /// Block verification (`verify.rs`). The distribution equals plain decoding's; a seed's tokens depend on γ.
     Rejection,
 }
 
@@ -91,11 +90,11 @@ impl Sampler {
         Noise { seed: self.seed, sequence: self.sequence, position, stream }
     }
 
-    /// The noise of a draft: the target's for replay, a separate stream for rejection.
-    pub fn draft_stream(&self) -> Stream {
+    /// The noise of the token drafted at an offset of its round: the target's for replay, a separate stream for rejection.
+    pub fn draft_stream(&self, offset: usize) -> Stream {
         match self.accept {
             Accept::Greedy | Accept::Replay => Stream::Sample,
-            Accept::Rejection => Stream::Draft,
+            Accept::Rejection => Stream::Draft(offset),
         }
     }
 }
@@ -516,8 +515,8 @@ mod tests {
             assert!(new(bad, 1.0, 0.0, Accept::Replay).is_err());
         }
         // Under replay the draft shares the target's noise; under rejection it must not be the noise of the target's draw.
-        let stream = |accept| new(1.0, 1.0, 0.0, accept).unwrap().draft_stream();
-        assert_eq!((stream(Accept::Replay), stream(Accept::Rejection)), (Stream::Sample, Stream::Draft));
+        let stream = |accept| new(1.0, 1.0, 0.0, accept).unwrap().draft_stream(3);
+        assert_eq!((stream(Accept::Replay), stream(Accept::Rejection)), (Stream::Sample, Stream::Draft(3)));
         for (p, m) in [(0.0, 0.0), (1.1, 0.0), (f32::NAN, 0.0), (0.9, -0.1), (0.9, 1.1), (0.9, f32::NAN)] {
             assert!(new(1.0, p, m, Accept::Replay).is_err(), "{p} {m}");
         }
@@ -685,19 +684,19 @@ mod tests {
             let most = maximum(&logits);
             let p = warp(&logits, &sampler);
             let score = |id: usize| {
-                let noise = sampler.noise(position, Stream::Draft).gumbel(id as u64);
+                let noise = sampler.noise(position, Stream::Draft(2)).gumbel(id as u64);
                 (logits[id] - most) / sampler.temperature + noise
             };
             let kept = (0..logits.len()).filter(|&id| p[id] > 0.0);
             let want = kept.reduce(|best, id| if score(id) > score(best) { id } else { best }).unwrap();
-            prop_assert_eq!(choose(&logits, &sampler, position, Stream::Draft) as usize, want);
+            prop_assert_eq!(choose(&logits, &sampler, position, Stream::Draft(2)) as usize, want);
         }
 
         #[test]
         fn drawing_equals_the_full_race(
             weights in prop::collection::vec(prop_oneof![Just(0.0f32), 1e-6f32..2.0, 1e-12f32..1e-9], 1..400), seed: u64,
         ) {
-            let noise = Noise { seed, sequence: 0, position: 11, stream: Stream::Correct };
+            let noise = Noise { seed, sequence: 0, position: 11, stream: Stream::Correct(1) };
             let score = |id: usize| {
                 let u = f64::from(noise.uniform(id as u64));
                 f64::from(weights[id]) / -u.ln()

@@ -1,7 +1,7 @@
 //! Acceptance rules: how many drafted tokens are accepted, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::noise::{Noise, Stream};
+use crate::noise::Stream;
 use crate::sample::{Accept, Sampler, argmax, check_left, choose, choose_with_margin, draw, warp};
 
 /// Outcome of a round for one sequence.
@@ -42,13 +42,20 @@ impl Q<'_> {
     }
 }
 
-/// Leviathan/Chen rejection (arXiv 2211.17192, algorithm 1). Drafted token x is accepted with probability min(1, p(x)/q(x)).
-/// The first rejected one is replaced by a draw from (p − q)+; if all are accepted, the bonus is chosen from p. The emitted
-/// tokens are distributed as p. If q is one-hot, x is accepted with probability p(x), and its correction is drawn from p
-/// without x.
+/// Block verification (Sun et al. 2025, arXiv 2403.10444, algorithm 2): rejection that judges the drafted tokens x₁ … x_γ
+/// together. A token that the target prefers makes up for earlier ones that the draft preferred, so more are accepted than by a
+/// test of each (Leviathan et al. 2023). With p_i and q_i, the distributions of x_i,
 ///
-/// `p(i)` is the target's warped distribution, evaluated only up to the first rejection. `position` is that of the first
-/// drafted token.
+/// ```text
+/// s_0 = 1,  s_i = min(1, s_{i−1} · p_i(x_i) / q_i(x_i))
+/// m_i = Σ_x (s_i · p_{i+1}(x) − q_{i+1}(x))+
+/// ```
+///
+/// the longest prefix that passes its test is accepted. That of i tokens passes with probability m_i / (m_i + 1 − s_i), all γ
+/// with probability s_γ, and the empty one always. A draw from (s_i · p_{i+1} − q_{i+1})+ follows, or the bonus after all γ. The
+/// emitted tokens are distributed as p (docs/algorithm.md), even if the drafted ones decide where the draft ends.
+///
+/// `p(i)` is the target's warped distribution of drafted token i, counted from 0. `position` is that of the first one.
 fn rejection(
     drafted: &[u32],
     q: Q,
@@ -57,26 +64,41 @@ fn rejection(
     sampler: &Sampler,
     position: usize,
 ) -> Verdict {
+    let gamma = drafted.len();
+    let p: Vec<Vec<f32>> = (0..gamma).map(p).collect();
+    let mut shares = vec![1.0];
     for (i, &token) in drafted.iter().enumerate() {
-        let (p, q) = (p(i), |id: usize| q.at(i, id));
-        if !accepts(token, q, &p, sampler.noise(position + i, Stream::Accept)) {
-            return Verdict { accepted: i, token: correct(q, &p, sampler.noise(position + i, Stream::Correct)) };
+        shares.push(share_after(shares[i], p[i][token as usize], q.at(i, token as usize)));
+    }
+    let passes = |&n: &usize| {
+        let u = sampler.noise(position + n - 1, Stream::Accept(n - 1)).uniform(0);
+        if n == gamma { u < shares[n] } else { prefix_passes(u, shares[n], &left(shares[n], &p[n], |id| q.at(n, id))) }
+    };
+    match (1..=gamma).rev().find(passes).unwrap_or(0) {
+        all if all == gamma => Verdict { accepted: gamma, token: bonus() },
+        n => {
+            let left = left(shares[n], &p[n], |id| q.at(n, id));
+            // If rounding leaves no mass, p and q are equal, and the draw is from p.
+            let weights = if left.iter().any(|w| *w > 0.0) { &left } else { &p[n] };
+            Verdict { accepted: n, token: draw(weights, sampler.noise(position + n, Stream::Correct(n))) }
         }
     }
-    Verdict { accepted: drafted.len(), token: bonus() }
 }
 
-/// `u < p/q` as a multiplication, which avoids division by q = 0. p = 0 is never accepted.
-fn accepts(token: u32, q: impl Fn(usize) -> f32, p: &[f32], noise: Noise) -> bool {
-    let at = token as usize;
-    noise.uniform(0) * q(at) < p[at]
+/// s_i from s_{i−1} and the drafted token's probabilities. A token that the target excludes has none, whatever q is.
+fn share_after(share: f32, p: f32, q: f32) -> f32 {
+    if p > 0.0 { (share * p / q).min(1.0) } else { 0.0 }
 }
 
-/// A draw from (p − q)+, normalised. If rounding leaves no mass, p and q are equal, and the draw is from p.
-fn correct(q: impl Fn(usize) -> f32, p: &[f32], noise: Noise) -> u32 {
-    let left: Vec<f32> = p.iter().enumerate().map(|(id, p)| (p - q(id)).max(0.0)).collect();
-    let weights = if left.iter().any(|w| *w > 0.0) { &left } else { p };
-    draw(weights, noise)
+/// Weights `[vocab]` of the token after an accepted prefix: (share · p − q)+.
+fn left(share: f32, p: &[f32], q: impl Fn(usize) -> f32) -> Vec<f32> {
+    p.iter().enumerate().map(|(id, p)| (share * p - q(id)).max(0.0)).collect()
+}
+
+/// u < m / (m + 1 − share) with the sum m of the prefix's weights, as a multiplication: both sides are 0 if p = q.
+fn prefix_passes(u: f32, share: f32, left: &[f32]) -> bool {
+    let mass: f64 = left.iter().copied().map(f64::from).sum();
+    share >= 1.0 || f64::from(u) * (mass + 1.0 - f64::from(share)) < mass
 }
 
 /// Proposes and judges on the host, for backends with logits there; keeps the round's q if rejection needs it.
@@ -102,14 +124,14 @@ impl Judge {
         let margins = &mut self.margins[slot];
         margins.resize(margins.len().max(offset + 1), f32::INFINITY);
         if sampler.accept != Accept::Rejection {
-            let (token, margin) = choose_with_margin(logits, sampler, position, sampler.draft_stream());
+            let (token, margin) = choose_with_margin(logits, sampler, position, sampler.draft_stream(offset));
             margins[offset] = margin;
             return token;
         }
         // Its noise is not the target's, so a margin does not predict acceptance.
         margins[offset] = f32::INFINITY;
         self.keep(slot, offset, warp(logits, sampler));
-        choose(logits, sampler, position, sampler.draft_stream())
+        choose(logits, sampler, position, sampler.draft_stream(offset))
     }
 
     /// The logit margin of the token proposed last at an offset of a slot's window; infinite if there is none.
@@ -331,10 +353,11 @@ mod tests {
         let mut counts = [vec![0.0; 4], vec![0.0; 4]];
         for round in 0..30_000 {
             // Accepting everything emits q; correcting from p instead of (p − q)+ favours tokens that both prefer.
-            let token = choose(&q, &sampler, round, Stream::Draft);
+            let token = choose(&q, &sampler, round, Stream::Draft(0));
             counts[0][token as usize] += 1.0;
-            let stands = accepts(token, |id| warped_q[id], &warped_p, sampler.noise(round, Stream::Accept));
-            let token = if stands { token } else { draw(&warped_p, sampler.noise(round, Stream::Correct)) };
+            let u = sampler.noise(round, Stream::Accept(0)).uniform(0);
+            let stands = u < share_after(1.0, warped_p[token as usize], warped_q[token as usize]);
+            let token = if stands { token } else { draw(&warped_p, sampler.noise(round, Stream::Correct(0))) };
             counts[1][token as usize] += 1.0;
         }
         assert!(counts.iter().all(|counts| misfit(counts, &warped_p) > 3.0));
@@ -360,42 +383,100 @@ mod tests {
     }
 
     #[test]
+    fn a_prefix_is_accepted_with_probability_of_its_share() {
+        // Over all draws of x₁ … x_γ, P(accepted ≥ i) is the mean of s_i. Tests of each token would accept less.
+        let p = [[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.1, 0.6, 0.3]];
+        let q = [[0.3, 0.5, 0.2], [0.4, 0.3, 0.3], [0.3, 0.3, 0.4]];
+        let (mut shares, mut each) = ([0.0; 3], [0.0; 3]);
+        for text in 0..27usize {
+            let (mut share, mut alone, mut mass) = (1.0f32, 1.0f64, 1.0f64);
+            let tokens = [text / 9, text / 3 % 3, text % 3];
+            let probability: f64 = (0..3).map(|i| f64::from(q[i][tokens[i]])).product();
+            for (i, &x) in tokens.iter().enumerate() {
+                share = share_after(share, p[i][x], q[i][x]);
+                alone *= f64::from((p[i][x] / q[i][x]).min(1.0));
+                mass *= f64::from(q[i][x]);
+                shares[i] += probability * f64::from(share);
+                each[i] += probability * alone;
+            }
+            assert!((mass - probability).abs() < 1e-12);
+        }
+        let logits = |rows: &[[f32; 3]; 3]| rows.map(|row| row.map(f32::ln).to_vec());
+        let target = [&logits(&p)[..], &[vec![0.0; 3]]].concat();
+        let rounds = 40_000;
+        let counts = emitted(&logits(&q), &target, &sampler(1.0, 0, 1.0, 0.0, Accept::Rejection), rounds);
+        for i in 0..3 {
+            // Four standard deviations of 40,000 trials.
+            let accepted = counts[i + 1].iter().sum::<f64>() / rounds as f64;
+            assert!((accepted - shares[i]).abs() < 0.01, "{accepted} {shares:?}");
+        }
+        assert!(shares[2] > each[2] + 0.04, "{shares:?} {each:?}");
+    }
+
+    #[test]
     fn rejection_where_probabilities_vanish() {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
-        let verdict = |drafted: u32, q: &[f32], p: &[f32], position: usize| {
-            super::rejection(&[drafted], Q::Kept(&[q.to_vec()]), |_| p.to_vec(), || 2, &rejection, position)
+        let verdict = |drafted: &[u32], q: &[f32], p: &[f32], position: usize| {
+            let rows = vec![q.to_vec(); drafted.len()];
+            super::rejection(drafted, Q::Kept(&rows), |_| p.to_vec(), || 2, &rejection, position)
         };
         for position in 0..64 {
-            // u·q underflows to 0, which is not less than p = 0: a token that the target excludes is never accepted.
-            assert_eq!(verdict(0, &[1e-45, 0.5, 0.5], &[0.0, 0.0, 1.0], position), Verdict { accepted: 0, token: 2 });
-            // u·q may round to q = p, so equal distributions are sometimes rejected. The draw is then from p, never its
-            // impossible token 0.
+            // A token that the target excludes is never accepted, nor is what follows it.
+            for drafted in [&[0][..], &[0, 2], &[0, 2, 2]] {
+                assert_eq!(
+                    verdict(drafted, &[1e-45, 0.5, 0.5], &[0.0, 0.0, 1.0], position),
+                    Verdict { accepted: 0, token: 2 }
+                );
+            }
+            // Equal distributions are accepted, the least probabilities included.
             let equal = [0.0, 1e-45, 1.0];
-            let verdict = verdict(1, &equal, &equal, position);
-            assert_eq!(verdict.token, 2);
-            let u = rejection.noise(position, Stream::Accept).uniform(0);
-            assert_eq!(verdict.accepted, usize::from(u * 1e-45 < 1e-45));
+            assert_eq!(verdict(&[1, 2, 1], &equal, &equal, position), Verdict { accepted: 3, token: 2 });
+            // The draft's probability has vanished, the target's has not.
+            assert_eq!(verdict(&[0], &[0.0, 0.5, 0.5], &[0.5, 0.5, 0.0], position).accepted, 1);
         }
+        // Rounding may leave no mass of p − q.
+        assert!(left(1.0, &[0.25, 0.75], |id| [0.25, 0.75][id]).iter().all(|w| *w == 0.0));
+        assert!(prefix_passes(0.999, 1.0, &[0.0, 0.0]) && !prefix_passes(1e-6, 0.5, &[0.0, 0.0]));
     }
 
     #[test]
     fn acceptance_and_correction_have_noise_of_their_own_at_their_own_position() {
-        // Backends that judge elsewhere must use the same numbers: u < p/q from `Accept` at the token's position, and a draw
-        // from (p − q)+ with `Correct` there.
+        // Backends that judge elsewhere must use the same numbers: u from `Accept` at the prefix's last token, and a draw with
+        // `Correct` at the position after it.
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
-        let (q, p) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.5, 0.25, 0.125, 0.125]);
-        for position in 0..200 {
-            let rows = [&q, &p];
-            let target = |i: usize| rows[i].clone();
-            let q = [q.clone(), q.clone()];
-            let verdict = super::rejection(&[0, 0], Q::Kept(&q), target, || 3, &rejection, position);
-            let at = position + 1;
-            if rejection.noise(at, Stream::Accept).uniform(0) < 0.5 {
-                assert_eq!(verdict.accepted, 2);
-            } else {
-                let token = draw(&[0.0, 0.25, 0.125, 0.125], rejection.noise(at, Stream::Correct));
-                assert_eq!(verdict, Verdict { accepted: 1, token });
+        let (p, q) = ([0.25, 0.5, 0.125, 0.125], [0.5, 0.25, 0.125, 0.125]);
+        let mut accepted = [0; 3];
+        for position in 0..300 {
+            // Token 0 halves the share.
+            let rows = vec![q.to_vec(); 2];
+            let verdict = super::rejection(&[0, 0], Q::Kept(&rows), |_| p.to_vec(), || 3, &rejection, position);
+            let u = |offset: usize| rejection.noise(position + offset, Stream::Accept(offset)).uniform(0);
+            accepted[verdict.accepted] += 1;
+            if u(1) < 0.25 {
+                assert_eq!(verdict, Verdict { accepted: 2, token: 3 });
+                continue;
             }
+            // After one token (p / 2 − q)+ has no mass, so only the empty prefix is left.
+            assert_eq!(
+                verdict,
+                Verdict {
+                    accepted: 0,
+                    token: draw(&[0.0, 0.25, 0.0, 0.0], rejection.noise(position, Stream::Correct(0)))
+                }
+            );
+        }
+        assert!(accepted[2] > 50 && accepted[0] > 150, "{accepted:?}");
+        for position in 0..300 {
+            // After token 1 the share is 1: (p − q)+ follows if the second token fails.
+            let rows = vec![q.to_vec(); 2];
+            let verdict = super::rejection(&[1, 0], Q::Kept(&rows), |_| p.to_vec(), || 3, &rejection, position);
+            let at = position + 1;
+            let want = if rejection.noise(at, Stream::Accept(1)).uniform(0) < 0.5 {
+                Verdict { accepted: 2, token: 3 }
+            } else {
+                Verdict { accepted: 1, token: draw(&[0.0, 0.25, 0.0, 0.0], rejection.noise(at, Stream::Correct(1))) }
+            };
+            assert_eq!(verdict, want);
         }
     }
 

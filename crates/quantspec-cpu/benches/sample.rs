@@ -83,7 +83,7 @@ fn warp(bencher: Bencher, warpers: &str) {
 fn draw(bencher: Bencher) {
     let sampler = sampler("off", Accept::Rejection);
     let weights = sample::warp(&logits(VOCAB, 1), &sampler);
-    each(bencher, |_, position| sample::draw(black_box(&weights), sampler.noise(position, Stream::Correct)));
+    each(bencher, |_, position| sample::draw(black_box(&weights), sampler.noise(position, Stream::Correct(0))));
 }
 
 /// A drafted token under rejection, whose distribution is kept.

@@ -217,9 +217,9 @@ fn sampled_choices_equal_core() {
             let all: Vec<f32> = (0..rows.len()).flat_map(|_| logits(&mut random, vocab)).collect();
             for drafts in [DRAFTS, TARGET] {
                 let (choices, ..) = stage.choose(&rows, &all, drafts);
-                for (row, &[slot, _, position, _]) in rows.iter().enumerate() {
+                for (row, &[slot, offset, position, _]) in rows.iter().enumerate() {
                     let s = &samplers[slot as usize];
-                    let stream = if drafts == DRAFTS { s.draft_stream() } else { Stream::Sample };
+                    let stream = if drafts == DRAFTS { s.draft_stream(offset as usize) } else { Stream::Sample };
                     let want = choose(&all[row * vocab..(row + 1) * vocab], s, position as usize + 1, stream);
                     assert_eq!(choices[row], want as i32, "row {row} of {vocab}, drafts {drafts}, {s:?}");
                 }
@@ -228,7 +228,7 @@ fn sampled_choices_equal_core() {
                 let s = &samplers[place[0] as usize];
                 let logits = &all[row * vocab..(row + 1) * vocab];
                 stage.choose(&[*place], logits, DRAFTS);
-                let (_, want) = choose_with_margin(logits, s, place[2] as usize + 1, s.draft_stream());
+                let (_, want) = choose_with_margin(logits, s, place[2] as usize + 1, s.draft_stream(place[1] as usize));
                 assert!(
                     (stage.margin() - want).abs() <= 1e-4 * (1.0 + want),
                     "{} {want}: {vocab}, {s:?}",
