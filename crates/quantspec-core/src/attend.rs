@@ -155,8 +155,9 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
     out
 }
 
-/// Score of a page for a query: `Σ_c q_c·m_c + √(Σ_c (q_c·h_c)²)`, where m_c and h_c are the middle and half of a channel's range,
-/// code 0 to code 15. Query heads that share a KV head use the largest of their scores. `query` and `key_params`: `[head_dim]`.
+/// Score of a page for a query: `Σ_c q_c·m_c + √(Σ_c (q_c·h_c)²)`, where m_c and h_c are the middle and half of a channel's
+/// range, code 0 to code 15. Query heads that share a KV head use the largest of their scores. `query` and `key_params`:
+/// `[head_dim]`.
 ///
 /// That is the expected largest q·k (unscaled) of the page, if channels are normal and independent. If a channel's largest
 /// value is t standard deviations above its mean, these are h_c. The largest q·k is t of its own above its mean. The upper bound

@@ -21,7 +21,8 @@ pub struct ModelConfig {
     pub vocab: usize,
     /// Longest context the checkpoint was trained for, in tokens.
     pub max_positions: usize,
-    /// Epsilon of every RMSNorm. For Granite it is the checkpoint's, divided by the square of the residual multiplier ([`Scales`]).
+    /// Epsilon of every RMSNorm. For Granite it is the checkpoint's, divided by the square of the residual multiplier
+    /// ([`Scales`]).
     pub rms_eps: f32,
     /// Rotary position embedding.
     pub rope: Rope,
@@ -168,9 +169,9 @@ impl Local {
 
 /// Constant factors of a network, all 1 except in Granite and Gemma.
 ///
-/// Granite multiplies the embedding by μ, every branch by ρ before it is added to the residual stream, and divides the logits by s.
-/// Here the residual stream is divided by ρ, so branches are added as they are: RMSNorm of a scaled vector is the same if ε is scaled
-/// with its square.
+/// Granite multiplies the embedding by μ, every branch by ρ before it is added to the residual stream, and divides the logits by
+/// s. Here the residual stream is divided by ρ, so branches are added as they are: RMSNorm of a scaled vector is the same if ε is
+/// scaled with its square.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scales {
     /// Factor on the embedding: μ/ρ.
@@ -332,16 +333,17 @@ pub enum Pages {
     Window(usize),
     /// The first page, the newest, and those with the highest scores (`attend::page_score`): `n` in total per KV head.
     Best(usize),
-    /// Of the pages that the end of the prompt sees: the first, the newest, and those that the prompt's last queries attend to most
-    /// ([`crate::attend::page_masses`]), `pages` in all per KV head. The choice is kept; pages that become visible later are all read.
+    /// Of the pages that the end of the prompt sees: the first, the newest, and those that the prompt's last queries attend to
+    /// most ([`crate::attend::page_masses`]), `pages` in all per KV head. The choice is kept; pages that become visible later are
+    /// all read.
     Snap {
         /// Pages of the prompt.
         pages: usize,
         /// Number of new pages after which the choice is repeated among all visible pages, as by [`Pages::Best`]; 0 is never.
         refresh: usize,
     },
-    /// Every visible page; each query head attends to the `n` tokens with the highest scores. `eval` compares choices of pages with
-    /// it: it saves no reads, and only CPU backends support it.
+    /// Every visible page; each query head attends to the `n` tokens with the highest scores. `eval` compares choices of pages
+    /// with it: it saves no reads, and only CPU backends support it.
     Tokens(usize),
 }
 

@@ -201,7 +201,8 @@ mod tests {
         // 6,979,321,856 weights of 4.25 bits, and the head's 525,336,576 of 8.25.
         assert_eq!(draft_step_bytes(&config), 6_979_321_856 / 32 * 17 + 525_336_576 / 32 * 33);
         let of = |view, tokens, slots| sensitive(&config, DraftWeights::Int4, view, tokens, slots);
-        // 20 · 939,524,096 bytes are those of draft weights and of 220,000 tokens of 4.25 bits a number, or of half as many of 8.25.
+        // 20 · 939,524,096 bytes are those of draft weights and of 220,000 tokens of 4.25 bits a number, or of half as many of
+        // 8.25.
         let least = (20 * (down / 2) - draft_step_bytes(&config)).div_ceil(32 * 8 * 17_408) * G;
         assert_eq!(of(View::Upper, least, 1), Sensitive::DOWN);
         assert_eq!(of(View::Upper, least - 1, 1), Sensitive::NONE);

@@ -419,8 +419,8 @@ fn exp_bound(x: f32) -> f32 {
     f32::from_bits(((t + 127.0) * 256.0 + 8_388_609.5).to_bits() << 15)
 }
 
-/// A token drawn in proportion to `weights` (`[vocab]`, non-negative, any sum), by the same race: the largest weight over −ln u wins.
-/// Token 0 if no weight is positive.
+/// A token drawn in proportion to `weights` (`[vocab]`, non-negative, any sum), by the same race: the largest weight over −ln u
+/// wins. Token 0 if no weight is positive.
 pub fn draw(weights: &[f32], noise: Noise) -> u32 {
     let score = |weight: f32, u: f32| f64::from(weight) / -f64::from(u).ln();
     // Starts with the heaviest, so that few others need noise.

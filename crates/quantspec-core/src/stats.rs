@@ -164,8 +164,8 @@ impl Stats {
         self.copied_tokens
     }
 
-    /// Mean pages per KV head that a draft step read, 0 if the drafter reads none; `None` if nothing was drafted, or all of it was
-    /// copied.
+    /// Mean pages per KV head that a draft step read, 0 if the drafter reads none; `None` if nothing was drafted, or all of it
+    /// was copied.
     pub fn draft_pages_mean(&self) -> Option<f64> {
         let steps = self.drafted_tokens - self.copied_tokens;
         (steps > 0).then(|| self.drafted_pages as f64 / steps as f64)

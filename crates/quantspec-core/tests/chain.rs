@@ -1,5 +1,5 @@
-//! Rejection over consecutive rounds. After a rejected token, later positions are drafted again, and the text must still follow the
-//! target.
+//! Rejection over consecutive rounds. After a rejected token, later positions are drafted again, and the text must still follow
+//! the target.
 
 use quantspec_core::penalty::{History, Penalties, history, penalised};
 use quantspec_core::sample::{Accept, Sampler, warp};

@@ -3,8 +3,8 @@
 //! Scores are `[key][64 queries]`, results `[D][64 queries]`, so softmax works lane by lane. With AVX-512 and AMX, queries,
 //! keys, probabilities and values are multiplied in BF16 and summed in f32.
 //!
-//! Keys are taken in blocks, from the first key that the panel sees up to its last query, so a query's bits depend on its position
-//! alone. In a local layer the first 64 of these keys are masked below the diagonal.
+//! Keys are taken in blocks, from the first key that the panel sees up to its last query, so a query's bits depend on its
+//! position alone. In a local layer the first 64 of these keys are masked below the diagonal.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -84,8 +84,8 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every pass. Takes some seconds and holds about four times [`SPREAD`] bytes, or as much as the model if that is less. `hooks`
-/// are called while the weights are made and between passes.
+/// Times every pass. Takes some seconds and holds about four times [`SPREAD`] bytes, or as much as the model if that is less.
+/// `hooks` are called while the weights are made and between passes.
 ///
 /// # Errors
 /// Those of [`CpuBackend::load`] and of the hooks.

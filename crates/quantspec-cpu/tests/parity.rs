@@ -225,8 +225,8 @@ fn ablations_match_the_reference() {
     }
 }
 
-/// Rounding activations to 4 bits moves a draft's logits on every path by about as much as in the reference. The logits themselves
-/// differ: one code at a tie is off by a seventh, and moves the next codes.
+/// Rounding activations to 4 bits moves a draft's logits on every path by about as much as in the reference. The logits
+/// themselves differ: one code at a tie is off by a seventh, and moves the next codes.
 #[test]
 fn four_bit_activations_match_the_reference() {
     let plan = |weights| (weights, View::Full, Pages::All);

@@ -364,8 +364,8 @@ impl Attend {
     /// Attention of a slice's rows in one layer, into the partial results, or into `neighbours.codes`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] if the slice was planned for more rows than kernels of the view take, and for codes
-    /// without [`Attend::writes_codes`]. Device errors of the launch, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] if the slice was planned for more rows than kernels of the view take, and for
+    /// codes without [`Attend::writes_codes`]. Device errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `addresses` must stay valid until the stream has completed this

@@ -328,8 +328,8 @@ impl CudaBackend {
         arguments: &[crate::device::Arg],
     ) -> Result<()> {
         let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
-        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize_pages.cu) with buffers
-        // of this backend. They outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or
+        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize_pages.cu) with
+        // buffers of this backend. They outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or
         // `block_rows` rows.
         unsafe { self.device.launch(kernel, launch, arguments) }
     }

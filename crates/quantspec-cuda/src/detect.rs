@@ -153,7 +153,8 @@ fn library() -> Result<&'static Library> {
 /// All devices, through six functions that every driver has.
 fn devices() -> Result<Vec<DeviceInfo>> {
     let library = library()?;
-    // SAFETY: the signatures are those of cuda.h; they have not changed since CUDA 3.2. Every buffer has the length passed with it.
+    // SAFETY: the signatures are those of cuda.h; they have not changed since CUDA 3.2. Every buffer has the length passed with
+    // it.
     unsafe {
         let version: Symbol<unsafe extern "C" fn(*mut c_int) -> c_int> = symbol(library, "cuDriverGetVersion")?;
         let init: Symbol<unsafe extern "C" fn(u32) -> c_int> = symbol(library, "cuInit")?;

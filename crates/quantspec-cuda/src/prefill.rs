@@ -142,7 +142,8 @@ pub struct Prefill {
     rope_store: Kernel,
     widen: Kernel,
     norm_rows: Kernel,
-    /// f32 GEMM outputs of the paths without fused epilogues and before norms of whole rows, and the f16 attention output of f32 models.
+    /// f32 GEMM outputs of the paths without fused epilogues and before norms of whole rows, and the f16 attention output of f32
+    /// models.
     scratch: Option<Arc<Buffer>>,
     rows: usize,
 }
@@ -230,9 +231,9 @@ impl Prefill {
     /// Queries, keys and values of a block.
     ///
     /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width;
-    /// norms f32 `[head_dim]`, or of all heads; cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 ·
-    /// kv_heads · head_dim]` (keys, then values). A value beyond f16 is stored as infinity or NaN, or as 0 and noted in
-    /// `flag`, the device's error flag.
+    /// norms f32 `[head_dim]`, or of all heads; cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16
+    /// `[rows][2 · kv_heads · head_dim]` (keys, then values). A value beyond f16 is stored as infinity or NaN, or as 0 and noted
+    /// in `flag`, the device's error flag.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for a block without rows or with more than were prepared, and if the driver
@@ -305,9 +306,11 @@ impl Prefill {
         }
     }
 
-    /// Causal attention of rows `start ..` over tokens `0 .. start + rows` of the layer, in a local layer the last `reach` before a row.
+    /// Causal attention of rows `start ..` over tokens `0 .. start + rows` of the layer, in a local layer the last `reach` before
+    /// a row.
     ///
-    /// q f16 `[rows][heads · head_dim]` of the block; kv f16 `[start + rows][2 · kv_heads · head_dim]` of the prompt -> x `[rows][padded(heads · head_dim)]`.
+    /// q f16 `[rows][heads · head_dim]` of the block; kv f16 `[start + rows][2 · kv_heads · head_dim]` of the prompt -> x
+    /// `[rows][padded(heads · head_dim)]`.
     ///
     /// # Errors
     /// As [`Prefill::qkv`].
@@ -379,11 +382,11 @@ impl Prefill {
         Ok(())
     }
 
-    /// The last projection of a branch of a block, added to its hidden states. If there is a norm, the projection has no bias and is
-    /// normalised first.
+    /// The last projection of a branch of a block, added to its hidden states. If there is a norm, the projection has no bias and
+    /// is normalised first.
     ///
-    /// x `[rows][padded(heads · head_dim)]` of attention, `[rows][padded(intermediate)]` of the MLP; bias and norm f32 `[hidden]` ->
-    /// hidden f32 `[rows][hidden]`.
+    /// x `[rows][padded(heads · head_dim)]` of attention, `[rows][padded(intermediate)]` of the MLP; bias and norm f32 `[hidden]`
+    /// -> hidden f32 `[rows][hidden]`.
     ///
     /// # Errors
     /// As [`Prefill::qkv`].
@@ -449,7 +452,8 @@ impl Prefill {
 
     /// Gate and up projections of a block, and activation(gate) · up.
     ///
-    /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out `[rows][padded(intermediate)]` in the weights' type.
+    /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out
+    /// `[rows][padded(intermediate)]` in the weights' type.
     ///
     /// # Errors
     /// As [`Prefill::qkv`].
@@ -519,7 +523,8 @@ impl Prefill {
         unsafe { self.launch_tile(&tile, kernel, rows, n, &arguments) }
     }
 
-    /// x · weightsᵀ in the scratch, f32 `[rows][n]`; returns its address. On Hopper the scratch is cleared, and the GEMM adds to it.
+    /// x · weightsᵀ in the scratch, f32 `[rows][n]`; returns its address. On Hopper the scratch is cleared, and the GEMM adds to
+    /// it.
     unsafe fn plain(&self, x: u64, k: usize, weights: u64, n: usize, rows: usize) -> Result<u64> {
         let Some(scratch) = &self.scratch else { return Err(Error::internal("prefill without scratch")) };
         let y = scratch.at(0);

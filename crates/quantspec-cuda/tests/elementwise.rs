@@ -119,7 +119,8 @@ fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, code
     }
 }
 
-/// Branches are normalised and added, all heads are normalised in place in either order of channels, and rows alone have the same bits.
+/// Branches are normalised and added, all heads are normalised in place in either order of channels, and rows alone have the same
+/// bits.
 #[test]
 fn rows_are_normalised_in_place_or_added() {
     let Some(device) = device() else { return };
@@ -173,7 +174,8 @@ fn rows_are_normalised_in_place_or_added() {
     }
 }
 
-/// Queries grow at the positions of a step's rows and of consecutive prompt rows; those within the original context keep their bits.
+/// Queries grow at the positions of a step's rows and of consecutive prompt rows; those within the original context keep their
+/// bits.
 #[test]
 fn queries_grow_with_their_position() {
     let Some(device) = device() else { return };

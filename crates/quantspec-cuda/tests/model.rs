@@ -259,8 +259,8 @@ fn without_quantised_keys_drafts_read_the_window() {
     }
 }
 
-/// Long prompts have their hidden states in host memory and, in an engine with one slot, keys and values in memory of the weights.
-/// Neither changes a bit of theirs, and weights restored afterwards draft and verify as before.
+/// Long prompts have their hidden states in host memory and, in an engine with one slot, keys and values in memory of the
+/// weights. Neither changes a bit of theirs, and weights restored afterwards draft and verify as before.
 #[test]
 fn long_prompts_change_no_bit_wherever_they_are() {
     const ALL: Limits = Limits { tokens: usize::MAX, hidden_bytes: usize::MAX };

@@ -386,8 +386,8 @@ fn most(a: f32, b: f32) -> f32 {
 /// In views Both an activation at a tie can have either of two int8 codes in every format. In view Upper a key that differs
 /// in its last bit can have the next code, a sixteenth of the range away.
 ///
-/// Defects exceed these bounds ([`defects_exceed_the_bounds`]): an absent bias, norm weights of 1, two exchanged heads, wrong page
-/// lists, view Upper for Both. Another row's norm factor or int8 scale exceeds them in some models only.
+/// Defects exceed these bounds ([`defects_exceed_the_bounds`]): an absent bias, norm weights of 1, two exchanged heads, wrong
+/// page lists, view Upper for Both. Another row's norm factor or int8 scale exceeds them in some models only.
 fn bound(model: &Model, (weights, view, _): StepConfig) -> Apart {
     let [full, both, upper, draft, draft_upper] = match model.shape.dtype {
         "BF16" => [0.05, 0.07, 0.2, 0.12, 0.25],
@@ -559,8 +559,8 @@ fn sensitive_matrices() {
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Rounding activations to 4 bits moves a draft's logits on the GPU by as much as on the CPU. The logits themselves differ: one code
-/// at a tie is off by a seventh, and moves the next codes.
+/// Rounding activations to 4 bits moves a draft's logits on the GPU by as much as on the CPU. The logits themselves differ: one
+/// code at a tie is off by a seventh, and moves the next codes.
 #[test]
 fn four_bit_activations() {
     let Some(device) = device() else { return };
@@ -591,7 +591,8 @@ fn moved_by_rounding<B: Backend>(backend: &mut B, model: &Model, texts: &[Vec<u3
     apart.iter().sum::<f32>() / apart.len() as f32
 }
 
-/// Reading a kind of matrices in 4 bits instead of 8 moves a row by more than twice what rounding does (0.035 in [`sensitive_matrices`]).
+/// Reading a kind of matrices in 4 bits instead of 8 moves a row by more than twice what rounding does (0.035 in
+/// [`sensitive_matrices`]).
 #[test]
 fn matrices_in_eight_bits_show() {
     let model = &HEADS_OF_64[0];

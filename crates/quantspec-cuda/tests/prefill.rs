@@ -417,7 +417,8 @@ fn attention_to_the_last_tokens() {
 /// Query heads, KV heads, head width and rows.
 type Causal = (usize, usize, usize, usize);
 
-/// On Hopper, a block that 64 rows per SM cover in one wave has kernels of its own: here cuts of every prompt, and all of those with few heads.
+/// On Hopper, a block that 64 rows per SM cover in one wave has kernels of its own: here cuts of every prompt, and all of those
+/// with few heads.
 const CAUSAL: [Causal; 9] = [
     (4, 2, 128, 300),
     (4, 1, 64, 300),

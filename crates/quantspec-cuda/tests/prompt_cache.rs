@@ -53,7 +53,8 @@ fn a_cached_prefix_changes_no_bit() {
     for (number, checkpoint) in checkpoints(&device, 2000).into_iter().enumerate() {
         let vocab = checkpoint.config().vocab;
         let document = prompt(vocab, 1700, 3);
-        // Keys and values in memory of their own, and in that of the draft weights; hidden states on the device, and in host memory.
+        // Keys and values in memory of their own, and in that of the draft weights; hidden states on the device, and in host
+        // memory.
         for (slots, most) in [(1, usize::MAX), (1, 64), (2, 64)] {
             let options = options(2000, slots);
             let limits = Limits { tokens: most, hidden_bytes: if most == 64 { 0 } else { usize::MAX } };

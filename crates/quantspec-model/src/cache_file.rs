@@ -132,8 +132,8 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Opens a file with this recipe; the model's directory in its description may differ. `fits` checks the header's sizes before anything is
-    /// allocated: a sparse file can have any length that its header claims.
+    /// Opens a file with this recipe; the model's directory in its description may differ. `fits` checks the header's sizes
+    /// before anything is allocated: a sparse file can have any length that its header claims.
     pub(crate) fn open(
         format: &Format,
         path: &Path,

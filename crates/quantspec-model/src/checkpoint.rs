@@ -281,9 +281,9 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Calls `read` with ranges of consecutive rows in the file, and the part of `out` for each, at `row` elements a row. Rows of Q and K
-    /// are permuted if only some channels are rotated ([`crate::rope`]); families with such heads have no biases or norms of queries
-    /// and keys.
+    /// Calls `read` with ranges of consecutive rows in the file, and the part of `out` for each, at `row` elements a row. Rows of
+    /// Q and K are permuted if only some channels are rotated ([`crate::rope`]); families with such heads have no biases or norms
+    /// of queries and keys.
     fn by_stored_rows<T>(
         &self,
         part: Part,
@@ -313,7 +313,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads some rows as f32, `[rows][columns]`; norm weights as they multiply, that of the final norm with the factor on the logits.
+    /// Reads some rows as f32, `[rows][columns]`; norm weights as they multiply, that of the final norm with the factor on the
+    /// logits.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.

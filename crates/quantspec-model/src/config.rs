@@ -49,8 +49,8 @@ struct Family {
     mlp_bias: bool,
     qk_norm: QkNorm,
     norms: LayerNorms,
-    /// `partial_rotary_factor` applies, and `original_max_position_embeddings` has a default of its own. Such a family has neither biases
-    /// nor norms of queries and keys, which would have to be permuted with their channels.
+    /// `partial_rotary_factor` applies, and `original_max_position_embeddings` has a default of its own. Such a family has
+    /// neither biases nor norms of queries and keys, which would have to be permuted with their channels.
     partial_rotary: bool,
     /// `no_rope_layers` and `no_rope_layer_interval` apply.
     no_rope: bool,

@@ -20,9 +20,9 @@ use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use std::ops::Range;
 
-/// One decoder layer. `matrices` has a pass for each kind of matrices, in the order of [`Sensitive::KINDS`]; it differs from `pass`
-/// at most in the weights. With tensor parallelism each device would hold a partial sum before [`Network::reduce_residual`], and
-/// the all-reduce would belong there.
+/// One decoder layer. `matrices` has a pass for each kind of matrices, in the order of [`Sensitive::KINDS`]; it differs from
+/// `pass` at most in the weights. With tensor parallelism each device would hold a partial sum before
+/// [`Network::reduce_residual`], and the all-reduce would belong there.
 fn layer<B: Network>(
     backend: &mut B,
     layer: usize,
@@ -52,8 +52,8 @@ pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     step_but_one(backend, step, None)
 }
 
-/// As [`step`], but one matrix, `exact` = (layer, index in [`Sensitive::KINDS`]), is read with the target's weights. Not on a GPU,
-/// where the format in which operations of a draft step hand over rows depends on the weights.
+/// As [`step`], but one matrix, `exact` = (layer, index in [`Sensitive::KINDS`]), is read with the target's weights. Not on a
+/// GPU, where the format in which operations of a draft step hand over rows depends on the weights.
 ///
 /// # Errors
 /// As [`step`].
@@ -321,9 +321,9 @@ pub fn steps<B: Network + TokenSampler>(
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
 ///
-/// A draft is *watched* if the host reads the logit margin of every token: that of a single turn with a [`Turn::stop`], which ends
-/// once acceptance of all its tokens is unlikely enough. If the backend runs rounds whole, other drafts are deferred to [`verify`]
-/// ([`Turn::to_draft`]), unless a grammar needs each token to mask the next.
+/// A draft is *watched* if the host reads the logit margin of every token: that of a single turn with a [`Turn::stop`], which
+/// ends once acceptance of all its tokens is unlikely enough. If the backend runs rounds whole, other drafts are deferred to
+/// [`verify`] ([`Turn::to_draft`]), unless a grammar needs each token to mask the next.
 ///
 /// # Errors
 /// Those of [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`]. Errors

@@ -24,8 +24,8 @@ const ENTRIES_MAX: u64 = 65_536;
 const ELEMENTS_MAX: u64 = 16_777_216;
 /// Most tensors of a model; a network of 1,024 layers has 18,435.
 const TENSORS_MAX: usize = 65_536;
-/// Most bytes of a text, or of all texts of a list: several times a complete tokenizer.json. A sparse file has any length, so its own
-/// length does not bound what is allocated.
+/// Most bytes of a text, or of all texts of a list: several times a complete tokenizer.json. A sparse file has any length, so its
+/// own length does not bound what is allocated.
 const TEXT_BYTES_MAX: u64 = 256 << 20;
 /// Longest name of a tensor or key: the format's limit for keys.
 const NAME_BYTES_MAX: u64 = 65_535;

@@ -504,8 +504,8 @@ fn multipliers(fields: &Fields, head_dim: usize) -> Result<(Scales, f64)> {
     Ok((Scales::of(embedding, residual, logits, scores), residual))
 }
 
-/// Phi-3's RoPE on the first `dim` channels of a head, and the context it reaches. A model for more than its original context always
-/// uses the long factors, as for safetensors ([`crate::config`]).
+/// Phi-3's RoPE on the first `dim` channels of a head, and the context it reaches. A model for more than its original context
+/// always uses the long factors, as for safetensors ([`crate::config`]).
 fn long_rope(fields: &Fields, dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
     match fields.gguf.text(&fields.key("rope.scaling.type"))?.as_deref() {
         None | Some("none" | "longrope") => (),

@@ -1,7 +1,7 @@
 //! Renames tensors of other model families to Llama's names, so that all checkpoints are read alike.
 //!
-//! Phi-3 stores Q, K and V in one matrix, gate and up in another; their rows become separate matrices. Quantised ones stay fused, as
-//! their codes may not be stored by rows (`quantised.rs`). In models with a vision tower the prefix of the language model is
+//! Phi-3 stores Q, K and V in one matrix, gate and up in another; their rows become separate matrices. Quantised ones stay fused,
+//! as their codes may not be stored by rows (`quantised.rs`). In models with a vision tower the prefix of the language model is
 //! removed, and the tower's tensors are left out.
 
 use crate::elements::FLOATS;

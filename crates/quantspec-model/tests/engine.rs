@@ -521,8 +521,8 @@ fn drafters(capacity: usize) -> [Box<dyn Drafter>; 4] {
     [network(), Copying::boxed(network()), Box::<Ngram>::default(), draft_model(&varied_folder(), 2, capacity)]
 }
 
-/// Rounds of slots 0 and 1 until slot 0 fails, then one of each alone without drafts, as the scheduler finds which one failed, then
-/// slot 1 to its end. Returns the kind of the error.
+/// Rounds of slots 0 and 1 until slot 0 fails, then one of each alone without drafts, as the scheduler finds which one failed,
+/// then slot 1 to its end. Returns the kind of the error.
 fn decode_next_to_a_failing_one(engine: &mut Engine<ReferenceBackend>, texts: &mut [Vec<u32>; 2]) -> ErrorKind {
     let kind = loop {
         let gammas = [0, 1].map(|slot| (slot, engine.choose_gamma(slot)));

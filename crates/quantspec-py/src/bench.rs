@@ -1,4 +1,5 @@
-//! What `quantspec bench` needs in addition to its engine: bytes that a step must read, the engine's memory, times of a GPU's kernels.
+//! What `quantspec bench` needs in addition to its engine: bytes that a step must read, the engine's memory, times of a GPU's
+//! kernels.
 
 use crate::device::{ChosenDevice, Models};
 use crate::errors::{detached, interruptible, to_python};

@@ -65,8 +65,8 @@ pub(crate) struct EngineArguments {
     pub(crate) pool_tokens: Option<usize>,
     /// Worker threads of a CPU; `None` for [`default_threads`].
     pub(crate) threads: Option<usize>,
-    /// Keep what every method with this target needs, and room for the longest γ, so that the method can be changed later. A cache in FP16
-    /// serves every target.
+    /// Keep what every method with this target needs, and room for the longest γ, so that the method can be changed later. A
+    /// cache in FP16 serves every target.
     pub(crate) every_method: bool,
 }
 

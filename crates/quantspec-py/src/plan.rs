@@ -28,10 +28,10 @@ pub(crate) fn open_device(py: Python<'_>, model: &str, device: &str) -> PyResult
     detached(py, || ChosenDevice::choose(device, &checkpoint_of(model, false)?)).map(OpenDevice)
 }
 
-/// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"), `fits`,
-/// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
-/// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]). `opened`: the
-/// device, already open.
+/// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"),
+/// `fits`, `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many
+/// tokens), and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
+/// `opened`: the device, already open.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, draft_model=None, described=false, opened=None, **options))]
 pub(crate) fn plan<'py>(

@@ -49,7 +49,8 @@ pub(super) unsafe fn token_pair(first: *const u16, second: *const u16) -> __m512
     }
 }
 
-/// Masks the keys after each query of `scores[64 keys][64]`, whose positions begin at the same number; or with `BELOW` all others.
+/// Masks the keys after each query of `scores[64 keys][64]`, whose positions begin at the same number; or with `BELOW` all
+/// others.
 ///
 /// # Safety
 /// All scores are in bounds.

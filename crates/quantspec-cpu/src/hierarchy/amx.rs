@@ -1,8 +1,8 @@
 //! Sums of a panel of tiles by AMX: those of [`super::avx512`] for many rows.
 //!
 //! A group's codes are unpacked once for all rows into operands B, one for each half of the panel: eight rows `[k/4][output][4]`
-//! of 64 bytes, each from the low or the high nibbles of a vector. Operand A is up to sixteen rows of the group's limbs, in place.
-//! Sums over a group are exact integers, so a row's bits equal those of the AVX-512 path, in any tile.
+//! of 64 bytes, each from the low or the high nibbles of a vector. Operand A is up to sixteen rows of the group's limbs, in
+//! place. Sums over a group are exact integers, so a row's bits equal those of the AVX-512 path, in any tile.
 
 use super::avx512::{add, codes, factors, parameters};
 use super::{GROUP, HALVES, LOWER, Operands, TILE_ROWS, UPPER, VECTORS};

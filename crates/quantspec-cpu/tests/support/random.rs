@@ -166,7 +166,8 @@ impl Shape {
         self.edited(seed, &|name, values, _| self.overflow(token, weights, name, values))
     }
 
-    /// A checkpoint in which only one token has values beyond f16. Its logit is always 0, so that greedy decoding never chooses it.
+    /// A checkpoint in which only one token has values beyond f16. Its logit is always 0, so that greedy decoding never chooses
+    /// it.
     #[allow(dead_code, reason = "not every test that includes this file needs one")]
     pub(crate) fn failing(&self, seed: u64, token: usize) -> Checkpoint {
         assert!(!self.tied, "the embedding of the token is not 0");

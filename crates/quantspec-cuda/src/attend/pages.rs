@@ -57,7 +57,8 @@ impl Attend {
     /// Device errors of the two launches, named by the kernel.
     ///
     /// # Safety
-    /// As [`Attend::run`]; `choices` are `count` [`PageChoice`]s, `scores` f32 `[PageChoice::scores][kv_heads][table_pitch]` or 0.
+    /// As [`Attend::run`]; `choices` are `count` [`PageChoice`]s, `scores` f32 `[PageChoice::scores][kv_heads][table_pitch]` or
+    /// 0.
     #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn choose(
         &self,

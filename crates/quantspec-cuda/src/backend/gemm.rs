@@ -78,8 +78,8 @@ impl CudaBackend {
         }
     }
 
-    /// Norms of all query heads and of all key heads in a GEMM's output, in place, if the model has such norms. `paired`: channels that
-    /// RoPE rotates together are adjacent.
+    /// Norms of all query heads and of all key heads in a GEMM's output, in place, if the model has such norms. `paired`:
+    /// channels that RoPE rotates together are adjacent.
     pub(super) fn norm_projections(&self, layer: usize, paired: bool, rows: usize) -> Result<()> {
         let (config, weights) = (&self.config, self.layer(layer)?);
         let (QkNorm::Projection, Some((q_norm, k_norm))) = (config.qk_norm, &weights.qk_norms) else { return Ok(()) };
@@ -173,8 +173,8 @@ impl CudaBackend {
         if four && step.weights.is_draft() { Reads::Upper } else { Reads::All }
     }
 
-    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows, norms before the
-    /// branches.
+    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows, norms before
+    /// the branches.
     pub(super) fn fused_gemms(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
         let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));

@@ -1,7 +1,7 @@
 //! Hidden states of a prompt, f32 `[tokens][hidden]`. Prefill is layer-major, so it keeps those of every token between layers.
 //!
-//! Short prompts keep them on the device. Those of long prompts are in host memory, and the device has places for two blocks. While
-//! one block is computed, the block before it is copied out of the other place, and the block after it into that place:
+//! Short prompts keep them on the device. Those of long prompts are in host memory, and the device has places for two blocks.
+//! While one block is computed, the block before it is copied out of the other place, and the block after it into that place:
 //!
 //! ```text
 //! work     block 1         block 2         block 3

@@ -204,7 +204,8 @@ impl CudaBackend {
             let direct = draft && self.attend.writes_codes(step.view, slice);
             let codes = direct.then(|| Codes { x: input.x8.at(0), xs: input.xs.at(0), panels });
             let neighbours = Neighbours { half_sm, prefetch, codes };
-            // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS rows.
+            // SAFETY: the description holds the slice, and the partial results have room for every slice of at most SLICE_ROWS
+            // rows.
             unsafe {
                 self.attend.run(step.view, slice, space.q.at(0), &cache, addresses, neighbours)?;
                 if direct {

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks of a busy device, short compared with a layer of a long prompt.
 const POLL_EVERY: Duration = Duration::from_micros(200);
-/// Time for which the device is checked without a pause: a layer of a short prompt takes less, and a pause would leave the device idle.
+/// Time for which the device is checked without a pause: a layer of a short prompt takes less, and a pause would leave the device
+/// idle.
 const CHECK_FOR: Duration = Duration::from_millis(2);
 
 impl CudaBackend {

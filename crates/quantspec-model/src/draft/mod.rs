@@ -40,8 +40,8 @@ pub trait Drafter: Debug + Send {
     }
 
     /// Tokens, at most `most`, of the sequence's own text to copy instead of drafting in the next round of this slot;
-    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `break_even(γ)` is the number of tokens a round of γ copied ones must
-    /// emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
+    /// [`Turn::copied`] is then set for [`Drafter::propose`]. `break_even(γ)` is the number of tokens a round of γ copied ones
+    /// must emit to be as fast as other rounds; `None` if costs of a single sequence are unknown.
     fn copies(&self, _slot: usize, _most: usize, _break_even: &dyn Fn(usize) -> Option<f64>) -> usize {
         0
     }
@@ -75,8 +75,8 @@ pub trait Drafter: Debug + Send {
     /// Proposes up to `turn.gamma` tokens for every turn, except those with [`Turn::copied`], which have their tokens. Sets
     /// `turn.gamma` to their number and `turn.q` to their distribution.
     ///
-    /// The tokens are written to the slot's window: by the drafter through [`Target::set_proposed`], or by [`Target::draft`], at the
-    /// latest when the target verifies. `candidate` is one of the ways to draft.
+    /// The tokens are written to the slot's window: by the drafter through [`Target::set_proposed`], or by [`Target::draft`], at
+    /// the latest when the target verifies. `candidate` is one of the ways to draft.
     ///
     /// # Errors
     /// Those of the target's backend, and of the drafter's own network. Non-finite values of a draft end the draft instead.

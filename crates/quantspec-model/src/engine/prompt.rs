@@ -125,8 +125,8 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if the slot holds no sequence or is already prefilled, or if another slot's prompt
-    /// is unfinished, and those of [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and
-    /// [`crate::draft::Drafter::prefill`].
+    /// is unfinished, and those of [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`],
+    /// [`crate::backend::KvCache::set_window`] and [`crate::draft::Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,

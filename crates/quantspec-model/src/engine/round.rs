@@ -56,8 +56,8 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] if a slot holds no sequence, is not decoding or occurs twice, if γ is beyond
-    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of [`crate::draft::Drafter::propose`]
-    /// and of [`forward::Executor::restore_drafts`].
+    /// [`GAMMA_MAX`] or the remaining tokens, and if the method drafts nothing and γ is not 0. Those of
+    /// [`crate::draft::Drafter::propose`] and of [`forward::Executor::restore_drafts`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
