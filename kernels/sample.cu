@@ -426,10 +426,12 @@ KERNEL __launch_bounds__(CUT_THREADS)
   }
   int token = choices[turn.first_row + n];  // the bonus is chosen as in plain decoding
   if (n < turn.gamma) {
-    const int position = turn.position + n;
-    token = draw(s, position, CORRECT, n, vocab, scores, ids, [&](int id) { return left(n, id); });
-    // Rounding left no mass of p - q, so they are equal.
-    if (token < 0) token = draw(s, position, CORRECT, n, vocab, scores, ids, [&](int id) { return p(n, id); });
+    token = -1;
+    // If rounding leaves no mass of p - q, they are equal, and the second draw is from p.
+#pragma unroll 1
+    for (int equal = 0; equal < 2 && token < 0; equal++)
+      token = draw(s, turn.position + n, CORRECT, n, vocab, scores, ids,
+                   [&](int id) { return equal ? p(n, id) : left(n, id); });
   }
   if (threadIdx.x == 0) verdicts[blockIdx.x] = Verdict{n, max(token, 0)};
 }
