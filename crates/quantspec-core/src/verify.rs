@@ -53,7 +53,7 @@ impl Q<'_> {
 ///
 /// the longest prefix that passes its test is accepted. That of i tokens passes with probability m_i / (m_i + 1 − s_i), all γ
 /// with probability s_γ, and the empty one always. A draw from (s_i · p_{i+1} − q_{i+1})+ follows, or the bonus after all γ. The
-/// emitted tokens are distributed as p (docs/algorithm.md), even if the drafted ones decide where the draft ends.
+/// emitted tokens are distributed as p (docs/design/rejection.md), even if the drafted ones decide where the draft ends.
 ///
 /// `p(i)` is the target's warped distribution of drafted token i, counted from 0. `position` is that of the first one.
 fn rejection(
@@ -70,19 +70,20 @@ fn rejection(
     for (i, &token) in drafted.iter().enumerate() {
         shares.push(share_after(shares[i], p[i][token as usize], q.at(i, token as usize)));
     }
+    // Weights of the token after n accepted ones.
+    let left_of = |n: usize| left(shares[n], &p[n], |id| q.at(n, id));
     let passes = |&n: &usize| {
         let u = sampler.noise(position + n - 1, Stream::Accept(n - 1)).uniform(0);
-        if n == gamma { u < shares[n] } else { prefix_passes(u, shares[n], &left(shares[n], &p[n], |id| q.at(n, id))) }
+        if n == gamma { u < shares[n] } else { prefix_passes(u, shares[n], &left_of(n)) }
     };
-    match (1..=gamma).rev().find(passes).unwrap_or(0) {
-        all if all == gamma => Verdict { accepted: gamma, token: bonus() },
-        n => {
-            let left = left(shares[n], &p[n], |id| q.at(n, id));
-            // If rounding leaves no mass, p and q are equal, and the draw is from p.
-            let weights = if left.iter().any(|w| *w > 0.0) { &left } else { &p[n] };
-            Verdict { accepted: n, token: draw(weights, sampler.noise(position + n, Stream::Correct(n))) }
-        }
+    let accepted = (1..=gamma).rev().find(passes).unwrap_or(0);
+    if accepted == gamma {
+        return Verdict { accepted, token: bonus() };
     }
+    let left = left_of(accepted);
+    // If rounding leaves no mass, p and q are equal, and the draw is from p.
+    let weights = if left.iter().any(|w| *w > 0.0) { &left } else { &p[accepted] };
+    Verdict { accepted, token: draw(weights, sampler.noise(position + accepted, Stream::Correct(accepted))) }
 }
 
 /// s_i from s_{i−1} and the drafted token's probabilities. A token that the target excludes has none, whatever q is.
@@ -95,7 +96,7 @@ fn left(share: f32, p: &[f32], q: impl Fn(usize) -> f32) -> Vec<f32> {
     p.iter().enumerate().map(|(id, p)| (share * p - q(id)).max(0.0)).collect()
 }
 
-/// u < m / (m + 1 − share) with the sum m of the prefix's weights, as a multiplication: both sides are 0 if p = q.
+/// u < m / (m + 1 − share) with the sum m of the prefix's weights. At share 1 it passes whatever m is: m is 0 if p = q.
 fn prefix_passes(u: f32, share: f32, left: &[f32]) -> bool {
     let mass: f64 = left.iter().copied().map(f64::from).sum();
     share >= 1.0 || f64::from(u) * (mass + 1.0 - f64::from(share)) < mass
