@@ -422,10 +422,9 @@ fn automatic_drafts_change_no_token() {
             for pages in [Pages::All, Pages::Best(3), Pages::Snap { pages: 3, refresh: 2 }] {
                 model.engine.reset_stats();
                 law(&mut model, &request, &[Case { auto: true, ..case("quantspec", pages, &[8], 1) }]);
-                // A wrong draft is rejected and changes no token, so only acceptance detects it. While tests share the GPU, timings
-                // may lead to drafts of 16 tokens; if 0.8 of the tokens after accepted ones are accepted, 0.24 of these stand.
+                // A wrong draft is rejected and changes no token, so only acceptance detects it.
                 let accepted = model.engine.stats().acceptance_rate().unwrap();
-                assert!(accepted > 0.2, "{accept:?} {pages:?}: of drafted tokens {accepted} stand");
+                assert!(accepted > 0.5, "{accept:?} {pages:?}: of drafted tokens {accepted} stand");
             }
         }
     }
