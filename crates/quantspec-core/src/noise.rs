@@ -1,13 +1,14 @@
-//! Counter-based noise, from which tokens are sampled: a pure function of (seed, sequence, position, purpose, index). So a token
-//! does not depend on earlier drafts, batching or rejections (ARCHITECTURE.md).
+//! Counter-based noise, from which tokens are sampled: a pure function of (seed, sequence, position, purpose, index), and under
+//! rejection of the offset in the round. So a token of the target does not depend on earlier drafts, batching or rejections
+//! (ARCHITECTURE.md).
 
 use crate::cache::GAMMA_MAX;
 
 /// Purposes of the noise. Two purposes never share a random number.
 ///
 /// All but the first belong to a round and hold the token's offset among its drafted tokens. A position that is drafted again has
-/// another offset then, and so noise of its own: with the earlier round's, which led to its verdict, a text would not follow the
-/// target's distribution.
+/// another offset then, and so other noise: the earlier round's verdict depends on its own, and a text that reused it would not
+/// follow the target's distribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stream {
     /// A token sampled from the target, or from the draft under [`crate::sample::Accept::Replay`].
