@@ -53,8 +53,9 @@ impl Costs {
         }
     }
 
-    /// The line through the nearest row counts below and above, of those timed at least `times` times. If one side has none, it
-    /// goes through two on the other side. The result is at least half the lower timing.
+    /// The line through the nearest row counts below and above, of those timed at least `times` times. Above all of them it goes
+    /// through the fewest and the most: kernels take rows in tiles, so the last two may be the two sides of a step. Below all of
+    /// them it goes through the nearest two. The result is at least half the lower timing.
     ///
     /// If there is only one such count, each further row costs [`SLOPE`], and fewer rows cost as much: they may be a plain step,
     /// which must not seem fast. For the same reason, no line through more rows limits a timing of fewer.
@@ -63,7 +64,7 @@ impl Costs {
         let mut below = self.by_rows.range(..rows).rev().filter_map(point);
         let mut above = self.by_rows.range(rows..).filter_map(point);
         let (left, right) = match (below.next(), above.next()) {
-            (Some(left), None) => below.next().map_or((left, None), |before| (before, Some(left))),
+            (Some(left), None) => below.last().map_or((left, None), |fewest| (fewest, Some(left))),
             (Some(left), right) => (left, right),
             (None, right) => (right?, above.next()),
         };
@@ -96,6 +97,17 @@ impl Ratio {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_between_the_last_two_entries_does_not_continue() {
+        let mut costs = Costs::default();
+        for (rows, seconds) in [(32, 10.0), (64, 10.2), (128, 10.6), (160, 12.2)] {
+            costs.by_rows.entry(rows).or_default().observe(seconds, 0);
+        }
+        // The last two are 1.6 apart: 17 by their slope.
+        let expected = 12.2 + 96.0 * 2.2 / 128.0;
+        assert!((costs.seconds(256).unwrap() - expected).abs() < 1e-9, "{:?}", costs.seconds(256));
+    }
 
     #[test]
     fn more_rows_limit_a_plain_step_to_their_own_time() {
