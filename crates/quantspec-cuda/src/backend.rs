@@ -273,7 +273,7 @@ impl CudaBackend {
         let partial = attend.partial_rows(options.step_rows.clamp(1, SLICE_ROWS));
         let sizes = Sizes::new(&config, options, partial);
         let mut backend = CudaBackend {
-            clock: Clock { start: device.mark()?, drafted: device.mark()?, ran: false },
+            clock: Clock { start: device.mark()?, drafted: device.mark()?, judged: device.mark()?, ran: false },
             described: None,
             unreduced: None,
             residual: None,

@@ -4,7 +4,7 @@
 //! and CUDA backends implement them. A backend owns the weights, the cache of every slot and the activations of the current
 //! pass. The engine owns extents, γ and statistics.
 
-pub use crate::forward::{Executor, RoundSteps};
+pub use crate::forward::{DeviceSeconds, Executor, RoundSteps};
 pub use crate::host_sampler::{HostSampler, SamplesOnHost};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, Branch, DraftConfig, Network, Pass, Row, Step};

@@ -256,6 +256,15 @@ fn verify_rows(turns: &[Turn]) -> Vec<Row> {
     turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| row(turn, offset))).collect()
 }
 
+/// Seconds of a round on its device, without what the host does in the meantime, such as recording a graph.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeviceSeconds {
+    /// Draft steps of the same round.
+    pub drafting: f64,
+    /// Verification and verdicts.
+    pub verification: f64,
+}
+
 /// Runs the steps of rounds. The provided methods run them one after another.
 pub trait Executor: Network + TokenSampler {
     /// Returns true if a whole round takes less time than its single steps. [`draft`] then defers unwatched drafts to
@@ -284,11 +293,11 @@ pub trait Executor: Network + TokenSampler {
         run_steps(self, round)
     }
 
-    /// Seconds of the draft steps in the round of the last verification; `None` if it had none.
+    /// Seconds that a device took for the round of the last verification; `None` if the host computed it.
     ///
     /// # Errors
     /// Device errors while reading a GPU's timer. The provided method has none.
-    fn draft_seconds(&mut self) -> Result<Option<f64>> {
+    fn device_seconds(&mut self) -> Result<Option<DeviceSeconds>> {
         Ok(None)
     }
 }

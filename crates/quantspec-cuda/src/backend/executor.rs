@@ -8,14 +8,15 @@ use crate::recorded::State;
 use crate::sample::SamplingFeatures;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{Executor, RoundSteps};
+use quantspec_model::backend::{DeviceSeconds, Executor, RoundSteps};
 use quantspec_model::forward;
 
 /// Events at points of a round.
 pub(super) struct Clock {
     pub(super) start: Mark,
     pub(super) drafted: Mark,
-    /// The marks belong to the last round.
+    pub(super) judged: Mark,
+    /// The marks belong to the last round. The host times rounds without a verification.
     pub(super) ran: bool,
 }
 
@@ -52,21 +53,19 @@ impl Executor for CudaBackend {
         }
         let described = self.describe_round(round)?;
         self.launch_round(&described)?;
-        self.clock.ran = timed(round);
+        self.clock.ran = round.verification().is_some();
         match round.verification() {
             Some(_) => self.read_verdicts(round.turns),
             None => Ok(Vec::new()),
         }
     }
 
-    fn draft_seconds(&mut self) -> Result<Option<f64>> {
-        self.clock.ran.then(|| self.clock.start.seconds_to(&self.clock.drafted)).transpose()
+    fn device_seconds(&mut self) -> Result<Option<DeviceSeconds>> {
+        let Clock { start, drafted, judged, ran } = &self.clock;
+        let seconds =
+            || Ok(DeviceSeconds { drafting: start.seconds_to(drafted)?, verification: drafted.seconds_to(judged)? });
+        ran.then(seconds).transpose()
     }
-}
-
-/// Returns true if the device measures the round's drafting time. The host times rounds that only draft.
-fn timed(round: &RoundSteps) -> bool {
-    round.drafts().next().is_some() && round.verification().is_some()
 }
 
 impl CudaBackend {
@@ -107,7 +106,7 @@ impl CudaBackend {
 
     fn queue_steps(&mut self, described: &Described, recording: bool) -> Result<()> {
         let Described { round, turns, features, .. } = described;
-        let timed = timed(round);
+        let timed = round.verification().is_some();
         if timed {
             self.clock.start.set(recording)?;
         }
@@ -116,6 +115,7 @@ impl CudaBackend {
             let (count, logits) = (step.rows.len(), self.step.logits.at(0));
             self.keep_logits(count, round.turns)?;
             self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *features)?;
+            self.clock.judged.set(recording)?;
         }
         Ok(())
     }

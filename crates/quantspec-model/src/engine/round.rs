@@ -151,7 +151,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, those of the slots' grammars, and those of
-    /// [`forward::verify`], [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`],
+    /// [`forward::verify`], [`forward::Executor::device_seconds`], [`crate::backend::KvCache::window`],
     /// [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`crate::draft::Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
@@ -160,10 +160,10 @@ impl<B: Backend> Engine<B> {
         }
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         let (verdicts, started) = self.verdicts(&mut turns)?;
-        let mut draft_s = 0.0;
+        let (ran_s, device) = (started.elapsed().as_secs_f64(), self.backend.device_seconds()?);
+        // A device may have run the draft with the verification.
+        let draft_s = device.map_or(0.0, |device| device.drafting);
         if let Some((steps, seconds)) = self.draft_time.take() {
-            // A backend that ran the draft with the verification reports the draft's share of the time.
-            draft_s = self.backend.draft_seconds()?.unwrap_or(0.0);
             self.method.policy.observe_draft(seconds + draft_s, steps);
             self.stats.draft(seconds + draft_s);
         }
@@ -176,9 +176,11 @@ impl<B: Backend> Engine<B> {
             self.account(turn, &verdict, drafted);
             round.push(emitted);
         }
-        let seconds = started.elapsed().as_secs_f64() - draft_s - logprobs_s;
-        self.method.policy.observe_verify(row, seconds);
-        self.stats.verify(seconds);
+        let committed_s = started.elapsed().as_secs_f64() - ran_s - logprobs_s;
+        // The policy counts the device's seconds: while a kind of round is new, the host takes longer.
+        let verified_s = device.map_or(ran_s, |device| device.verification);
+        self.method.policy.observe_verify(row, verified_s + committed_s);
+        self.stats.verify(ran_s - draft_s + committed_s);
         Ok(round)
     }
 
