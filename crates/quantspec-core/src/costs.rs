@@ -64,7 +64,7 @@ impl Costs {
         let mut below = self.by_rows.range(..rows).rev().filter_map(point);
         let mut above = self.by_rows.range(rows..).filter_map(point);
         let (left, right) = match (below.next(), above.next()) {
-            (Some(left), None) => below.last().map_or((left, None), |fewest| (fewest, Some(left))),
+            (Some(left), None) => below.next_back().map_or((left, None), |fewest| (fewest, Some(left))),
             (Some(left), right) => (left, right),
             (None, right) => (right?, above.next()),
         };
