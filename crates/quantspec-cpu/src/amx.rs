@@ -188,52 +188,64 @@ pub(crate) struct Left {
     pub(crate) step: usize,
 }
 
-/// `c[rows][64] (+)= a[rows][32 · steps] · b`. b is a prompt panel of pairs `[16 · steps][64][2]`, c is f32. 32 × 32 at a
-/// time, k upwards in steps of 32. ADD: accumulate onto c.
+/// The right operand of [`gemm`]: pairs of k as words of 64 tokens, `pitch` bytes apart.
+#[derive(Clone, Copy)]
+pub(crate) struct Right {
+    pub(crate) start: *const f32,
+    pub(crate) pitch: usize,
+}
+
+/// Bytes from a pair of k to the next in a panel of pairs.
+pub(crate) const PAIR_PITCH: usize = 4 * PANEL_TOKENS;
+
+/// `c[rows][64] (+)= a[rows][32 · steps] · b`. b has 16 · steps pairs, c is f32. 32 × 32 at a time, k upwards in steps of 32.
+/// ADD: accumulate onto c.
 ///
 /// # Safety
 /// The tiles are those of [`prompt_tiles`]; `rows` is a multiple of 32, `steps` ≥ 1, and all operands are in bounds.
-pub(crate) unsafe fn gemm<const ADD: bool>(
-    tiles: &Tiles,
-    a: Left,
-    rows: usize,
-    steps: usize,
-    b: *const f32,
-    c: *mut f32,
-) {
+pub(crate) unsafe fn gemm<const ADD: bool>(tiles: &Tiles, a: Left, rows: usize, steps: usize, b: Right, c: *mut f32) {
     for row in (0..rows).step_by(2 * TILE_ROWS) {
         for column in (0..PANEL_TOKENS).step_by(2 * TILE_ROWS) {
             // SAFETY: the caller's promise.
             unsafe {
                 let a = Left { start: a.start.byte_add(row * a.pitch), ..a };
                 let second = a.start.byte_add(TILE_ROWS * a.pitch);
-                let (b, c) = (b.add(column), c.add(row * PANEL_TOKENS + column));
+                let b = Right { start: b.start.add(column), ..b };
+                let c = c.add(row * PANEL_TOKENS + column);
                 block::<ADD>(tiles, a, second, steps, b, c, a.start.cast());
             }
         }
     }
 }
 
-/// One output panel against 64 tokens: `c[32][64] (+)= w · x`. `packed` is the result of [`pack`], `x` holds pairs
-/// `[k/2][64]`, padded to a multiple of 16. Prefetches from `ahead`, 512 bytes per step.
+/// One output panel against 64 tokens: `c[32][64] (+)= w · x`. `packed` is the result of [`pack`], `x` holds pairs of k, a
+/// multiple of 16, `pitch` bytes apart. Prefetches from `ahead`, 512 bytes per step.
 ///
 /// # Safety
 /// The tiles are those of [`prompt_tiles`].
-pub(crate) unsafe fn panel(tiles: &Tiles, packed: &[Line], x: &[f32], c: &mut [f32], add: bool, ahead: *const u8) {
+pub(crate) unsafe fn panel(
+    tiles: &Tiles,
+    packed: &[Line],
+    (x, pitch): (&[f32], usize),
+    c: &mut [f32],
+    add: bool,
+    ahead: *const u8,
+) {
     let steps = packed.len() / (2 * TILE_ROWS);
     assert!(steps > 0 && packed.len() == steps * 2 * TILE_ROWS);
-    assert!(x.len() == steps * STEP * PANEL_TOKENS && c.len() == PANEL * PANEL_TOKENS);
+    assert!(x.len() * 4 >= (steps * STEP - 1) * pitch + PAIR_PITCH && c.len() == PANEL * PANEL_TOKENS);
     let a = Left { start: packed.as_ptr().cast(), pitch: TILE_BYTES, step: 2 * TILE_ROWS * TILE_BYTES };
     let second = packed[TILE_ROWS..].as_ptr().cast();
     for column in (0..PANEL_TOKENS).step_by(2 * TILE_ROWS) {
         let ahead = ahead.wrapping_add(steps * 4 * TILE_BYTES * (column / (2 * TILE_ROWS)));
         let c = c[column..].as_mut_ptr();
+        let b = Right { start: x[column..].as_ptr(), pitch };
         // SAFETY: the caller's promise; lengths were checked.
         unsafe {
             if add {
-                block::<true>(tiles, a, second, steps, x[column..].as_ptr(), c, ahead);
+                block::<true>(tiles, a, second, steps, b, c, ahead);
             } else {
-                block::<false>(tiles, a, second, steps, x[column..].as_ptr(), c, ahead);
+                block::<false>(tiles, a, second, steps, b, c, ahead);
             }
         }
     }
@@ -248,7 +260,7 @@ unsafe fn block<const ADD: bool>(
     a: Left,
     second: *const u16,
     steps: usize,
-    b: *const f32,
+    b: Right,
     c: *mut f32,
     ahead: *const u8,
 ) {
@@ -258,9 +270,9 @@ unsafe fn block<const ADD: bool>(
                 $($start,)*
                 "2:",
                 "tileloadd tmm4, [{a} + {a_pitch}]",
-                "tileloadd tmm6, [{b} + {pitch}]",
+                "tileloadd tmm6, [{b} + {b_pitch}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{b} + {pitch} + 64]",
+                "tileloadd tmm7, [{b} + {b_pitch} + 64]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
                 "tileloadd tmm5, [{second} + {a_pitch}]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
@@ -271,7 +283,7 @@ unsafe fn block<const ADD: bool>(
                 "prefetcht1 [{ahead} + 192]",
                 "add {a}, {step}",
                 "add {second}, {step}",
-                "add {b}, 4096",
+                "add {b}, {b_step}",
                 "add {ahead}, 256",
                 "dec {steps}",
                 "jnz 2b",
@@ -283,7 +295,9 @@ unsafe fn block<const ADD: bool>(
                 second = inout(reg) second => _,
                 a_pitch = in(reg) a.pitch,
                 step = in(reg) a.step,
-                b = inout(reg) b => _,
+                b = inout(reg) b.start => _,
+                b_pitch = in(reg) b.pitch,
+                b_step = in(reg) STEP * b.pitch,
                 c = in(reg) c,
                 // Bytes of 64 tokens, f32 or pairs; the next rows are 16 times as far.
                 pitch = in(reg) 4 * PANEL_TOKENS,

@@ -1,7 +1,7 @@
 //! Exact causal attention of prompt rows, with queries as lanes.
 //!
-//! Scores are `[key][64 queries]`, results `[D][64 queries]`, so softmax works lane by lane. With AVX-512 and AMX, queries,
-//! keys, probabilities and values are multiplied in BF16 and summed in f32.
+//! Scores are `[key][64 queries]`, results `[D][64 queries]`, so softmax works lane by lane. With BF16 inputs queries, keys,
+//! probabilities and values are multiplied in BF16 and summed in f32; with sums each is a sum of two BF16 numbers.
 //!
 //! Keys are taken in blocks, from the first key that the panel sees up to its last query, so a query's bits depend on its
 //! position alone. In a local layer the first 64 of these keys are masked below the diagonal.
@@ -10,15 +10,15 @@
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-#[cfg(target_arch = "x86_64")]
-mod bf16;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod softmax;
 
 use crate::dispatch::Simd;
 use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::memory::{Array, DisjointSlice};
 use crate::pool::{Pool, share_by_cost};
-use crate::prefill::{panel_len, put_features, slice_flops};
+use crate::prefill::{Format, panel_len, put_features, slice_flops};
 use quantspec_core::Result;
 
 /// Tokens of a block of keys.
@@ -32,8 +32,10 @@ pub(crate) struct Causal<'a> {
     pub(crate) heads: usize,
     pub(crate) group: usize,
     pub(crate) d: usize,
-    /// Queries and results are BF16 pairs.
-    pub(crate) pairs: bool,
+    /// Format of queries. Tiles take whole pairs of 32 channels, so other head widths have no sums.
+    pub(crate) queries: Format,
+    /// Format of results, the input of the output projection.
+    pub(crate) results: Format,
     /// `[panel][head]` of `panel_len(d)`, times log2(e)/√D; pairs after D are zero.
     pub(crate) q: &'a [f32],
     /// `[kv head][token][D]` f16, `tokens` tokens (a multiple of 64) each, 16 values of padding at the end.
@@ -50,7 +52,7 @@ pub(crate) struct Causal<'a> {
 
 /// Scratch of one thread.
 pub(crate) struct Scratch {
-    /// A block of keys `[key][D]` and of values, in f32 or BF16 by path.
+    /// A block of keys `[key][D]` and of values, in f32 or BF16 by path; of sums the small summands follow the large ones.
     keys: Array<f32>,
     values: Array<f32>,
     /// Scores `[key][64]`, then probabilities.
@@ -69,8 +71,13 @@ const fn padded(d: usize) -> usize {
 impl Scratch {
     /// (keys or values, scores, out, state)
     const fn lengths(d: usize, group: usize) -> [usize; 4] {
-        // 128 tokens in BF16 take as much as 64 in f32.
-        [KEYS * padded(d) + 16, TILE_KEYS * PANEL_TOKENS, group * padded(d) * PANEL_TOKENS, group * 2 * PANEL_TOKENS]
+        // 128 tokens in BF16 take as much as 64 in f32, and their sums twice as much.
+        [
+            2 * KEYS * padded(d) + 16,
+            TILE_KEYS * PANEL_TOKENS,
+            group * padded(d) * PANEL_TOKENS,
+            group * 2 * PANEL_TOKENS,
+        ]
     }
 
     /// For heads of `d` channels, `group` of which share keys.
@@ -122,7 +129,7 @@ impl Causal<'_> {
         let cost = |item: usize| (self.first + panel_and_head(item).0 + 1).min(most);
         let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
         // Floats of a head in the output.
-        let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
+        let length = self.results.len(self.d);
         let scratch = DisjointSlice::new(scratch);
         let out = DisjointSlice::new(out);
         let mut start = 0;
@@ -148,7 +155,7 @@ impl Causal<'_> {
                                 for (i, values) in values.iter_mut().enumerate() {
                                     *values = crate::lanes::take(from, (c + i) * PANEL_TOKENS + lane);
                                 }
-                                put_features(simd, self.pairs, out, c, lane, &values);
+                                put_features(simd, self.results, out, c, lane, &values);
                             }
                         }
                     }
@@ -163,7 +170,7 @@ impl Causal<'_> {
     /// Heads per item. With tiles, converting keys and values is a large part of a block's work, so heads of a group share it
     /// if there are enough items for the threads.
     fn share(&self, simd: Simd, threads: usize) -> usize {
-        if !self.pairs || simd != Simd::Amx {
+        if self.queries == Format::F32 || simd != Simd::Amx {
             return 1;
         }
         let fits = |share: &usize| {
@@ -183,11 +190,12 @@ impl Causal<'_> {
         let masked = self.reach.and_then(|reach| q0.checked_sub(reach));
         let (keys, values) = (&self.keys[at..], &self.values[at..]);
         #[cfg(target_arch = "x86_64")]
-        if self.pairs {
+        if self.queries != Format::F32 {
             // The last vector of a row may extend past its end.
             let (keys, values) = (&keys[..seen * d + 16], &values[..seen * d + 16]);
-            match simd {
-                Simd::Amx => amx::causal(q, share, keys, values, d, (q0, masked), scratch),
+            match (self.queries, simd) {
+                (Format::Sums, _) => amx::causal::<true>(q, share, keys, values, d, (q0, masked), scratch),
+                (_, Simd::Amx) => amx::causal::<false>(q, share, keys, values, d, (q0, masked), scratch),
                 _ => avx512::causal(q, keys, values, d, (q0, masked), scratch),
             }
             return;
@@ -207,7 +215,7 @@ mod tests {
     /// Attention of panels `first ..` of 320 tokens: `[token][head][D]`.
     fn attend(
         simd: Simd,
-        pairs: bool,
+        [queries, results]: [Format; 2],
         threads: usize,
         (heads, group, d): (usize, usize, usize),
         first: usize,
@@ -223,14 +231,15 @@ mod tests {
                 let token = |l: usize| panel * PANEL_TOKENS + lane + l;
                 let values: Vec<[f32; LANES]> =
                     (0..d).map(|c| std::array::from_fn(|l| q[(token(l) * heads + head) * d + c])).collect();
-                put_features(simd, pairs, x, 0, lane, &values);
+                put_features(simd, queries, x, 0, lane, &values);
             }
         }
         let causal = Causal {
             heads,
             group,
             d,
-            pairs,
+            queries,
+            results,
             q: &packed,
             keys: &kv[0],
             values: &kv[1],
@@ -244,11 +253,12 @@ mod tests {
         causal.run(&Pool::new(threads).unwrap(), simd, &mut || Ok(()), &mut scratch, &mut out).unwrap();
         let value = |token: usize, feature: usize| {
             let x = &out[token / PANEL_TOKENS * panel_len(heads * d)..];
-            if pairs {
-                let word = x[feature / 2 * PANEL_TOKENS + token % PANEL_TOKENS].to_bits();
-                bf16_value((word >> (16 * (feature % 2))) as u16)
-            } else {
-                x[feature * PANEL_TOKENS + token % PANEL_TOKENS]
+            let row = |row: usize| x[row * PANEL_TOKENS + token % PANEL_TOKENS];
+            let of_pair = |word: f32| bf16_value((word.to_bits() >> (16 * (feature % 2))) as u16);
+            match results {
+                Format::F32 => row(feature),
+                Format::Pairs => of_pair(row(feature / 2)),
+                Format::Sums => of_pair(row(feature / 2 * 2)) + of_pair(row(feature / 2 * 2 + 1)),
             }
         };
         (0..panels * PANEL_TOKENS).flat_map(|token| (0..heads * d).map(move |c| value(token, c))).collect()
@@ -284,12 +294,18 @@ mod tests {
                 }
             }
             for simd in paths() {
-                for pairs in if simd.has_avx512() { vec![true, false] } else { vec![false] } {
-                    let all = attend(simd, pairs, 1, (heads, group, d), 0, reach, &q, &kv);
-                    let (error, bound) = (distance(&all, &exact), if pairs { 8e-3 } else { 2e-6 });
-                    assert!(error < bound, "{heads} heads of {d}, {reach:?}, {simd:?}, pairs {pairs}: off by {error}");
+                let sums = if d % 32 == 0 { Format::Sums } else { Format::F32 };
+                let formats = [
+                    ([Format::F32; 2], true, 2e-6),
+                    ([Format::Pairs; 2], simd.has_avx512(), 8e-3),
+                    ([sums, Format::Sums], simd == Simd::Amx, 1e-5),
+                ];
+                for (formats, _, bound) in formats.into_iter().filter(|(_, possible, _)| *possible) {
+                    let all = attend(simd, formats, 1, (heads, group, d), 0, reach, &q, &kv);
+                    let error = distance(&all, &exact);
+                    assert!(error < bound, "{heads} heads of {d}, {reach:?}, {simd:?}, {formats:?}: off by {error}");
                     for (first, threads) in [(0, 3), (3, 1), (4, 2)] {
-                        let some = attend(simd, pairs, threads, (heads, group, d), first, reach, &q, &kv);
+                        let some = attend(simd, formats, threads, (heads, group, d), first, reach, &q, &kv);
                         let expected = &all[first * PANEL_TOKENS * heads * d..];
                         assert!(
                             bits(&some) == bits(expected),

@@ -44,6 +44,12 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
+/// What the nearest bfloat16 of a number lacks. Of a half it is itself a bfloat16: 11 bits are 8 and 3.
+#[inline(always)]
+pub(crate) fn bf16_rest(x: f32) -> f32 {
+    x - bf16_value(bf16_bits(x))
+}
+
 /// 1.5 · 2²³: adding it rounds to an integer, which is then in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 

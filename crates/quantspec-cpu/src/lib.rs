@@ -13,6 +13,8 @@ mod backend;
 mod bandwidth;
 #[doc(hidden)]
 pub mod bench;
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 mod cache;
 mod causal;
 pub mod dispatch;

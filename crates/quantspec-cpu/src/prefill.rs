@@ -1,7 +1,7 @@
 //! GEMMs of prompt rows, with tokens as lanes.
 //!
-//! Activations are panels of 64 tokens, `[feature][64]`. The input of a GEMM is f32, or BF16 pairs `[k/2][64][2]` on paths
-//! with BF16 dot products. Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
+//! Activations are panels of 64 tokens, `[feature][64]`. The input of a GEMM is f32, or BF16 on paths with BF16 dot products
+//! ([`Format`]). Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
 //! broadcast word. For AMX they are converted to tiles, once for all tokens of a block. Outputs are `[n][64]`, the next
 //! operation's panel; norms, RoPE and SiLU work on it lane by lane.
 //!
@@ -14,13 +14,17 @@ mod input;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod sums;
 
-pub(crate) use input::{panel_len, put_features, takes_pairs, tile_padding};
+pub(crate) use input::{Format, panel_len, put_features, takes_pairs, tile_padding};
 pub(crate) use portable::tiles;
 
 use crate::dispatch::Simd;
 use crate::elementwise::PANEL_TOKENS;
 use crate::linear::Matrix;
+#[cfg(target_arch = "x86_64")]
+use crate::linear::Store;
 use crate::memory::DisjointSlice;
 use crate::panel::PANEL;
 use crate::pool::{Pool, share};
@@ -28,6 +32,8 @@ use crate::pool::{Pool, share};
 use pairs::{Pairs, gemm_pairs, gemm_tiles};
 use portable::gemm_share;
 use quantspec_core::{Error, Result};
+#[cfg(target_arch = "x86_64")]
+use sums::gemm_sums;
 
 /// Outputs per register tile: with 64 tokens, 24 AVX-512 accumulators.
 const TILE: usize = 6;
@@ -44,7 +50,7 @@ pub(crate) const fn slice_flops(simd: Simd) -> usize {
     }
 }
 
-/// `y[panel][n][64] = W · x[panel]` for `panels` panels of tokens; `x` as [`takes_pairs`] says, `panel_len(k)` apart.
+/// `y[panel][n][64] = W · x[panel]` for `panels` panels of tokens; `x` as [`Format::of`] says, `panel_len(k)` apart.
 ///
 /// # Errors
 /// Those of `poll`, which is called between slices of the outputs.
@@ -65,7 +71,7 @@ pub(crate) fn gemm(
             y.len()
         )));
     }
-    if takes_pairs(simd, matrix) {
+    if Format::of(simd, matrix) == Format::Pairs {
         x.chunks_exact_mut(panel_len(k)).take(panels).for_each(|x| x[tile_padding(k)].fill(0.0));
     }
     let x = &*x;
@@ -78,6 +84,12 @@ pub(crate) fn gemm(
         pool.run(&|thread| {
             let mine = share(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
+            #[cfg(target_arch = "x86_64")]
+            if let (Format::Sums, Store::F16(w)) = (Format::of(simd, matrix), &matrix.store) {
+                // SAFETY: as below; the machine has tiles.
+                unsafe { gemm_sums(w, k, n, x, &y, panels, mine) };
+                return;
+            }
             #[cfg(target_arch = "x86_64")]
             if let (Simd::Amx | Simd::Avx512, Some(w)) = (simd, Pairs::of(simd, matrix)) {
                 let gemm = if simd == Simd::Amx { gemm_tiles } else { gemm_pairs };
@@ -110,7 +122,7 @@ mod tests {
             for lane in (0..PANEL_TOKENS).step_by(LANES) {
                 let values: Vec<[f32; LANES]> =
                     (0..k).map(|c| std::array::from_fn(|l| tokens[(lane + l) * k + c])).collect();
-                put_features(simd, takes_pairs(simd, matrix), x, 0, lane, &values);
+                put_features(simd, Format::of(simd, matrix), x, 0, lane, &values);
             }
         }
         x
@@ -121,8 +133,8 @@ mod tests {
         let mut noise = Noise::new(41);
         let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());
         // Less than a tile, parts of tiles, and more than one block of k.
-        for (n, k) in [(96, 7), (33, 172), (64, 40), (32, 2100)] {
-            for dtype in [Dtype::Bf16, Dtype::F32] {
+        for (n, k) in [(96, 7), (33, 172), (64, 40), (32, 2100), (33, 96), (64, 2112)] {
+            for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
                 let (matrix, weights) = random_matrix(&mut noise, n, k, dtype);
                 let tokens = noise.normals(3 * PANEL_TOKENS * k);
                 for simd in paths() {
@@ -146,7 +158,9 @@ mod tests {
                         }
                     }
                     let error = distance(&found, &exact);
-                    assert!(error < 2e-6, "{n}x{k} {dtype:?} {simd:?}: off by {error}");
+                    // Sums have 16 bits.
+                    let bound = if Format::of(simd, &matrix) == Format::Sums { 8e-6 } else { 2e-6 };
+                    assert!(error < bound, "{n}x{k} {dtype:?} {simd:?}: off by {error}");
                     for panel in 0..3 {
                         let alone = &tokens[panel * PANEL_TOKENS * k..][..PANEL_TOKENS * k];
                         let expected = &y[panel * width * PANEL_TOKENS..][..width * PANEL_TOKENS];

@@ -12,7 +12,7 @@ use crate::masses::PageMasses;
 use crate::memory::{Array, DisjointSlice};
 use crate::panel::PANEL;
 use crate::pool::{Pool, share};
-use crate::prefill::{self, panel_len, put_features, takes_pairs};
+use crate::prefill::{self, Format, panel_len, put_features};
 use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
 use qkv_heads::{Angles, QkvHeads};
 use quantspec_core::config::{Activation, ModelConfig, QkNorm};
@@ -230,7 +230,7 @@ impl Prompt {
     ) -> Result<()> {
         let (hidden, eps, simd, threads) =
             (self.config.hidden, self.config.rms_eps, machine.simd, machine.pool.threads());
-        let pairs = takes_pairs(simd, &linear.full);
+        let format = Format::of(simd, &linear.full);
         let (states, len) = (&self.hidden, panel_len(hidden));
         let x = DisjointSlice::new(&mut self.x);
         machine.pool.run(&|thread| {
@@ -247,7 +247,7 @@ impl Prompt {
                             out.iter_mut().zip(features).for_each(|(out, x)| *out = take(x, lane));
                         }
                     }
-                    put_features(simd, pairs, x, 0, lane, &out);
+                    put_features(simd, format, x, 0, lane, &out);
                 }
             }
         })
@@ -346,7 +346,7 @@ impl Prompt {
             cos: &self.cos,
             sin: &self.sin,
             angles,
-            pairs: takes_pairs(machine.simd, &layer.output.full),
+            queries: self.queries(machine.simd, layer),
             tokens: self.tokens,
             q: DisjointSlice::new(&mut self.q),
             keys: DisjointSlice::new(&mut self.keys),
@@ -371,13 +371,22 @@ impl Prompt {
         Ok(())
     }
 
+    /// Format of a layer's queries ([`Causal::queries`]).
+    fn queries(&self, simd: Simd, layer: &Layer) -> Format {
+        match Format::of(simd, &layer.output.full) {
+            Format::Sums if !self.config.head_dim.is_multiple_of(32) => Format::F32,
+            format => format,
+        }
+    }
+
     pub(crate) fn attend(&mut self, machine: &mut Machine, index: usize, layer: &Layer, block: &Block) -> Result<()> {
         let (first, panels) = self.panels(block)?;
         let causal = Causal {
             heads: self.config.heads,
             group: self.config.group(),
             d: self.config.head_dim,
-            pairs: takes_pairs(machine.simd, &layer.output.full),
+            queries: self.queries(machine.simd, layer),
+            results: Format::of(machine.simd, &layer.output.full),
             q: &self.q,
             keys: &self.keys,
             values: &self.values,
@@ -400,7 +409,7 @@ impl Prompt {
         self.norm(machine, &layer.gate_up, layer.mlp_norm.as_deref(), at)?;
         self.multiply(machine, &layer.gate_up, at.1)?;
         let (simd, threads, n) = (machine.simd, machine.pool.threads(), self.config.intermediate);
-        let pairs = takes_pairs(simd, &layer.down.full);
+        let format = Format::of(simd, &layer.down.full);
         let activation = self.config.activation;
         let (y, bias, width, len) = (&self.y, &layer.gate_up.bias, layer.gate_up.full.panels * PANEL, panel_len(n));
         let x = DisjointSlice::new(&mut self.x);
@@ -412,8 +421,8 @@ impl Prompt {
                 let (panel, unit) = (item / per, item % per);
                 let features = PANEL.min(n - unit * PANEL);
                 let y = &y[(panel * width + 2 * unit * PANEL) * PANEL_TOKENS..][..2 * PANEL * PANEL_TOKENS];
-                let start = panel * len + unit * PANEL * PANEL_TOKENS / if pairs { 2 } else { 1 };
-                let room = (2 * features.div_ceil(2)) * PANEL_TOKENS / if pairs { 2 } else { 1 };
+                let start = panel * len + format.len(unit * PANEL);
+                let room = format.len(2 * features.div_ceil(2));
                 // SAFETY: features of one unit of one panel belong to one item.
                 let x = unsafe { x.slice(start, room) };
                 for lane in (0..PANEL_TOKENS).step_by(LANES) {
@@ -426,7 +435,7 @@ impl Prompt {
                         lane: usize,
                         out: &mut [[f32; LANES]; PANEL],
                     ));
-                    put_features(simd, pairs, x, 0, lane, &out[..features]);
+                    put_features(simd, format, x, 0, lane, &out[..features]);
                 }
             }
         })

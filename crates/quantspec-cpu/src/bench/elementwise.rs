@@ -109,10 +109,11 @@ impl Elementwise {
                 }
             }
             Op::PanelNorm => {
+                let format = if simd.has_avx512() { prefill::Format::Pairs } else { prefill::Format::F32 };
                 for (x, y) in x.chunks_exact(k * PANEL_TOKENS).zip(y.chunks_exact_mut(prefill::panel_len(k))) {
                     for lane in (0..PANEL_TOKENS).step_by(LANES) {
                         rms_norm_panel(simd, x, lane, &with[..k], 1e-5, features);
-                        prefill::put_features(simd, simd.has_avx512(), y, 0, lane, features);
+                        prefill::put_features(simd, format, y, 0, lane, features);
                     }
                 }
             }

@@ -8,11 +8,11 @@ use crate::linear::Matrix;
 use crate::memory::Array;
 use crate::panel::PANEL;
 use crate::pool::Pool;
-use crate::prefill;
+use crate::prefill::{self, Format};
 use quantspec_core::Result;
 use quantspec_core::config::Dtype;
 
-/// A BF16 GEMM for `tokens` prompt rows.
+/// A GEMM for `tokens` prompt rows.
 pub struct PromptMatrix {
     simd: Simd,
     pool: Pool,
@@ -27,12 +27,18 @@ impl PromptMatrix {
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
-    pub fn new(Machine { simd, threads }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
+    pub fn new(
+        Machine { simd, threads }: Machine,
+        n: usize,
+        k: usize,
+        tokens: usize,
+        dtype: Dtype,
+    ) -> Result<PromptMatrix> {
         let panels = tokens / PANEL_TOKENS;
         Ok(PromptMatrix {
             simd,
             pool: Pool::new(threads)?,
-            matrix: Matrix::zeros(n / PANEL, k, Dtype::Bf16)?,
+            matrix: Matrix::zeros(n / PANEL, k, dtype)?,
             x: Array::zeros(panels * prefill::panel_len(k))?,
             y: Array::zeros(tokens * n)?,
             panels,
@@ -57,6 +63,7 @@ impl PromptMatrix {
 /// Causal attention of a block of prompt rows after `before` tokens.
 pub struct PromptAttention {
     simd: Simd,
+    format: Format,
     pool: Pool,
     heads: usize,
     group: usize,
@@ -71,7 +78,8 @@ pub struct PromptAttention {
 }
 
 impl PromptAttention {
-    /// Zeros, which take the same time. `before` and `rows` are multiples of 64.
+    /// Zeros, which take the same time. `before` and `rows` are multiples of 64, `d` of 32. `dtype`: of the output
+    /// projection.
     ///
     /// # Errors
     /// If memory is short or threads cannot start.
@@ -80,11 +88,13 @@ impl PromptAttention {
         (heads, group, d): (usize, usize, usize),
         before: usize,
         rows: usize,
+        dtype: Dtype,
     ) -> Result<PromptAttention> {
         let (panels, tokens) = (rows / PANEL_TOKENS, before + rows);
         let halves = || Array::zeros(heads / group * tokens * d + 16);
         Ok(PromptAttention {
             simd,
+            format: Format::of(simd, &Matrix::zeros(1, heads * d, dtype)?),
             pool: Pool::new(threads)?,
             heads,
             group,
@@ -114,7 +124,8 @@ impl PromptAttention {
             heads: self.heads,
             group: self.group,
             d: self.d,
-            pairs: self.simd.has_avx512(),
+            queries: self.format,
+            results: self.format,
             q: &self.q,
             keys: &self.keys,
             values: &self.values,

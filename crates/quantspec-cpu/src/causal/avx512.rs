@@ -1,6 +1,7 @@
 //! Blocks of keys with `vdpbf16ps`.
-use super::bf16::{State, halves, inverse, mask_diagonal, scale, softmax, token_pair};
+use super::softmax::{State, inverse, mask_diagonal, scale, softmax};
 use super::{KEYS, PANEL_TOKENS, Scratch};
+use crate::bf16::{halves, token_pair};
 use crate::prefill::avx512::tiles;
 use std::arch::x86_64::*;
 
@@ -41,13 +42,13 @@ unsafe fn blocks(
             // is written later; padding follows the last row.
             for t in 0..KEYS {
                 for c in (0..d).step_by(16) {
-                    _mm256_storeu_si256(kb.add(t * d + c).cast(), halves(keys.add((t0 + t) * d + c)));
+                    _mm256_storeu_si256(kb.add(t * d + c).cast(), halves::<false>(keys.add((t0 + t) * d + c)));
                 }
             }
             for t in (0..KEYS).step_by(2) {
                 for c in (0..d).step_by(16) {
                     let at = values.add((t0 + t) * d + c);
-                    _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), token_pair(at, at.add(d)));
+                    _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), token_pair::<false>(at, at.add(d)));
                 }
             }
             tiles::<0>(KEYS, kb.cast(), d * 2, 4, q, d / 2, s, std::ptr::null());
@@ -57,7 +58,7 @@ unsafe fn blocks(
             if t0 == q0 {
                 mask_diagonal::<false>(s);
             }
-            let alpha = softmax(s, KEYS, &mut state);
+            let alpha = softmax::<false>(s, KEYS, &mut state);
             tiles::<2>(d, vb.cast(), 4, d * 4, s.cast(), KEYS / 2, out, alpha.as_ptr().cast());
         }
         scale(out, d, &inverse(&state));

@@ -1,16 +1,46 @@
-//! Panels of tokens: the input of a GEMM, in f32 or BF16 pairs.
+//! Panels of tokens: the input of a GEMM.
 
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
-use crate::lanes::bf16_bits;
+use crate::lanes::{bf16_bits, bf16_rest};
 use crate::linear::{Matrix, Store, pairs_of};
 
-/// Returns true if the input of `matrix` is BF16 pairs on this path.
+/// What a panel holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Format {
+    /// `[k][64]` f32.
+    F32,
+    /// `[k/2][64][2]` BF16.
+    Pairs,
+    /// `[k/2][2][64][2]`: as pairs of BF16, the features and what they lack to be the feature in f32.
+    Sums,
+}
+
+impl Format {
+    /// The format of the input of `matrix` on this path.
+    pub(crate) fn of(simd: Simd, matrix: &Matrix) -> Format {
+        match &matrix.store {
+            _ if takes_pairs(simd, matrix) => Format::Pairs,
+            Store::F16(_) if simd == Simd::Amx && matrix.k.is_multiple_of(32) => Format::Sums,
+            _ => Format::F32,
+        }
+    }
+
+    /// Floats of `features` features of 64 tokens; an even number of features.
+    pub(crate) const fn len(self, features: usize) -> usize {
+        match self {
+            Format::Pairs => features / 2 * PANEL_TOKENS,
+            Format::F32 | Format::Sums => features * PANEL_TOKENS,
+        }
+    }
+}
+
+/// Returns true if `matrix` is multiplied by BF16 on this path.
 pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
     simd.has_avx512() && matches!(matrix.store, Store::Bf16(_) | Store::Planes(_))
 }
 
-/// Length of a panel in floats, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs; at least whole tiles of 16 pairs.
+/// Length of a panel in floats, whatever its format; at least whole tiles of 16 pairs.
 pub(crate) const fn panel_len(k: usize) -> usize {
     if k < 16 { 16 * PANEL_TOKENS } else { 2 * pairs_of(k) * PANEL_TOKENS }
 }
@@ -24,30 +54,46 @@ pub(crate) const fn tile_padding(k: usize) -> std::ops::Range<usize> {
 /// GEMM.
 pub(crate) fn put_features(
     simd: Simd,
-    pairs: bool,
+    format: Format,
     panel: &mut [f32],
     first: usize,
     lane: usize,
     values: &[[f32; LANES]],
 ) {
     #[inline(always)]
-    fn body<const FMA: bool>(pairs: bool, panel: &mut [f32], first: usize, lane: usize, values: &[[f32; LANES]]) {
-        if pairs {
-            for (i, pair) in values.chunks(2).enumerate() {
-                let out = &mut panel[(first / 2 + i) * PANEL_TOKENS + lane..][..LANES];
-                for l in 0..LANES {
-                    let high = if pair.len() == 2 { bf16_bits(pair[1][l]) } else { 0 };
-                    out[l] = f32::from_bits(u32::from(bf16_bits(pair[0][l])) | u32::from(high) << 16);
+    fn word(low: f32, high: f32) -> f32 {
+        f32::from_bits(u32::from(bf16_bits(low)) | u32::from(bf16_bits(high)) << 16)
+    }
+    #[inline(always)]
+    fn body<const FMA: bool>(format: Format, panel: &mut [f32], first: usize, lane: usize, values: &[[f32; LANES]]) {
+        match format {
+            Format::Pairs => {
+                for (i, pair) in values.chunks(2).enumerate() {
+                    let out = &mut panel[(first / 2 + i) * PANEL_TOKENS + lane..][..LANES];
+                    for l in 0..LANES {
+                        out[l] = word(pair[0][l], if pair.len() == 2 { pair[1][l] } else { 0.0 });
+                    }
                 }
             }
-        } else {
-            for (i, values) in values.iter().enumerate() {
-                panel[(first + i) * PANEL_TOKENS + lane..][..LANES].copy_from_slice(values);
+            Format::Sums => {
+                for (i, pair) in values.chunks_exact(2).enumerate() {
+                    let (large, small) = panel[(first + 2 * i) * PANEL_TOKENS..].split_at_mut(PANEL_TOKENS);
+                    let (large, small) = (&mut large[lane..][..LANES], &mut small[lane..][..LANES]);
+                    for l in 0..LANES {
+                        large[l] = word(pair[0][l], pair[1][l]);
+                        small[l] = word(bf16_rest(pair[0][l]), bf16_rest(pair[1][l]));
+                    }
+                }
             }
-            if (first + values.len()) % 2 == 1 {
-                panel[(first + values.len()) * PANEL_TOKENS + lane..][..LANES].fill(0.0);
+            Format::F32 => {
+                for (i, values) in values.iter().enumerate() {
+                    panel[(first + i) * PANEL_TOKENS + lane..][..LANES].copy_from_slice(values);
+                }
+                if (first + values.len()) % 2 == 1 {
+                    panel[(first + values.len()) * PANEL_TOKENS + lane..][..LANES].fill(0.0);
+                }
             }
         }
     }
-    portable!(simd, body(pairs: bool, panel: &mut [f32], first: usize, lane: usize, values: &[[f32; LANES]]));
+    portable!(simd, body(format: Format, panel: &mut [f32], first: usize, lane: usize, values: &[[f32; LANES]]));
 }

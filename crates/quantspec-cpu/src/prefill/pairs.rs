@@ -126,7 +126,7 @@ pub(super) unsafe fn gemm_tiles(
                 // SAFETY: the caller's promise.
                 unsafe {
                     let c = y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS);
-                    amx::panel(&tiles, packed, x, c, first > 0, ahead);
+                    amx::panel(&tiles, packed, (x, amx::PAIR_PITCH), c, first > 0, ahead);
                 }
             }
         }

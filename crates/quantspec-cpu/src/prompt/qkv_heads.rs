@@ -6,7 +6,7 @@ use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::lanes::{f16_bits, f16_is_finite, take};
 use crate::masses;
 use crate::memory::DisjointSlice;
-use crate::prefill::{panel_len, put_features, tile_padding};
+use crate::prefill::{Format, panel_len, put_features, tile_padding};
 use crate::weights::QkvOffsets;
 use quantspec_core::config::ModelConfig;
 use quantspec_model::backend::Block;
@@ -32,8 +32,8 @@ pub(super) struct QkvHeads<'a> {
     pub(super) cos: &'a [f32],
     pub(super) sin: &'a [f32],
     pub(super) angles: Angles,
-    /// Queries are stored in pairs of features ([`crate::prefill::takes_pairs`]).
-    pub(super) pairs: bool,
+    /// Format of queries.
+    pub(super) queries: Format,
     /// Tokens of a head of `keys` and `values`.
     pub(super) tokens: usize,
     pub(super) q: DisjointSlice<'a, f32>,
@@ -177,8 +177,8 @@ impl QkvHeads<'_> {
         }
         // SAFETY: heads of panels do not overlap; that of this function.
         let q = unsafe { self.q.slice((panel * self.config.heads + index) * panel_len(d), panel_len(d)) };
-        put_features(self.simd, self.pairs, q, 0, lane, head);
-        if self.pairs && lane == 0 {
+        put_features(self.simd, self.queries, q, 0, lane, head);
+        if self.queries == Format::Pairs && lane == 0 {
             q[tile_padding(d)].fill(0.0);
         }
     }

@@ -1,6 +1,7 @@
-//! What the BF16 kernels share: conversion to BF16, masks, and the softmax of 64 queries.
+//! Masks and the softmax of 64 queries, for kernels whose probabilities are BF16.
 use super::PANEL_TOKENS;
 use crate::attend::avx512_exp2 as exp2;
+use crate::bf16::{high_values, low_values, rounded_pair};
 use std::arch::x86_64::*;
 
 /// Vectors of a panel of queries.
@@ -18,34 +19,6 @@ impl State {
     pub(super) fn new() -> State {
         // Finite, since −∞ minus −∞ is NaN.
         State { most: [_mm512_set1_ps(-1e30); VECTORS], sum: [_mm512_setzero_ps(); VECTORS] }
-    }
-}
-
-/// Converts sixteen f16 to BF16.
-///
-/// # Safety
-/// Sixteen f16 are readable.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn halves(from: *const u16) -> __m256i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let x = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
-        std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))
-    }
-}
-
-/// Sixteen channels of two tokens as words of BF16 pairs.
-///
-/// # Safety
-/// Sixteen f16 are readable at both addresses.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-pub(super) unsafe fn token_pair(first: *const u16, second: *const u16) -> __m512i {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let (low, high) = (_mm512_cvtepu16_epi32(halves(first)), _mm512_cvtepu16_epi32(halves(second)));
-        _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
     }
 }
 
@@ -70,15 +43,14 @@ pub(super) unsafe fn mask_diagonal<const BELOW: bool>(scores: *mut f32) {
 }
 
 /// Converts scores `[n][64]`, n even, in place to probabilities relative to the running maximum, as words of BF16 pairs
-/// `[n/2][64]`. Returns the factors of the earlier sums.
+/// `[n/2][64]`, or with SUMS `[n/2][2][64]`: also what they lack. Returns the factors of the earlier sums.
 ///
 /// # Safety
 /// All scores are in bounds.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
-pub(super) unsafe fn softmax(scores: *mut f32, n: usize, state: &mut State) -> [__m512; VECTORS] {
+pub(super) unsafe fn softmax<const SUMS: bool>(scores: *mut f32, n: usize, state: &mut State) -> [__m512; VECTORS] {
     let mut alpha = [_mm512_setzero_ps(); VECTORS];
-    let half = _mm512_set1_epi32(0x8000);
     for i in 0..VECTORS {
         // SAFETY: the caller's promise.
         let score = |t: usize| unsafe { _mm512_loadu_ps(scores.add(t * PANEL_TOKENS + i * 16)) };
@@ -94,13 +66,18 @@ pub(super) unsafe fn softmax(scores: *mut f32, n: usize, state: &mut State) -> [
             let even = exp2(_mm512_sub_ps(score(t), most));
             let odd = exp2(_mm512_sub_ps(score(t + 1), most));
             sum = [_mm512_add_ps(sum[0], even), _mm512_add_ps(sum[1], odd)];
-            // Positive numbers round with one addition. Pair t/2 of sixteen lanes overwrites the scores of token t, which
-            // were read before.
-            let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
-            let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
-            let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high);
+            // Overwrites scores that were read before.
+            let pair = rounded_pair(even, odd);
+            let row = if SUMS { t } else { t / 2 };
             // SAFETY: as above.
-            unsafe { _mm512_storeu_si512(scores.add(t / 2 * PANEL_TOKENS + i * 16).cast(), pair) };
+            unsafe {
+                _mm512_storeu_si512(scores.add(row * PANEL_TOKENS + i * 16).cast(), pair);
+                if SUMS {
+                    let rest =
+                        rounded_pair(_mm512_sub_ps(even, low_values(pair)), _mm512_sub_ps(odd, high_values(pair)));
+                    _mm512_storeu_si512(scores.add((row + 1) * PANEL_TOKENS + i * 16).cast(), rest);
+                }
+            }
         }
         state.sum[i] = _mm512_add_ps(sum[0], sum[1]);
     }
