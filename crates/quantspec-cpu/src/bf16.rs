@@ -1,7 +1,7 @@
 //! Conversion to BF16 with AVX-512.
 use std::arch::x86_64::*;
 
-/// Converts sixteen f16 to BF16, or with REST to what their BF16 numbers lack.
+/// Converts sixteen f16 to BF16, or with REST their rests ([`crate::lanes::bf16_rest`]).
 ///
 /// # Safety
 /// Sixteen f16 are readable.
@@ -23,7 +23,7 @@ pub(crate) unsafe fn halves<const REST: bool>(from: *const u16) -> __m256i {
 /// Sixteen f16 are readable at both addresses.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub(crate) unsafe fn token_pair<const REST: bool>(first: *const u16, second: *const u16) -> __m512i {
+pub(crate) unsafe fn pair_of_halves<const REST: bool>(first: *const u16, second: *const u16) -> __m512i {
     // SAFETY: the caller's promise.
     unsafe {
         let (low, high) = (_mm512_cvtepu16_epi32(halves::<REST>(first)), _mm512_cvtepu16_epi32(halves::<REST>(second)));

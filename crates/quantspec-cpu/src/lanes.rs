@@ -44,7 +44,7 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
-/// What the nearest bfloat16 of a number lacks. Of a half it is itself a bfloat16: 11 bits are 8 and 3.
+/// A finite number minus its nearest bfloat16. The rest of a half is a bfloat16, too: 11 bits are 8 and 3.
 #[inline(always)]
 pub(crate) fn bf16_rest(x: f32) -> f32 {
     x - bf16_value(bf16_bits(x))

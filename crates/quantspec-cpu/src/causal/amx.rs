@@ -2,7 +2,7 @@
 use super::softmax::{State, inverse, mask_diagonal, scale, softmax};
 use super::{PANEL_TOKENS, Scratch, TILE_KEYS, padded};
 use crate::amx::{Left, PAIR_PITCH, Right, Tiles, gemm, prompt_tiles, transpose};
-use crate::bf16::{halves, token_pair};
+use crate::bf16::{halves, pair_of_halves};
 use crate::prefill::panel_len;
 use std::arch::x86_64::*;
 
@@ -140,7 +140,7 @@ unsafe fn convert<const REST: bool>(
                 let mut rows = [_mm512_setzero_si512(); 16];
                 for (i, row) in rows.iter_mut().enumerate() {
                     let at = values.add((t + 2 * i) * d + c);
-                    *row = token_pair::<REST>(at, at.add(d));
+                    *row = pair_of_halves::<REST>(at, at.add(d));
                 }
                 for (i, row) in transpose(rows).into_iter().enumerate() {
                     _mm512_store_si512(vb.add((c + i) * TILE_KEYS + t).cast(), row);

@@ -1,7 +1,7 @@
 //! Blocks of keys with `vdpbf16ps`.
 use super::softmax::{State, inverse, mask_diagonal, scale, softmax};
 use super::{KEYS, PANEL_TOKENS, Scratch};
-use crate::bf16::{halves, token_pair};
+use crate::bf16::{halves, pair_of_halves};
 use crate::prefill::avx512::tiles;
 use std::arch::x86_64::*;
 
@@ -48,7 +48,7 @@ unsafe fn blocks(
             for t in (0..KEYS).step_by(2) {
                 for c in (0..d).step_by(16) {
                     let at = values.add((t0 + t) * d + c);
-                    _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), token_pair::<false>(at, at.add(d)));
+                    _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), pair_of_halves::<false>(at, at.add(d)));
                 }
             }
             tiles::<0>(KEYS, kb.cast(), d * 2, 4, q, d / 2, s, std::ptr::null());

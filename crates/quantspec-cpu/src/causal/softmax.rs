@@ -43,7 +43,7 @@ pub(super) unsafe fn mask_diagonal<const BELOW: bool>(scores: *mut f32) {
 }
 
 /// Converts scores `[n][64]`, n even, in place to probabilities relative to the running maximum, as words of BF16 pairs
-/// `[n/2][64]`, or with SUMS `[n/2][2][64]`: also what they lack. Returns the factors of the earlier sums.
+/// `[n/2][64]`, or with SUMS `[n/2][2][64]`: then those of their rests. Returns the factors of the earlier sums.
 ///
 /// # Safety
 /// All scores are in bounds.

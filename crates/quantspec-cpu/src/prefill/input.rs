@@ -12,7 +12,7 @@ pub(crate) enum Format {
     F32,
     /// `[k/2][64][2]` BF16.
     Pairs,
-    /// `[k/2][2][64][2]`: as pairs of BF16, the features and what they lack to be the feature in f32.
+    /// `[k/2][2][64][2]` BF16: a pair of features, rounded, then a pair of their rests ([`bf16_rest`]).
     Sums,
 }
 

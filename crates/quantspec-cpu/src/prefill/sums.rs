@@ -5,7 +5,7 @@
 
 use super::panel_len;
 use crate::amx::{self, Line, PAIR_PITCH};
-use crate::bf16::token_pair;
+use crate::bf16::pair_of_halves;
 use crate::elementwise::PANEL_TOKENS;
 use crate::memory::DisjointSlice;
 use crate::panel::PANEL;
@@ -37,8 +37,8 @@ impl Block {
                 // SAFETY: sixteen outputs of two rows, and their words.
                 unsafe {
                     let (low, high) = (rows.as_ptr().add(l), rows.as_ptr().add(PANEL + l));
-                    _mm512_storeu_si512(large.as_mut_ptr().add(2 * l).cast(), token_pair::<false>(low, high));
-                    _mm512_storeu_si512(small.as_mut_ptr().add(2 * l).cast(), token_pair::<true>(low, high));
+                    _mm512_storeu_si512(large.as_mut_ptr().add(2 * l).cast(), pair_of_halves::<false>(low, high));
+                    _mm512_storeu_si512(small.as_mut_ptr().add(2 * l).cast(), pair_of_halves::<true>(low, high));
                 }
             }
         }
