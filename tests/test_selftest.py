@@ -63,6 +63,8 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     assert (text.code, text.stderr) == (0, "")
     assert text.stdout.splitlines()[-1].startswith("passed: ")
     assert len(text.stdout.splitlines()) == len(cases) + 2
+    assert f": {len(cases)} comparisons, prompts of 127, " in text.stdout.splitlines()[0]
+    assert text.stdout.splitlines()[-2].startswith(f"{len(cases)}/{len(cases)} auto ")
     assert "quantspec       2 pages (best), " in text.stdout
     assert "quantspec       2 pages (window), " in text.stdout
 

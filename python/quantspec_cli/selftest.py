@@ -97,17 +97,20 @@ def selftest(
         model, revision=revision, offline=offline, progress=render.on_terminal(), draft_model=draft_model
     )
     prompts = cut_prompts(opened)
-    device, weights, references = _references(opened, options, prompts)
-    options = replace(options, weights=weights)
-    if not as_json:
-        lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-        out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
+    with _engine(opened, replace(options, method="ar", gamma=0), prompts, batch=1) as engine:
+        device = engine.info["device"]
+        ways = list(_ways(replace(options, weights=engine.info["weights"]), draft_model, prompts))
+        total = sum(way.runs * len(_SAMPLING) for way in ways)
+        if not as_json:
+            lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+            prompts_of = f"prompts of {lengths} tokens, {NEW_TOKENS} new tokens each"
+            out.write(f"{one_line(opened.name)} on {device}: {total} comparisons, {prompts_of}\n")
+        references = _references(engine, prompts)
     cases: list[Case] = []
-    ways = _ways(options, draft_model, prompts)
     for case in _cases(opened, ways, prompts, references):
         cases.append(case)
         if not as_json:
-            out.write(_line(case) + "\n")
+            out.write(f"{len(cases):3}/{total} {_line(case)}\n")
         if case.difference is not None:
             break
     compared = sum(case.tokens for case in cases)
@@ -144,16 +147,12 @@ def cut_prompts(model: Model) -> list[list[int]]:
     return [ids[:1] + ids[1 + place : length + place] for place, length in enumerate(lengths)]
 
 
-def _references(
-    model: Model, options: EngineOptions, prompts: Sequence[list[int]]
-) -> tuple[str, str, dict[str, list[list[int]]]]:
-    """Device, the weights that `auto` chose, and plain decoding of every prompt alone, per acceptance rule."""
-    with _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1) as engine:
-        decoded = {
-            accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
-            for accept, sampling in _SAMPLING.items()
-        }
-    return engine.info["device"], engine.info["weights"], decoded
+def _references(engine: Engine, prompts: Sequence[list[int]]) -> dict[str, list[list[int]]]:
+    """Plain decoding of every prompt alone, per acceptance rule."""
+    return {
+        accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
+        for accept, sampling in _SAMPLING.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -170,6 +169,11 @@ class Way:
     places: Sequence[int]
     alone: Sequence[int | str]
     batched: Sequence[int | str]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs per acceptance rule."""
+        return len(self.alone) + len(self.batched)
 
 
 def _ways(options: EngineOptions, draft_model: str | None, prompts: Sequence[list[int]]) -> Iterator[Way]:
