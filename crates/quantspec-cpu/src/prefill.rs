@@ -50,6 +50,36 @@ pub(crate) const fn slice_flops(simd: Simd) -> usize {
     }
 }
 
+/// Inputs and outputs of a GEMM, which threads share.
+struct Panels<'a> {
+    /// Number of panels of 64 tokens.
+    count: usize,
+    /// Inputs of the matrix.
+    k: usize,
+    /// Outputs of the matrix, padded to panels of 32.
+    n: usize,
+    /// Panels as [`Format::of`] says, `panel_len(k)` apart.
+    x: &'a [f32],
+    /// `[panel][n][64]`.
+    y: DisjointSlice<'a, f32>,
+}
+
+impl<'a> Panels<'a> {
+    /// `len` floats from `start` on of a panel's inputs.
+    fn inputs(&self, panel: usize, start: usize, len: usize) -> &'a [f32] {
+        &self.x[panel * panel_len(self.k) + start..][..len]
+    }
+
+    /// A panel's outputs of one panel of weights, `[32][64]`.
+    ///
+    /// # Safety
+    /// They are not in use at the same time, by this thread or another.
+    unsafe fn outputs(&self, panel: usize, output: usize) -> &'a mut [f32] {
+        // SAFETY: the caller's promise.
+        unsafe { self.y.slice((panel * self.n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) }
+    }
+}
+
 /// `y[panel][n][64] = W · x[panel]` for `panels` panels of tokens; `x` as [`Format::of`] says, `panel_len(k)` apart.
 ///
 /// # Errors
@@ -74,10 +104,9 @@ pub(crate) fn gemm(
     if Format::of(simd, matrix) == Format::Pairs {
         x.chunks_exact_mut(panel_len(k)).take(panels).for_each(|x| x[tile_padding(k)].fill(0.0));
     }
-    let x = &*x;
+    let operands = Panels { count: panels, k, n, x, y: DisjointSlice::new(y) };
     let flops = 2 * PANEL * k * panels * PANEL_TOKENS;
     let most = (slice_flops(simd) / flops.max(1)).max(1) * threads;
-    let y = DisjointSlice::new(y);
     let mut first = 0;
     while first < matrix.panels {
         let outputs = (matrix.panels - first).min(most);
@@ -87,18 +116,18 @@ pub(crate) fn gemm(
             #[cfg(target_arch = "x86_64")]
             if let (Format::Sums, Store::F16(w)) = (Format::of(simd, matrix), &matrix.store) {
                 // SAFETY: as below; the machine has tiles.
-                unsafe { gemm_sums(w, k, n, x, &y, panels, mine) };
+                unsafe { gemm_sums(w, &operands, mine) };
                 return;
             }
             #[cfg(target_arch = "x86_64")]
             if let (Simd::Amx | Simd::Avx512, Some(w)) = (simd, Pairs::of(simd, matrix)) {
                 let gemm = if simd == Simd::Amx { gemm_tiles } else { gemm_pairs };
                 // SAFETY: as below; the machine has the path's instructions.
-                unsafe { gemm(w, k, n, x, &y, panels, mine) };
+                unsafe { gemm(w, &operands, mine) };
                 return;
             }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
-            unsafe { gemm_share(simd, matrix, x, &y, panels, mine) };
+            unsafe { gemm_share(simd, matrix, &operands, mine) };
         })?;
         first += outputs;
         poll()?;

@@ -1,12 +1,11 @@
 //! GEMMs in BF16 pairs: the blocks of weights, with AVX-512 and with AMX.
 
-use super::{avx512, panel_len};
+use super::{Panels, avx512};
 use crate::amx;
 use crate::dispatch::Simd;
 use crate::elementwise::PANEL_TOKENS;
 use crate::hierarchy::Planes;
 use crate::linear::{Matrix, Store, pairs_of};
-use crate::memory::DisjointSlice;
 use crate::panel::PANEL;
 
 /// k per block of BF16 pairs: 64 tokens × 256 are 32 KiB (from L2), 32 outputs × 256 another 16 (from L1).
@@ -62,22 +61,13 @@ impl<'a> Pairs<'a> {
     }
 }
 
-/// [`super::gemm_share`] with BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is
-/// completed for all tokens before the next. Its outputs stay in L2, and the tokens are read from there (or from L3) once per
-/// 32 outputs.
+/// [`super::gemm_share`] with BF16 pairs. An output panel is completed for all tokens before the next. Its outputs stay in L2,
+/// and the tokens are read from there (or from L3) once per 32 outputs.
 ///
 /// # Safety
 /// As `gemm_share`.
-pub(super) unsafe fn gemm_pairs(
-    weights: Pairs,
-    k: usize,
-    n: usize,
-    x: &[f32],
-    y: &DisjointSlice<f32>,
-    panels: usize,
-    mine: std::ops::Range<usize>,
-) {
-    let k2 = 2 * pairs_of(k);
+pub(super) unsafe fn gemm_pairs(weights: Pairs, operands: &Panels, mine: std::ops::Range<usize>) {
+    let k2 = 2 * pairs_of(operands.k);
     let mut block = weights.block(PAIRS_KC.min(k2));
     for output in mine {
         for first in (0..k2).step_by(PAIRS_KC) {
@@ -85,30 +75,22 @@ pub(super) unsafe fn gemm_pairs(
             let w = weights.take(output, first, kc, k2, &mut block);
             // Prefetches the next block of weights while all panels use this one.
             let ahead = weights.after(output, first + kc, k2);
-            for panel in 0..panels {
-                let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..kc / 2 * PANEL_TOKENS];
+            for panel in 0..operands.count {
+                let x = operands.inputs(panel, first / 2 * PANEL_TOKENS, kc / 2 * PANEL_TOKENS);
                 // SAFETY: the caller's promise.
-                let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
+                let c = unsafe { operands.outputs(panel, output) };
                 avx512::panel(w, x, c, first > 0, ahead.filter(|_| panel == 0));
             }
         }
     }
 }
 
-/// [`super::gemm_share`] with AMX: `weights` are a matrix of k inputs and n outputs.
+/// [`super::gemm_share`] with AMX.
 ///
 /// # Safety
 /// As `gemm_share`; the machine has tiles, and this thread holds none.
-pub(super) unsafe fn gemm_tiles(
-    weights: Pairs,
-    k: usize,
-    n: usize,
-    x: &[f32],
-    y: &DisjointSlice<f32>,
-    panels: usize,
-    mine: std::ops::Range<usize>,
-) {
-    let k2 = 2 * pairs_of(k);
+pub(super) unsafe fn gemm_tiles(weights: Pairs, operands: &Panels, mine: std::ops::Range<usize>) {
+    let k2 = 2 * pairs_of(operands.k);
     let mut packed = vec![amx::Line([0; 32]); TILE_KC.min(k2.next_multiple_of(32))];
     let mut block = weights.block(TILE_KC.min(k2));
     // SAFETY: the caller's promise.
@@ -120,12 +102,12 @@ pub(super) unsafe fn gemm_tiles(
             amx::pack(weights.take(output, first, kc, k2, &mut block), packed);
             // Prefetches the next block of weights within four panels.
             let ahead = weights.after(output + 1, first, k2).map_or(packed.as_ptr().cast(), <*const u16>::cast::<u8>);
-            for panel in 0..panels {
-                let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..packed.len() / 2 * PANEL_TOKENS];
+            for panel in 0..operands.count {
+                let x = operands.inputs(panel, first / 2 * PANEL_TOKENS, packed.len() / 2 * PANEL_TOKENS);
                 let ahead = ahead.wrapping_add(panel.min(3) * packed.len() / 32 * 512);
                 // SAFETY: the caller's promise.
                 unsafe {
-                    let c = y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS);
+                    let c = operands.outputs(panel, output);
                     amx::panel(&tiles, packed, (x, amx::PAIR_PITCH), c, first > 0, ahead);
                 }
             }

@@ -1,11 +1,10 @@
 //! GEMMs in f32, in plain Rust: weights are widened block by block.
 
-use super::{TILE, panel_len};
+use super::{Panels, TILE};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::PANEL_TOKENS;
 use crate::lanes::{madd, widen};
 use crate::linear::{Matrix, Store, pairs_of};
-use crate::memory::DisjointSlice;
 use crate::panel::PANEL;
 
 /// k per f32 block: 64 tokens × 256 are 64 KiB, 32 outputs × 256 another 32 (from L2).
@@ -13,15 +12,8 @@ const KC: usize = 256;
 
 /// # Safety
 /// No other thread uses rows of `y` that belong to the output panels `mine`.
-pub(super) unsafe fn gemm_share(
-    simd: Simd,
-    matrix: &Matrix,
-    x: &[f32],
-    y: &DisjointSlice<f32>,
-    panels: usize,
-    mine: std::ops::Range<usize>,
-) {
-    let (k2, n) = (2 * pairs_of(matrix.k), matrix.panels * PANEL);
+pub(super) unsafe fn gemm_share(simd: Simd, matrix: &Matrix, operands: &Panels, mine: std::ops::Range<usize>) {
+    let k2 = 2 * pairs_of(matrix.k);
     let mut block = vec![0f32; KC * PANEL];
     for output in mine {
         for first in (0..k2).step_by(KC) {
@@ -38,10 +30,10 @@ pub(super) unsafe fn gemm_share(
                 Store::F32(w) => block.copy_from_slice(&w[range]),
                 Store::Planes(planes) => planes.values(simd, output, first, kc, block),
             }
-            for panel in 0..panels {
-                let x = &x[panel * panel_len(matrix.k) + first * PANEL_TOKENS..][..kc * PANEL_TOKENS];
+            for panel in 0..operands.count {
+                let x = operands.inputs(panel, first * PANEL_TOKENS, kc * PANEL_TOKENS);
                 // SAFETY: the caller's promise.
-                let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
+                let c = unsafe { operands.outputs(panel, output) };
                 tiles(simd, block, (1, PANEL), PANEL, kc, x, c, first > 0);
             }
         }

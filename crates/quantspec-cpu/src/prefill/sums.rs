@@ -3,11 +3,10 @@
 //! For a weight this sum is exact, an activation is rounded to 16 bits ([`super::Format::Sums`]). Of the four products of
 //! summands all but the smallest are added.
 
-use super::panel_len;
+use super::Panels;
 use crate::amx::{self, Line, PAIR_PITCH};
 use crate::bf16::pair_of_halves;
 use crate::elementwise::PANEL_TOKENS;
-use crate::memory::DisjointSlice;
 use crate::panel::PANEL;
 use std::arch::x86_64::_mm512_storeu_si512;
 
@@ -54,15 +53,8 @@ impl Block {
 ///
 /// # Safety
 /// As `gemm_share`; the machine has tiles, and this thread holds none.
-pub(super) unsafe fn gemm_sums(
-    weights: &[u16],
-    k: usize,
-    n: usize,
-    x: &[f32],
-    y: &DisjointSlice<f32>,
-    panels: usize,
-    mine: std::ops::Range<usize>,
-) {
+pub(super) unsafe fn gemm_sums(weights: &[u16], operands: &Panels, mine: std::ops::Range<usize>) {
+    let k = operands.k;
     let mut block = Block::new(KC.min(k));
     // SAFETY: the caller's promise.
     let tiles = unsafe { amx::prompt_tiles() };
@@ -72,13 +64,13 @@ pub(super) unsafe fn gemm_sums(
             let w = &weights[(output * k + first) * PANEL..][..kc * PANEL];
             // SAFETY: machines with tiles have AVX-512.
             let [large, small] = unsafe { block.fill(w) };
-            for panel in 0..panels {
-                let x = &x[panel * panel_len(k) + first * PANEL_TOKENS..][..kc * PANEL_TOKENS];
+            for panel in 0..operands.count {
+                let x = operands.inputs(panel, first * PANEL_TOKENS, kc * PANEL_TOKENS);
                 // The small summands of a pair follow the large ones.
                 for (i, (w, x)) in [(large, x), (small, x), (large, &x[PANEL_TOKENS..])].into_iter().enumerate() {
                     // SAFETY: the caller's promise.
                     unsafe {
-                        let c = y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS);
+                        let c = operands.outputs(panel, output);
                         amx::panel(&tiles, w, (x, 2 * PAIR_PITCH), c, first > 0 || i > 0, w.as_ptr().cast());
                     }
                 }
