@@ -11,25 +11,23 @@ fn main() {
     divan::main();
 }
 
-/// Generic constants: indices of `DTYPES`.
-const BF16: usize = 0;
-const F16: usize = 1;
-const DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F16];
+/// Each shape for a BF16 and an F16 checkpoint.
+fn of_both<const N: usize, Shape: Copy>(shapes: [Shape; N]) -> impl Iterator<Item = (Dtype, Shape)> {
+    [Dtype::Bf16, Dtype::F16].into_iter().flat_map(move |dtype| shapes.map(|shape| (dtype, shape)))
+}
 
 /// (outputs, inputs, tokens)
-#[divan::bench(args = [(2048, 2048, 256), (8192, 2048, 256), (2048, 8192, 256), (8192, 2048, 512)], consts = [BF16, F16])]
-fn matrix<const DTYPE: usize>(bencher: Bencher, (n, k, tokens): (usize, usize, usize)) {
-    let mut matrix = PromptMatrix::new(machine().unwrap(), n, k, tokens, DTYPES[DTYPE]).unwrap();
+#[divan::bench(args = of_both([(2048, 2048, 256), (8192, 2048, 256), (2048, 8192, 256), (8192, 2048, 512)]))]
+fn matrix(bencher: Bencher, (dtype, (n, k, tokens)): (Dtype, (usize, usize, usize))) {
+    let mut matrix = PromptMatrix::new(machine().unwrap(), n, k, tokens, dtype).unwrap();
     bencher.counter(ItemsCount::new(matrix.flops())).bench_local(|| matrix.call().unwrap());
 }
 
-/// (query heads, query heads per KV head, head_dim, tokens before, tokens)
-#[divan::bench(args = [(32, 4, 64, 0, 256), (32, 4, 64, 4096, 256), (16, 4, 128, 4096, 256)], consts = [BF16, F16])]
-fn attention<const DTYPE: usize>(
-    bencher: Bencher,
-    (heads, group, d, before, rows): (usize, usize, usize, usize, usize),
-) {
-    let mut attention =
-        PromptAttention::new(machine().unwrap(), (heads, group, d), before, rows, DTYPES[DTYPE]).unwrap();
+/// (query heads, query heads per KV head, head_dim), tokens before, and tokens.
+type Attention = ((usize, usize, usize), usize, usize);
+
+#[divan::bench(args = of_both([((32, 4, 64), 0, 256), ((32, 4, 64), 4096, 256), ((16, 4, 128), 4096, 256)]))]
+fn attention(bencher: Bencher, (dtype, (heads, before, rows)): (Dtype, Attention)) {
+    let mut attention = PromptAttention::new(machine().unwrap(), heads, before, rows, dtype).unwrap();
     bencher.counter(ItemsCount::new(attention.flops())).bench_local(|| attention.call().unwrap());
 }
