@@ -257,7 +257,7 @@ fn verify_rows(turns: &[Turn]) -> Vec<Row> {
 }
 
 /// Seconds of a round on its device, without what the host does in the meantime, such as recording a graph.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct DeviceSeconds {
     /// Draft steps of the same round.
     pub drafting: f64,
