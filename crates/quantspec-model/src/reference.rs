@@ -9,7 +9,7 @@ mod kv_cache;
 mod network;
 mod weights;
 
-use crate::backend::{Backend, Executor, Hooks, HostSampler, Memory, Options, SamplesOnHost};
+use crate::backend::{Backend, DeviceSeconds, Executor, Hooks, HostSampler, Memory, Options, SamplesOnHost};
 use crate::checkpoint::{Checkpoint, Part};
 use crate::importance::{Channel, MadeUpRows, product};
 use crate::prompt_rows::PromptRows;
@@ -54,6 +54,8 @@ pub struct ReferenceBackend {
     last: Vec<(usize, Vec<f32>)>,
     /// Of the last head, `[rows][vocab]`.
     logits: Vec<f32>,
+    /// What [`Executor::device_seconds`] returns: `None`, unless a test plays a device.
+    pub device_seconds: Option<DeviceSeconds>,
 }
 
 /// Unwraps a tensor operation. It fails only through a defect: shapes were checked when the checkpoint was opened.
@@ -121,6 +123,7 @@ impl ReferenceBackend {
             scratch: None,
             last: Vec::new(),
             logits: Vec::new(),
+            device_seconds: None,
         })
     }
 
@@ -177,7 +180,11 @@ impl SamplesOnHost for ReferenceBackend {
     }
 }
 
-impl Executor for ReferenceBackend {}
+impl Executor for ReferenceBackend {
+    fn device_seconds(&mut self) -> Result<Option<DeviceSeconds>> {
+        Ok(self.device_seconds)
+    }
+}
 
 impl Backend for ReferenceBackend {
     fn memory(&self) -> Memory {

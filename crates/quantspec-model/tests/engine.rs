@@ -14,7 +14,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::stop::Stop;
 use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, ErrorKind};
-use quantspec_model::backend::{DraftConfig, Hooks, KvCache, Options, Turn};
+use quantspec_model::backend::{DeviceSeconds, DraftConfig, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{
     CATCH_UP_ROWS, Copying, DraftModel, Drafter, Needs, Ngram, Proposed, SelfQuantised, Target,
@@ -182,6 +182,30 @@ fn a_draft_may_be_left_to_the_verification() {
     };
     assert_eq!(run(true), run(false));
     assert!(run(true).1[1..].iter().any(|&token| token != 0), "nothing was drafted");
+}
+
+/// A device's time for a round replaces the host's, which is much shorter here.
+#[test]
+fn the_policy_counts_the_seconds_of_a_device() {
+    let last_gammas = |drafting: f64| {
+        let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let mut engine = engine(4, 1, 200);
+        let policy = Policy::auto(4);
+        let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy };
+        engine.set_method(method).expect("method");
+        engine.backend().device_seconds = Some(DeviceSeconds { drafting, verification: 1.0 });
+        // The model answers 0 to everything, so every drafted token is accepted.
+        let slot = add(&mut engine, &[1, 2, 3], 180).expect("add");
+        prefill(&mut engine, slot).expect("prefill");
+        let rounds = (0..30).map(|_| {
+            let gamma = engine.choose_gamma(slot);
+            round(&mut engine, slot, gamma);
+            gamma
+        });
+        rounds.skip(20).collect::<Vec<_>>()
+    };
+    assert_eq!(last_gammas(0.01), [4; 10]);
+    assert_eq!(last_gammas(100.0), [0; 10]);
 }
 
 fn lookup(gamma: usize) -> Method {
