@@ -82,18 +82,18 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 #endif
 #endif
 
-// ---- merging the items of a row ----
+// ---- merging the splits of a row ----
 //
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads.
 // Writes the input of the output projection in the order of panel.cuh: x, or for drafts int8 codes in x and their
-// scales and sums in xs; f32 as x [row][pitch]. Warp w adds items w, w + 4, ..., then the four warps are added in
-// order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes
-// nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more blocks than
-// SMs, has more items in flight.
+// scales and sums in xs; f32 as x [row][pitch]. Warp w adds splits w, w + 4, ..., then the four warps are added in
+// order. A row's number of splits depends on its position alone; a split without visible tokens has weight 0 and
+// changes nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more
+// blocks than SMs, has more splits in flight.
 constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;  // MERGE_SHARED: bytes of static shared memory
-// The items of a row. first: its first partial row; items: per KV head; total: query rows of its span.
+// The splits of a row. first: its first partial row; total: query rows of its span.
 struct Merged {
-  int first, items, total, unused;
+  int first, splits, total, unused;
 };
 struct MergeArgs {
   const Merged* rows;      // of the slice: the rows of one launch
@@ -128,7 +128,7 @@ DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool
   }
 }
 
-// IN_FLIGHT: items that a warp loads at a time.
+// IN_FLIGHT: splits that a warp loads at a time.
 template <class Out, int IN_FLIGHT>
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
@@ -140,9 +140,9 @@ DEV void merge(const MergeArgs& p) {
   const int row = p.first_row + blockIdx.y;
   grid_trigger();
   const int4 merged = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);  // complete before the step
-  const int items = merged.y, total = merged.z;
+  const int splits = merged.y, total = merged.z;
   const int query_heads = p.kv_heads * p.group, head = min(query_heads - 1, channel / p.head_dim);
-  const size_t first = (size_t)merged.x + (size_t)(head / p.group) * items * total + head % p.group;
+  const size_t first = (size_t)merged.x + (size_t)(head / p.group) * splits * total + head % p.group;
   const float* outputs = p.partial + first * p.head_dim + channel % p.head_dim;
   const float2* extremes = p.extremes + first;
   grid_wait();
@@ -150,22 +150,22 @@ DEV void merge(const MergeArgs& p) {
   float4 sum = make_float4(0, 0, 0, 0);
   float top = LOG_ZERO, l = 0;
 #pragma unroll 1
-  for (int start = warp; start < items; start += IN_FLIGHT * MERGE_WARPS) {
+  for (int start = warp; start < splits; start += IN_FLIGHT * MERGE_WARPS) {
     float4 v[IN_FLIGHT];
     float2 m[IN_FLIGHT];  // {maximum, sum}
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; i++) {
-      const int item = (start + i * MERGE_WARPS) * total;
+      const int split = (start + i * MERGE_WARPS) * total;
       v[i] = make_float4(0, 0, 0, 0);
       m[i] = make_float2(LOG_ZERO, 0);
-      if (start + i * MERGE_WARPS < items) {
-        m[i] = __ldcg(extremes + item);
-        v[i] = __ldcg(reinterpret_cast<const float4*>(outputs + (size_t)item * p.head_dim));
+      if (start + i * MERGE_WARPS < splits) {
+        m[i] = __ldcg(extremes + split);
+        v[i] = __ldcg(reinterpret_cast<const float4*>(outputs + (size_t)split * p.head_dim));
       }
     }
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; i++) {
-      // One item after another, so that the number of items in flight does not affect a bit.
+      // One split after another, so that the number of splits in flight does not affect a bit.
       const float now = fmaxf(top, m[i].x);
       const float old = exp2_fast(__fadd_rn(top, -now));
       const float a = exp2_fast(__fadd_rn(m[i].x, -now));

@@ -81,7 +81,7 @@ struct AttendArgs {
   const uint8_t* prefetch;  // weights that the next GEMM reads first: prefetched into L2 after the pages
   int prefetch_bytes;       // a multiple of 16
   int reach;                // LOCAL: tokens that a row sees, including its own
-  // DIRECT, if every row has one work item per KV head: int8 codes of the output projection's input and their {scale,
+  // DIRECT, if every row has one split: int8 codes of the output projection's input and their {scale,
   // sum}, of the step's row 0, in `panels` (panel.cuh). Else codes is null, and `merge_*` follows.
   int8_t* codes;
   float2* scales;

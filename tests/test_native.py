@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import tool
 
-from quantspec_cli import Engine, _native, hub
+from quantspec_cli import Engine, _native, hub, options, predict
 
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 
@@ -30,6 +30,13 @@ def first(engine: Any, prompt: list[int]) -> int:
     """The first new token of a prompt."""
     token: int = engine.prefill(engine.add(prompt, max_new_tokens=1, **SAMPLING))
     return token
+
+
+def test_constants_of_python_are_those_of_rust() -> None:
+    assert (options.GAMMA_MAX, options.NGRAM_MAX) == (_native.GAMMA_MAX, _native.NGRAM_MAX)
+    assert list(options.SENSITIVE) == _native.SENSITIVE
+    assert options.BATCH_MAX == _native.STEP_ROWS_MAX // (_native.GAMMA_MAX + 1)
+    assert (predict.GAMMA_MOST, list(predict.PAGES)) == (_native.GAMMA_AUTO, _native.PAGES_AUTO)
 
 
 def test_a_call_during_another_one_is_an_error() -> None:

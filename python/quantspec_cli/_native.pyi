@@ -11,7 +11,13 @@ from .schema import Answer
 __all__ = [
     "COMMIT",
     "DRAFTS_LIMIT_BYTES",
+    "GAMMA_AUTO",
+    "GAMMA_MAX",
+    "NGRAM_MAX",
+    "PAGES_AUTO",
     "PROMPTS_LIMIT_BYTES",
+    "SENSITIVE",
+    "STEP_ROWS_MAX",
     "Engine",
     "NativeError",
     "OpenDevice",
@@ -53,6 +59,24 @@ PROMPTS_LIMIT_BYTES: int
 
 def prompt_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
     """Files of prompts in a folder, as `draft_files`."""
+
+GAMMA_MAX: int
+"""Largest γ."""
+
+GAMMA_AUTO: int
+"""Longest γ of the automatic policy."""
+
+PAGES_AUTO: list[int]
+"""Numbers of draft pages among which the policy chooses."""
+
+STEP_ROWS_MAX: int
+"""Most rows of a step."""
+
+NGRAM_MAX: int
+"""Longest n-grams that can be forbidden."""
+
+SENSITIVE: list[str]
+"""Matrices that a draft may read in 8 bits."""
 
 class NativeError(Exception):
     """Any error of the engine except an interrupt. An interrupt raises the signal handler's exception: KeyboardInterrupt for

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     # `model.planned` of a model, options and a device.
     PlanOf = Callable[..., dict[str, Any]]
 
-# Most documents, or parts of one, that decode together with `--parallel auto`, by device. More gain little: on a GPU 64
-# sequences decode 8 % more tokens/s than 32 (docs/benchmarks.md). On a CPU 16 short documents take 4 to 7 % less time than 8
-# at a time. Memory may allow fewer.
+# Most documents, or parts of one, that decode together with `--parallel auto`, by device. More gain little for their memory:
+# on a GPU 64 sequences of 4,096 tokens decode 13 % more tokens/s than 32 (docs/benchmarks.md). Memory may allow fewer.
 PARALLEL = {"cpu": 16, "cuda": 32}
 
 

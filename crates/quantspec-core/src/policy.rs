@@ -70,10 +70,17 @@ pub struct Policy {
     steps: usize,
     drafted: usize,
     accepted: usize,
-    /// The plain step before this round: rows and seconds; `None` if that round verified drafts.
-    plain: Option<(usize, f64)>,
-    /// That step came first after a draft or a prompt, or was clearly faster than the one before it. So it was not recorded.
-    cold: bool,
+    /// The last round, if it was a plain step.
+    plain: Option<PlainStep>,
+}
+
+/// A plain step, with which the next one is compared.
+#[derive(Clone, Copy, Debug)]
+struct PlainStep {
+    rows: usize,
+    seconds: f64,
+    /// False if it came first after a draft or a prompt, or was clearly faster than the one before it.
+    recorded: bool,
 }
 
 /// The choice for a round, and whether it is a probe.
@@ -152,7 +159,9 @@ impl Policy {
         for (index, (own, &forecast)) in self.candidates.iter_mut().zip(forecasts).enumerate() {
             (own.forecast, own.prior) = (forecast, priors.get(index).copied());
         }
-        self.next.candidate *= usize::from(self.candidates[self.next.candidate].forecast > 0.0);
+        if self.candidates[self.next.candidate].forecast <= 0.0 {
+            self.next.candidate = 0;
+        }
     }
 
     /// Records the draft of a round: `seconds` for `steps` sequential steps.
@@ -215,15 +224,19 @@ impl Policy {
     /// are slow. So a plain step is recorded only directly after another of the same rows, with at most slightly more than its
     /// time. If that one was not recorded, this one must not be clearly faster.
     fn time(&mut self, rows: usize, seconds: f64) {
-        let before = self.plain.take().filter(|before| before.0 == rows && self.steps == 0);
+        let before = self.plain.take().filter(|before| before.rows == rows && self.steps == 0);
         let (usable, plain) = (seconds.is_finite() && seconds > 0.0, self.drafted == 0);
-        let settled = before.is_some_and(|(_, last)| !self.cold || seconds >= SETTLED * last);
-        self.plain = (usable && plain && self.steps == 0).then_some((rows, seconds));
-        self.cold = self.plain.is_some() && !settled;
-        if usable && (settled || !plain) {
-            let limited = before.map_or(seconds, |(_, last)| seconds.min(last / SETTLED));
+        let recorded = before.is_some_and(|before| before.recorded || seconds >= SETTLED * before.seconds);
+        self.plain = (usable && plain && self.steps == 0).then_some(PlainStep { rows, seconds, recorded });
+        if usable && (recorded || !plain) {
+            let limited = before.map_or(seconds, |before| seconds.min(before.seconds / SETTLED));
             self.verify.by_rows.entry(rows).or_default().observe(limited, self.round);
         }
+    }
+
+    /// True if the round was a plain step that was not recorded.
+    fn cold(&self) -> bool {
+        self.plain.is_some_and(|step| !step.recorded)
     }
 
     /// True if nothing was drafted in this round, and something copied.
@@ -244,7 +257,7 @@ impl Policy {
         let unsure = self.verify.by_rows.get(&rows).is_some_and(|own| own.recent.len() <= RELIABLE);
         let least = if unsure { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the previous draft counts as a cost of drafting.
-        let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
+        let cold = if self.cold() { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
         let missed = if self.next.probe && !self.only_copied() { tokens / self.rate - cost } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
@@ -313,7 +326,7 @@ impl Policy {
         let unsure = |plain: f64| self.rate < UNSURE || more().any(|more| more < FASTER * plain);
         let retime = timed.is_some_and(|plain| plain.recent.len() < RETIMED && unsure(plain.seconds));
         // A probe continues while there is budget, a plain one until it has a timing.
-        let continues = self.next.probe && (self.probing > 0.0 || self.cold);
+        let continues = self.next.probe && (self.probing > 0.0 || self.cold());
         if plain_idle && (retime || continues && self.next.gamma == 0) {
             return plain;
         }

@@ -42,7 +42,7 @@ impl Tiles {
     /// Configures the shape of every tile: (rows, bytes of a row), at most 16 × 64.
     ///
     /// # Safety
-    /// [`missing`] is empty, and no other `Tiles` is alive on this thread.
+    /// `Simd::Amx.missing()` is empty, and no other `Tiles` is alive on this thread.
     pub(crate) unsafe fn new(shapes: [(usize, usize); 8]) -> Tiles {
         let mut palette = Palette { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [0; 16], rows: [0; 16] };
         for (i, (rows, bytes)) in shapes.into_iter().enumerate() {

@@ -280,7 +280,7 @@ impl State {
         self.s[r * G..][..self.hidden[r]].fill(-1e30);
     }
 
-    /// Writes (m, l, o[D]) of each row to `out(row)`; o is not yet divided by l.
+    /// Writes (m, l, `o[D]`) of each row to `out(row)`; o is not yet divided by l.
     pub(crate) fn finish<'a>(&self, rows: usize, out: impl Fn(usize) -> &'a mut [f32]) {
         for r in 0..rows {
             let out = out(r);
@@ -335,7 +335,7 @@ pub(crate) fn nibble_page(
     portable::page(simd, state, rows, planes, rounding, upper, lower);
 }
 
-/// Merges partial results (m, l, o[D]) in index order into `out[D]`.
+/// Merges partial results (m, l, `o[D]`) in index order into `out[D]`.
 pub(crate) fn merge(simd: Simd, parts: &[f32], stride: usize, out: &mut [f32]) {
     #[inline(always)]
     fn body<const FMA: bool>(parts: &[f32], stride: usize, out: &mut [f32]) {

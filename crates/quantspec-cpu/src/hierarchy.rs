@@ -51,16 +51,16 @@ const UPPER: usize = PARAMS + LOWER;
 
 const _: () = assert!(GROUP == 32 && UPPER == 320 && LOWER == 256);
 
-/// Rows that share one pass.
+/// Rows that share one load of a tile.
 const ROWS: usize = 8;
 
-/// Rows of f32 activations that share one pass: ten sums and their operands fill AVX2's sixteen registers.
+/// Rows of f32 activations that share one load of a tile: ten sums and their operands fill AVX2's sixteen registers.
 const SINGLE_ROWS: usize = 5;
 
 /// Tiles of a panel, one above the other.
 const HALVES: usize = PANEL / TILE_ROWS;
 
-/// Planes and activations that a pass reads.
+/// Planes and activations that a product reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
     /// All existing planes, with activations as precise as the path allows.
@@ -214,7 +214,7 @@ impl Planes {
         }
     }
 
-    /// Row `row` in view Both, [k]. A tied model's embedding is read from its head.
+    /// Row `row` in view Both, `[k]`. A tied model's embedding is read from its head.
     pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
         let (panel, lane) = (row / PANEL, row % PANEL);
         let (upper, lower) = self.column(panel, lane / TILE_ROWS);

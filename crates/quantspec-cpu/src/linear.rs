@@ -1,6 +1,7 @@
-//! Linear layers of the target for a few rows: `y[m][n] = x[m][k] · W[n][k]ᵀ`.
+//! Linear layers of a step, a few rows: `y[m][n] = x[m][k] · W[n][k]ᵀ`. Draft weights and planes have files of their own
+//! (`w4.rs`, `hierarchy.rs`).
 //!
-//! Weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs. A pass then reads them in
+//! Whole weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs. A pass then reads them in
 //! address order; lanes are outputs, activations are broadcast, and no sum crosses lanes.
 //! * BF16: `[n/32][k/2][32][2]`. With AMX, sixteen pairs of sixteen outputs are a tile; with AVX-512, one `vdpbf16ps` takes a
 //!   pair. Both round activations to BF16. Other paths split a word into two f32 by shift and mask and keep f32 activations.
@@ -27,7 +28,7 @@ use crate::w4;
 use quantspec_core::{Error, Result};
 use std::ops::Range;
 
-/// Rows that share one pass over a panel: twelve pairs of accumulators take 24 of AVX-512's 32 registers.
+/// Rows that share one load of a panel: twelve pairs of accumulators take 24 of AVX-512's 32 registers.
 const GROUP: usize = 6;
 
 /// How a vector kernel reads numbers of a panel: pairs of BF16, or rows of F16 or F32.
@@ -240,7 +241,7 @@ mod tests {
         let rows = padded(&x[..m * k], k);
         let mut halves = vec![0u16; m * stride];
         to_bf16(simd, &rows, &mut halves);
-        let pairs = crate::prefill::takes_pairs(simd, matrix);
+        let pairs = matrix.takes_bf16(simd);
         let input = if pairs { Input::Bf16(&halves, stride) } else { Input::F32(&rows, stride) };
         let mut y = vec![f32::NAN; m * n];
         let out = crate::memory::DisjointSlice::new(&mut y);
@@ -264,7 +265,7 @@ mod tests {
                 let (matrix, w) = random_matrix(&mut noise, n, k, dtype);
                 let x = noise.normals(17 * k);
                 for simd in paths() {
-                    let bf16 = crate::prefill::takes_pairs(simd, &matrix);
+                    let bf16 = matrix.takes_bf16(simd);
                     let round = |x: &f32| if bf16 { crate::lanes::bf16_value(bf16_bits(*x)) } else { *x };
                     let exact: Vec<f64> = (0..17 * n)
                         .map(|i| {

@@ -1,7 +1,7 @@
 //! GEMMs of prompt rows, with tokens as lanes.
 //!
-//! Activations are panels of 64 tokens, `[feature][64]`. The input of a GEMM is f32, or BF16 on paths with BF16 dot products
-//! ([`Format`]). Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
+//! Activations are panels of 64 tokens, `[feature][64]`. The input of a GEMM is a [`Format`]: BF16 for weights in BF16 or
+//! planes on paths with BF16 dot products, sums of two BF16 numbers for F16 weights with AMX, else f32. Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
 //! broadcast word. For AMX they are converted to tiles, once for all tokens of a block. Outputs are `[n][64]`, the next
 //! operation's panel; norms, RoPE and SiLU work on it lane by lane.
 //!
@@ -17,7 +17,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 mod sums;
 
-pub(crate) use input::{Format, panel_len, put_features, takes_pairs, tile_padding};
+pub(crate) use input::{Format, panel_len, put_features, tile_padding};
 pub(crate) use portable::tiles;
 
 use crate::dispatch::Simd;
@@ -167,7 +167,7 @@ mod tests {
                 let (matrix, weights) = random_matrix(&mut noise, n, k, dtype);
                 let tokens = noise.normals(3 * PANEL_TOKENS * k);
                 for simd in paths() {
-                    let pairs = takes_pairs(simd, &matrix);
+                    let pairs = matrix.takes_bf16(simd);
                     let round = |x: f32| if pairs { bf16_value(bf16_bits(x)) } else { x };
                     let multiply = |pool: &Pool, tokens: &[f32], panels: usize| {
                         let mut x = input(simd, &matrix, tokens, k);

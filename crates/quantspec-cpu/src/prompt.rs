@@ -447,7 +447,7 @@ impl Prompt {
         self.add(machine, &layer.down, layer.mlp_output_norm.as_deref(), block, at)
     }
 
-    /// Hidden state of one row, [hidden].
+    /// Hidden state of one row, `[hidden]`.
     pub(crate) fn hidden(&self, row: usize, out: &mut [f32]) {
         let at = row / PANEL_TOKENS * self.config.hidden * PANEL_TOKENS + row % PANEL_TOKENS;
         for (c, out) in out[..self.config.hidden].iter_mut().enumerate() {

@@ -99,9 +99,9 @@ pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
         // As in rounds, drafts and verifications alternate: each may have replaced the other's weights in a cache.
         for (i, (config, [first, later])) in work.drafts.iter().zip(&mut drafts).enumerate() {
             stand_in.backend.poll()?;
-            first.push(stand_in.draft(config, 1, true)?);
+            first.push(stand_in.step(config, 1, true)?);
             for _ in 1..DRAFTED {
-                later.push(stand_in.draft(config, 1, false)?);
+                later.push(stand_in.step(config, 1, false)?);
             }
             let rows = 1 + (i + rounds) % (ROWS.len() - 1);
             target[rows].push(stand_in.target(ROWS[rows])?);
@@ -113,7 +113,7 @@ pub fn rates(work: &Workload, hooks: Hooks) -> Result<Rates> {
             target[0].push(stand_in.target(1)?);
         }
         for (config, many) in work.drafts.iter().zip(&mut many) {
-            many.push(stand_in.draft(config, MOST, true)?);
+            many.push(stand_in.step(config, MOST, true)?);
         }
         rounds += 1;
     }
@@ -242,12 +242,12 @@ impl StandIn {
     /// A pass of the target.
     fn target(&mut self, rows: usize) -> Result<Times> {
         let target = DraftConfig { weights: Weights::Full, view: self.view, pages: Pages::All };
-        self.draft(&target, rows, false)
+        self.step(&target, rows, false)
     }
 
-    /// A draft step.
-    fn draft(&mut self, config: &DraftConfig, rows: usize, choose_pages: bool) -> Result<Times> {
-        let DraftConfig { weights, view, pages } = *config;
+    /// A step that reads this, of rows from the last position on.
+    fn step(&mut self, reads: &DraftConfig, rows: usize, choose_pages: bool) -> Result<Times> {
+        let DraftConfig { weights, view, pages } = *reads;
         let rows: Vec<Row> =
             (0..rows).map(|offset| Row { slot: 0, offset, position: self.small.position + offset }).collect();
         // The attention of a prompt's end, by which Snap chooses, is not known; as many other pages cost the same.

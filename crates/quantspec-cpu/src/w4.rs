@@ -43,7 +43,7 @@ pub(crate) const TILE_ROWS: usize = 16;
 /// Bytes of scales and zeros of a tile.
 pub(crate) const PARAMS: usize = 2 * 2 * TILE_ROWS;
 
-/// Rows that share one pass.
+/// Rows that share one load of a tile.
 const ROWS: usize = 8;
 
 /// Bits of a code.

@@ -229,7 +229,7 @@ impl Model {
         tiles.flat_map(|tiles| tiles.data.chunks_exact(Tiles::panel_bytes(tiles.k, tiles.bits)))
     }
 
-    /// Embedding of a token, [hidden].
+    /// Embedding of a token, `[hidden]`.
     pub(crate) fn embed(&self, token: usize, out: &mut [f32]) {
         match &self.embedding {
             Some(embedding) => embedding.row(token, out),

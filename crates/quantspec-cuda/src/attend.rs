@@ -39,15 +39,15 @@ struct Variant {
     threads: usize,
 }
 
-/// Kernels of a view, and the items that fill the GPU.
+/// Kernels of a view, and the splits that fill the GPU.
 #[derive(Debug)]
 struct ViewKernels {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
     /// Those of local layers; none if the model has no such layers.
     local: Vec<Variant>,
-    /// Items per KV head that fill the GPU.
-    items: usize,
+    /// Splits of one row that fill the GPU.
+    splits: usize,
 }
 
 /// A view's number in kernels.
@@ -71,13 +71,13 @@ fn instances(
     table.iter().filter(move |of| (of.d, of.view, of.half_sm, of.stages > 0) == is)
 }
 
-/// Most rows of partial results, for `rows` rows with `heads` query heads and at most `items` work items per KV head.
-fn most_partial_rows(heads: usize, items: usize, rows: usize) -> usize {
-    rows * heads * items
+/// Most rows of partial results, for `rows` rows with `heads` query heads and at most `splits` splits.
+fn most_partial_rows(heads: usize, splits: usize, rows: usize) -> usize {
+    rows * heads * splits
 }
 
-/// Work items per KV head that fill a GPU with `blocks` concurrent blocks.
-fn most_items(blocks: usize, kv_heads: usize) -> usize {
+/// Splits of one row that fill a GPU with `blocks` concurrent blocks.
+fn most_splits(blocks: usize, kv_heads: usize) -> usize {
     (blocks / kv_heads).max(1)
 }
 
@@ -97,7 +97,7 @@ fn blocks_per_sm(view: View, d: usize, tma: bool, shared_bytes: usize) -> usize 
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
     let blocks = |view| blocks_per_sm(view, config.head_dim, images::has_tma(architecture), SHARED_MAX);
     let blocks = [View::Upper, View::Both, View::Full].map(blocks).into_iter().max().unwrap_or(1);
-    most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
+    most_partial_rows(config.heads, most_splits(sms * blocks, config.kv_heads), rows)
 }
 
 /// Refuses head widths without kernels.
@@ -282,8 +282,8 @@ impl Attend {
             let local =
                 if config.local.is_some() { variants(shapes::ATTEND_LOCAL, "attend_local")? } else { Vec::new() };
             let blocks = blocks_per_sm(view, d, tma, device.shared_bytes);
-            let items = most_items(device.info.sms * blocks, config.kv_heads);
-            Ok(ViewKernels { variants: variants(shapes::ATTEND, "attend")?, local, items })
+            let splits = most_splits(device.info.sms * blocks, config.kv_heads);
+            Ok(ViewKernels { variants: variants(shapes::ATTEND, "attend")?, local, splits })
         };
         let half_sm = instances(shapes::ATTEND, View::Upper, d, tma, true).map(|of| {
             let variant = variant(format!("attend_half_{d}_{}", of.rows), of, of.stages)?;
@@ -318,13 +318,13 @@ impl Attend {
 
     /// Most rows of partial results of a slice with `rows` rows.
     pub fn partial_rows(&self, rows: usize) -> usize {
-        let items = [self.upper.items, self.both.items, self.full.items];
-        most_partial_rows(self.kv_heads * self.group, items.into_iter().max().unwrap_or(1), rows)
+        let splits = [self.upper.splits, self.both.splits, self.full.splits];
+        most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
     /// Splits the rows of a step into slices. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
     /// this step chooses the list, so it is ready only when the previous kernel has ended. `drafts`: rows of drafts, whose
-    /// division into items may depend on the number of sequences; a target's may not.
+    /// division into splits may depend on the number of sequences; a target's may not.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
@@ -351,12 +351,12 @@ impl Attend {
         let of_view = self.kernels_of(view);
         let variants = if reach.is_some() { &of_view.local } else { &of_view.variants };
         let most_rows = variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
-        let (items, kv_heads, group) = (of_view.items, self.kv_heads, self.group);
-        Ok(Division { items, most_rows, kv_heads, group, reach, drafts })
+        let (most_splits, kv_heads, group) = (of_view.splits, self.kv_heads, self.group);
+        Ok(Division { most_splits, most_rows, kv_heads, group, reach, drafts })
     }
 
-    /// Returns true if [`Attend::run`] can write the output projection's int8 input itself: with one work item per row and KV
-    /// head there is nothing to merge. Its bits are those of [`Attend::merge`].
+    /// Returns true if [`Attend::run`] can write the output projection's int8 input itself: with one split per row
+    /// there is nothing to merge. Its bits are those of [`Attend::merge`].
     pub fn writes_codes(&self, view: View, slice: &StepSlice) -> bool {
         view == View::Upper && self.head_dim == DRAFT_GROUP && !slice.merges()
     }
@@ -380,7 +380,7 @@ impl Attend {
         neighbours: Neighbours,
     ) -> Result<()> {
         if neighbours.codes.is_some() && !self.writes_codes(view, slice) {
-            return Err(Error::internal("codes of rows with several work items"));
+            return Err(Error::internal("codes of rows with several splits"));
         }
         let (of_view, local) = (self.kernels_of(view), slice.reach.is_some());
         let half_sm =
@@ -429,7 +429,7 @@ impl Attend {
         }
     }
 
-    /// Merges the items of a slice's rows into the input of the output projection: x of `dtype`, or for None int8 with its
+    /// Merges the splits of a slice's rows into the input of the output projection: x of `dtype`, or for None int8 with its
     /// scales `xs`. It is in `panels` ([`crate::linear::Linear::panels_of`], [`crate::linear::Linear::panels`]); if that is 0,
     /// it is `[row][pitch]`.
     ///

@@ -1,7 +1,7 @@
 //! Backend on NVIDIA GPUs.
 //!
 //! Kernels are compiled when this crate is built; the driver is opened when a device is requested. So the library loads on
-//! any machine, and [`detect`] reports which GPUs can be used. It does not link to the CUDA runtime, cuBLAS or cuDNN.
+//! any machine, and [`detect()`] reports which GPUs can be used. It does not link to the CUDA runtime, cuBLAS or cuDNN.
 
 pub mod attend;
 mod backend;

@@ -635,7 +635,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways() {
+    fn the_path_depends_on_architecture_and_number_format() {
         assert_eq!(Path::of(90, Dtype::Bf16), Path::Hopper);
         assert_eq!(Path::of(90, Dtype::F32), Path::Plain);
         assert_eq!(Path::of(75, Dtype::F16), Path::Tensor);

@@ -4,7 +4,7 @@ mod load;
 mod sizes;
 
 pub(crate) use self::load::load;
-use self::sizes::{ALIGNED, shapes};
+use self::sizes::{ALIGNED, matrix_shapes};
 pub(crate) use self::sizes::{
     bytes, draft_bits, draft_bytes, head_inputs, host_bytes, importance_bytes, lent_bytes, nibbles,
 };
@@ -85,7 +85,7 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    /// Its four matrices, in the order of [`shapes`].
+    /// Its four matrices, in the order of [`matrix_shapes`].
     pub(crate) fn matrices(&self) -> [&Full; 4] {
         [&self.qkv, &self.output, &self.gate_up, &self.down]
     }
@@ -102,7 +102,7 @@ pub(crate) struct DraftLayer {
 }
 
 impl DraftLayer {
-    /// Its four matrices, in the order of [`shapes`].
+    /// Its four matrices, in the order of [`matrix_shapes`].
     fn matrices(&self) -> [&Option<Quantised>; 4] {
         [&self.qkv, &self.output, &self.gate_up, &self.down]
     }
@@ -263,7 +263,7 @@ impl Expanded {
     /// Offsets and total bytes of the four matrices, each aligned to [`ALIGNED`].
     fn offsets(config: &ModelConfig) -> ([usize; 4], usize) {
         let mut end = 0;
-        let offsets = shapes(config).map(|(n, k)| {
+        let offsets = matrix_shapes(config).map(|(n, k)| {
             let offset = end;
             end += Matrix::bytes(config.dtype, n, k).next_multiple_of(ALIGNED);
             offset

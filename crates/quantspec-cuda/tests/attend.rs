@@ -196,7 +196,7 @@ impl World {
         self.run_rows(view, &rows, q, chosen)
     }
 
-    /// A draft's rows of both slots between its GEMMs; returns the codes of the last row. Short items use blocks with half an
+    /// A draft's rows of both slots between its GEMMs; returns the codes of the last row. Short splits use blocks with half an
     /// SM, and the following weights are prefetched.
     fn between(&self, rows: &[Row], q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Merged {
         let width = self.config.heads * self.config.head_dim;
@@ -578,7 +578,7 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
-/// A draft's rows have longer work items in a larger batch: bits may differ, results may not.
+/// A draft's rows have longer splits in a larger batch: bits may differ, results may not.
 #[test]
 fn drafts_of_a_batch_equal_core() {
     let Some(device) = device() else { return };
@@ -611,9 +611,9 @@ fn drafts_of_a_batch_equal_core() {
     }
 }
 
-/// With one work item per row and KV head, attention writes the codes that `merge` would.
+/// With one split per row, attention writes the codes that `merge` would.
 #[test]
-fn codes_of_single_items_are_those_of_merge() {
+fn codes_of_single_splits_are_those_of_merge() {
     let Some(device) = device() else { return };
     for (heads, kv_heads, d) in [(16, 16, 128), (32, 16, 128), (64, 16, 128)] {
         for (position, reach) in [(200, None), (700, None), (2200, None), (700, Some(320))] {
@@ -622,7 +622,7 @@ fn codes_of_single_items_are_those_of_merge() {
                 None => config(heads, kv_heads, d),
             };
             let world = World::new(&device, config, Rounding::Balanced, position + 1, 6);
-            // More sequences than items of a KV head fill the GPU; the slots alternate, so every row counts as one.
+            // More sequences than splits of a row fill the GPU; the slots alternate, so every row counts as one.
             let rows: Vec<Row> = (0..48)
                 .map(|i| if i % 2 == 0 { (SLOT, position) } else { (1 - SLOT, 7) })
                 .map(|(slot, position)| Row { slot, offset: 0, position })

@@ -87,11 +87,11 @@ impl DraftConfig {
         }
     }
 
-    /// Returns true if this draft is worth measuring as a candidate. A choice of more than two thirds of the `visible` pages
-    /// saves too little. The first candidate always is usable.
-    pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+    /// Returns true if this draft is worth measuring beside others: a choice of more than two thirds of the `visible` pages saves
+    /// too little.
+    pub fn leaves_out_enough(&self, visible: usize) -> bool {
         match self.pages {
-            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || n <= visible * 2 / 3,
+            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => n <= visible * 2 / 3,
             Pages::All | Pages::Tokens(_) => true,
         }
     }

@@ -32,7 +32,7 @@ pub struct ReferenceBackend {
     rope: RopeTable,
     /// Of local layers.
     local_rope: Option<RopeTable>,
-    /// Weights in f32: matrices [outputs][inputs], vectors [n].
+    /// Weights in f32: matrices `[outputs][inputs]`, vectors `[n]`.
     full: HashMap<Part, Tensor>,
     /// Dequantised draft weights. A missing part drafts with its full weights.
     draft: HashMap<Part, Tensor>,
@@ -40,14 +40,14 @@ pub struct ReferenceBackend {
     /// Page tables and counts alone: every slot has its own copy of a shared page.
     page_pool: PagePool,
     sampler: HostSampler,
-    /// Hidden states of the current step, [1][hidden] per row.
+    /// Hidden states of the current step, `[1][hidden]` per row.
     rows: Vec<Tensor>,
-    /// Hidden states of the current prompt, [1][hidden], by row.
+    /// Hidden states of the current prompt, `[1][hidden]`, by row.
     prompt: HashMap<usize, Tensor>,
-    /// Result of the last operation for the next: queries, attention output, gated activations or a projection, [rows][n]
+    /// Result of the last operation for the next: queries, attention output, gated activations or a projection, `[rows][n]`
     /// each.
     between: Vec<Tensor>,
-    /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
+    /// Keys and values of the current prompt and layer, `[tokens][kv_width]` each.
     scratch: Option<(Tensor, Tensor)>,
     /// Positions and queries `[q_width]` of the prompt's last rows in the current layer, at most
     /// [`quantspec_core::attend::SNAP_QUERIES`].

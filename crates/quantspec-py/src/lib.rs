@@ -149,6 +149,32 @@ mod _native {
     #[pymodule_export]
     const PROMPTS_LIMIT_BYTES: u64 = load::PROMPTS_LIMIT_BYTES;
 
+    // Constants that Python has, too, as it parses options and plans without this module.
+
+    /// Largest γ.
+    #[pymodule_export]
+    const GAMMA_MAX: usize = quantspec_core::cache::GAMMA_MAX;
+
+    /// Longest γ of the automatic policy.
+    #[pymodule_export]
+    const GAMMA_AUTO: usize = options::GAMMA_AUTO;
+
+    /// Numbers of draft pages among which the policy chooses.
+    #[pymodule_export]
+    const PAGES_AUTO: [usize; 3] = options::PAGES_AUTO;
+
+    /// Most rows of a step.
+    #[pymodule_export]
+    const STEP_ROWS_MAX: usize = options::STEP_ROWS_MAX;
+
+    /// Longest n-grams that can be forbidden.
+    #[pymodule_export]
+    const NGRAM_MAX: usize = quantspec_core::penalty::NGRAM_MAX;
+
+    /// Matrices that a draft may read in 8 bits.
+    #[pymodule_export]
+    const SENSITIVE: [&str; 4] = quantspec_core::config::Sensitive::KINDS;
+
     /// Path, model, bytes, and seconds since the epoch of the last use.
     type KeptFile = (PathBuf, Option<PathBuf>, u64, f64);
 

@@ -22,14 +22,14 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 
 /// Longest γ of the automatic policy. Acceptance of long runs decays geometrically; beyond 12 the optimum of every measured
 /// cost table is flat.
-const GAMMA_AUTO: usize = 12;
+pub(crate) const GAMMA_AUTO: usize = 12;
 
 /// Rows of the largest step: CUDA's limit for a grid's second dimension. Logits of this many rows take gigabytes.
 pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
 /// Numbers of draft pages among which the policy chooses by measurement; "all" is another candidate. The least one takes little
 /// time to read, and each is four times the one before it.
-const PAGES_AUTO: [usize; 3] = [16, 64, 256];
+pub(crate) const PAGES_AUTO: [usize; 3] = [16, 64, 256];
 
 /// Pages of a draft, as Python passes them; None means all.
 #[derive(Clone, FromPyObject)]

@@ -57,7 +57,7 @@ class Answers:
             self._texts[self._prefilled(text)] = text
 
     def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
-        """Decodes with the loop of `quantspec run`, from the text's own next token on, until an answer has all its tokens.
+        """Decodes in the rounds of `quantspec run`, from the text's own next token on, until an answer has all its tokens.
 
         Every round thus has all sequences. Returns seconds and the tokens that each sequence emitted.
         """

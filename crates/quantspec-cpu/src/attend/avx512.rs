@@ -97,7 +97,7 @@ pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usiz
     }
 }
 
-/// acc[vector][r] = Σ over `steps` of codes · limb r, for NV adjacent lane vectors from u (and l) on.
+/// `acc[vector][r]` = Σ over `steps` of codes · limb r, for NV adjacent lane vectors from u (and l) on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(

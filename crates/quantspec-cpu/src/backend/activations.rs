@@ -202,7 +202,7 @@ impl Rows {
                 limbs.quantize(simd, read, x, stride, m, k);
                 Input::Limbs(limbs)
             }
-            Weight::Full(matrix) if crate::prefill::takes_pairs(simd, matrix) => {
+            Weight::Full(matrix) if matrix.takes_bf16(simd) => {
                 linear::to_bf16(simd, x, &mut x16[..m * stride]);
                 Input::Bf16(&x16[..m * stride], stride)
             }

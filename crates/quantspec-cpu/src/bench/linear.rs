@@ -6,7 +6,7 @@ use crate::linear::{self, Input, Matrix, Store, Weight, row_stride};
 use crate::memory::Array;
 use crate::panel::PANEL;
 use crate::pool::Pool;
-use crate::{hierarchy, prefill, w4};
+use crate::{hierarchy, w4};
 use quantspec_core::Result;
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::ACTIVATION_8;
@@ -128,9 +128,7 @@ impl Gemm {
                 let input = if f32 { Input::F32(&self.x, self.stride) } else { Input::Limbs(&self.limbs) };
                 (Weight::Planes(planes, self.read), input)
             }
-            Some(matrix) if prefill::takes_pairs(self.simd, matrix) => {
-                (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride))
-            }
+            Some(matrix) if matrix.takes_bf16(self.simd) => (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride)),
             Some(matrix) => (Weight::Full(matrix), Input::F32(&self.x, self.stride)),
             None => (Weight::Tiles(&self.draft[self.layer]), Input::Int8(&self.acts)),
         };

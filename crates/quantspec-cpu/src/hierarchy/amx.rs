@@ -12,7 +12,7 @@ use crate::panel::PANEL;
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-/// Rows that share one pass.
+/// Rows that share one load of a tile.
 pub(super) const ROWS: usize = crate::amx::TILE_ROWS;
 
 /// Rows of operand B: the group's inputs, four to a row.

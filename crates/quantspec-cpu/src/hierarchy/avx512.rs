@@ -31,7 +31,7 @@ pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operand
 /// suffice, all nibbles have one sum.
 ///
 /// # Safety
-/// As [`column`], for M rows.
+/// As [`column()`], for M rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {

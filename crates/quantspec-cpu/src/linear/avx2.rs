@@ -11,7 +11,7 @@ const GROUP: usize = 5;
 /// bytes and the rows' activations, even if rows alias. The fastest of 8 to 256 on Zen 4.
 const BLOCK: usize = 16;
 
-/// A panel with f32 activations, in the order of sums of [`super::portable`]. T: storage type of a number.
+/// A panel with f32 activations, in the order of sums of [`mod@super::portable`]. T: storage type of a number.
 pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
     const { assert!(KIND <= F32 && size_of::<T>() == if KIND == F32 { 4 } else { 2 }) };
     let pairs = w.len() / (2 * PANEL);

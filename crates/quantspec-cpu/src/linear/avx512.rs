@@ -128,7 +128,7 @@ unsafe fn panel<const M: usize>(
     }
 }
 
-/// A panel of F16 or F32 with f32 activations, in the order of sums of [`super::portable`]. T: storage type of a number.
+/// A panel of F16 or F32 with f32 activations, in the order of sums of [`mod@super::portable`]. T: storage type of a number.
 pub(super) fn single_rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
     const { assert!(KIND == F16 && size_of::<T>() == 2 || KIND == F32 && size_of::<T>() == 4) };
     let pairs = w.len() / (2 * PANEL);

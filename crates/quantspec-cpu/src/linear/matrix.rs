@@ -1,6 +1,7 @@
 //! Weight matrices in panels, and the repacking of a checkpoint's rows into them.
 
 use super::pairs_of;
+use crate::dispatch::Simd;
 use crate::hierarchy::Planes;
 use crate::lanes::f16_value;
 use crate::memory::Array;
@@ -49,6 +50,11 @@ impl Matrix {
         Ok(Matrix { panels, k, store })
     }
 
+    /// Returns true if inputs are rounded to BF16 on this path.
+    pub(crate) fn takes_bf16(&self, simd: Simd) -> bool {
+        simd.has_avx512() && matches!(self.store, Store::Bf16(_) | Store::Planes(_))
+    }
+
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         match &self.store {
@@ -58,7 +64,7 @@ impl Matrix {
         }
     }
 
-    /// Row `row` as f32, [k]. A tied model's embedding is read from its head.
+    /// Row `row` as f32, `[k]`. A tied model's embedding is read from its head.
     pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
         let (at, lane) = (row / PANEL * Matrix::panel_len(self.k), row % PANEL);
         if let Store::Planes(planes) = &self.store {

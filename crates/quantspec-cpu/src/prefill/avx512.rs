@@ -22,8 +22,8 @@ pub(super) fn panel(w: &[u16], x: &[f32], c: &mut [f32], add: bool, ahead: Optio
     }
 }
 
-/// c[j][64] (+)= Σ over pairs p of b(j, p) · x[p][64]; b(j, p) is the 32-bit word at b + j·sj + p·sp (bytes). INIT 0:
-/// from zero; 1: onto c; 2: onto c · alpha[64].
+/// `c[j][64]` (+)= Σ over pairs p of b(j, p) · `x[p][64]`; b(j, p) is the 32-bit word at b + j·sj + p·sp (bytes). INIT 0:
+/// from zero; 1: onto c; 2: onto c · `alpha[64]`.
 ///
 /// # Safety
 /// AVX-512 F and BF16; all operands are in bounds.

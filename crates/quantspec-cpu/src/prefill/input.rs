@@ -20,7 +20,7 @@ impl Format {
     /// The format of the input of `matrix` on this path.
     pub(crate) fn of(simd: Simd, matrix: &Matrix) -> Format {
         match &matrix.store {
-            _ if takes_pairs(simd, matrix) => Format::Pairs,
+            _ if matrix.takes_bf16(simd) => Format::Pairs,
             Store::F16(_) if simd == Simd::Amx && matrix.k.is_multiple_of(32) => Format::Sums,
             _ => Format::F32,
         }
@@ -33,11 +33,6 @@ impl Format {
             Format::F32 | Format::Sums => features * PANEL_TOKENS,
         }
     }
-}
-
-/// Returns true if `matrix` is multiplied by BF16 on this path.
-pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
-    simd.has_avx512() && matches!(matrix.store, Store::Bf16(_) | Store::Planes(_))
 }
 
 /// Length of a panel in floats, whatever its format; at least whole tiles of 16 pairs.

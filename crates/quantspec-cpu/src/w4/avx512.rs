@@ -22,7 +22,7 @@ pub(super) unsafe fn column<const M: usize>(part: &Operands, out: *mut f32) {
 /// V code vectors to a tile.
 ///
 /// # Safety
-/// As [`column`].
+/// As [`column()`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn tiles<const M: usize, const V: usize>(part: &Operands, out: *mut f32) {

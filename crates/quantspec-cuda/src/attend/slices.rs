@@ -4,15 +4,15 @@ use crate::device::Plain;
 use quantspec_core::cache::{G, first_visible, visible_pages, visible_quantised};
 use quantspec_model::backend::Row;
 
-/// Fewest pages of a work item; for a single page, start-up and partial result take longer than the page.
+/// Fewest pages of a split; for a single page, start-up and partial result take longer than the page.
 const SPLIT_MIN: usize = 2;
-/// Most pages of a draft's work item if there are more items than blocks. Longer items spread badly over the blocks; in shorter
-/// ones the start takes a large part of the time.
+/// Most pages of a draft's split if there are more work items than blocks. Longer splits spread badly over the blocks; in
+/// shorter ones the start takes a large part of the time.
 const DRAFT_SPLIT: usize = 16;
-/// Work items that share the recent tokens of a row that sees few pages.
-const RECENT_ITEMS: usize = 4;
-/// Most pages of a work item for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages per
-/// item, and slower with 64.
+/// Splits that share the recent tokens of a row that sees few pages.
+const RECENT_SPLITS: usize = 4;
+/// Most pages of a split for which blocks with half an SM are used: rounds are 2 to 9 % faster with up to 16 pages, and slower
+/// with 64.
 const HALF_SM_PAGES: usize = 16;
 /// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const SLICE_ROWS: usize = 64;
@@ -45,12 +45,12 @@ pub struct QueryTile {
     first: i32,
 }
 
-/// Position of a row's items in the partial results; `Merged` in kernels/attend.cu.
+/// Position of a row's splits in the partial results; `Merged` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
     first: i32,
-    items: i32,
+    splits: i32,
     total: i32,
     unused: i32,
 }
@@ -80,14 +80,15 @@ pub struct StepSlice {
     pub spans: Vec<Span>,
     /// Tiles of query rows.
     pub tiles: Vec<QueryTile>,
-    /// Items to merge for each row of the slice.
+    /// Splits to merge for each row of the slice.
     pub merged: Vec<Merged>,
     /// Row of the step at which the slice begins.
     pub first_row: usize,
     /// Tokens that a row sees, for a local layer.
     pub(super) reach: Option<usize>,
-    /// Pages of the longest work item.
+    /// Pages of the longest split.
     longest: usize,
+    /// Work items: one for each split of each tile and KV head.
     pub(super) items: usize,
     pub(super) tile_rows: usize,
     partial_rows: usize,
@@ -114,7 +115,7 @@ impl StepSlice {
         self.tile_rows = self.tile_rows.max(tile_rows);
         self.merged.extend((0..queries).map(|query| Merged {
             first: (self.partial_rows + query * group) as i32,
-            items: span.splits,
+            splits: span.splits,
             total: total as i32,
             unused: 0,
         }));
@@ -123,9 +124,9 @@ impl StepSlice {
         self.spans.push(span);
     }
 
-    /// Returns true if a row has several work items per KV head, whose results must be merged.
+    /// Returns true if a row has several splits, whose results must be merged.
     pub(super) fn merges(&self) -> bool {
-        self.merged.iter().any(|row| row.items != 1)
+        self.merged.iter().any(|row| row.splits != 1)
     }
 
     /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
@@ -134,31 +135,31 @@ impl StepSlice {
     }
 }
 
-/// (pages per item, items per KV head) for a row that sees `visible` pages: at most `items` items. It depends on the row's
-/// position alone, in steps of an eighth, so that neighbouring positions seldom differ.
-fn cut(visible: usize, items: usize) -> (usize, usize) {
+/// (pages per split, splits) for a row that sees `visible` pages: at most `most` splits. It depends on the row's position
+/// alone, in steps of an eighth, so that neighbouring positions seldom differ.
+fn cut(visible: usize, most: usize) -> (usize, usize) {
     let step = (visible.max(1).next_power_of_two() / 16).max(1);
     let rounded = visible.next_multiple_of(step);
-    let pages = rounded.div_ceil(items).max(SPLIT_MIN);
-    (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
+    let pages = rounded.div_ceil(most).max(SPLIT_MIN);
+    (pages, rounded.div_ceil(pages).max(RECENT_SPLITS.min(most)))
 }
 
-/// The pages of a row in a local layer: the first, and pages per item and items per KV head, the same at every position.
-fn cut_local(position: usize, reach: usize, items: usize) -> (usize, (usize, usize)) {
-    (first_visible(position, reach) / G, cut(reach.div_ceil(G), items))
+/// The pages of a row in a local layer: the first, and pages per split and splits, the same at every position.
+fn cut_local(position: usize, reach: usize, most: usize) -> (usize, (usize, usize)) {
+    (first_visible(position, reach) / G, cut(reach.div_ceil(G), most))
 }
 
-/// Work items per KV head of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `items` of them fill
-/// the GPU. A draft may divide its rows by the size of the batch, as its rounding changes no token.
-fn draft_items(items: usize, sequences: usize, pages: usize) -> usize {
-    (items / sequences).max(pages.div_ceil(DRAFT_SPLIT)).clamp(1, items)
+/// Most splits of a draft's row that reads `pages` pages, in a step of `sequences` sequences; `most` of one row fill the GPU.
+/// A draft may divide its rows by the size of the batch, as its rounding changes no token.
+fn draft_splits(most: usize, sequences: usize, pages: usize) -> usize {
+    (most / sequences).max(pages.div_ceil(DRAFT_SPLIT)).clamp(1, most)
 }
 
 /// How the rows of a step are divided.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Division {
-    /// Work items per KV head that fill the GPU.
-    pub(super) items: usize,
+    /// Splits of one row that fill the GPU.
+    pub(super) most_splits: usize,
     /// Most query rows of a tile.
     pub(super) most_rows: usize,
     pub(super) kv_heads: usize,
@@ -192,17 +193,18 @@ impl Division {
         let mut slice = StepSlice { first_row, reach: self.reach, ..StepSlice::default() };
         // Rows of a sequence are adjacent.
         let sequences = rows.chunk_by(|row, next| row.slot == next.slot).count();
-        let items = |pages| if self.drafts { draft_items(self.items, sequences, pages) } else { self.items };
+        let most = self.most_splits;
+        let most = |pages| if self.drafts { draft_splits(most, sequences, pages) } else { most };
         let mut start = 0;
         while start < rows.len() {
             let first = rows[start];
             let list = chosen(first.slot);
             // The first page, and how the pages from there on are cut.
             let length = |row: &Row| match self.reach {
-                Some(reach) => cut_local(row.position, reach, items(reach.div_ceil(G))),
+                Some(reach) => cut_local(row.position, reach, most(reach.div_ceil(G))),
                 None => {
                     let pages = list.map_or(visible_pages(row.position), |list| list.listed);
-                    (0, cut(pages, items(pages)))
+                    (0, cut(pages, most(pages)))
                 }
             };
             let same = |(offset, row): (usize, &Row)| {
@@ -237,29 +239,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn items_grow_slowly_and_fill_the_device() {
-        for items in [1, 3, 4, 8, 16, 33, 264] {
+    fn splits_grow_slowly_and_fill_the_device() {
+        for most in [1, 3, 4, 8, 16, 33, 264] {
             let mut last = 0;
             for visible in 0..10_000 {
-                let (pages, splits) = cut(visible, items);
-                assert!(pages >= last && pages >= SPLIT_MIN && splits <= items && pages * splits >= visible);
-                // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
-                let exact = visible as f64 / items as f64;
-                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(SPLIT_MIN as f64), "{visible} {items} {pages}");
+                let (pages, splits) = cut(visible, most);
+                assert!(pages >= last && pages >= SPLIT_MIN && splits <= most && pages * splits >= visible);
+                // Nearly as many splits as fill the GPU: pages per split round up by at most an eighth, then to whole pages.
+                let exact = visible as f64 / most as f64;
+                assert!((pages as f64) <= (exact * 1.126 + 1.0).max(SPLIT_MIN as f64), "{visible} {most} {pages}");
                 last = pages;
             }
         }
     }
 
     #[test]
-    fn items_of_local_layers_have_every_page() {
-        for (reach, items) in
-            [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
+    fn splits_of_local_layers_have_every_page() {
+        for (reach, most) in [256, 320, 512, 1024, 4096].into_iter().flat_map(|reach| [1, 3, 8, 33].map(|n| (reach, n)))
         {
             for position in 0..3 * reach {
-                let (first, (pages, splits)) = cut_local(position, reach, items);
+                let (first, (pages, splits)) = cut_local(position, reach, most);
                 let last = visible_pages(position + quantspec_core::cache::GAMMA_MAX);
-                assert!(splits <= items && first + pages * splits >= last, "{position} {reach} {items}");
+                assert!(splits <= most && first + pages * splits >= last, "{position} {reach} {most}");
                 assert!(
                     first * G <= first_visible(position, reach) && first_visible(position, reach) < (first + 1) * G
                 );
@@ -268,14 +269,14 @@ mod tests {
     }
 
     #[test]
-    fn items_of_drafts_fill_the_device_with_their_batch() {
+    fn splits_of_drafts_fill_the_device_with_their_batch() {
         // 16 KV heads on 132 SMs.
-        assert_eq!([1, 2, 8, 32].map(|sequences| draft_items(8, sequences, 16)), [8, 4, 1, 1]);
-        assert_eq!([1, 8, 32].map(|sequences| draft_items(8, sequences, 64)), [8, 4, 4]);
-        // One sequence is divided as a target is, and no row has more items than partial results have room for.
-        for (items, pages) in (1..40).flat_map(|items| (0..300).map(move |pages| (items, pages))) {
-            assert_eq!(draft_items(items, 1, pages), items);
-            assert!((1..80).all(|sequences| (1..=items).contains(&draft_items(items, sequences, pages))));
+        assert_eq!([1, 2, 8, 32].map(|sequences| draft_splits(8, sequences, 16)), [8, 4, 1, 1]);
+        assert_eq!([1, 8, 32].map(|sequences| draft_splits(8, sequences, 64)), [8, 4, 4]);
+        // One sequence is divided as a target is, and no row has more splits than partial results have room for.
+        for (most, pages) in (1..40).flat_map(|most| (0..300).map(move |pages| (most, pages))) {
+            assert_eq!(draft_splits(most, 1, pages), most);
+            assert!((1..80).all(|sequences| (1..=most).contains(&draft_splits(most, sequences, pages))));
         }
     }
 }

@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn tiles_fit_on_an_sm() {
-        for tile in [WIDE, MIDDLE, SMALL, NARROW] {
+        for tile in [WIDE, MIDDLE, TALL, SLIM, SMALL, NARROW] {
             assert!(tile.shape.shared <= 227 * 1024, "{} takes {}", tile.name, tile.shape.shared);
         }
     }

@@ -203,7 +203,7 @@ impl<'a> Loader<'a> {
         self.matrix_in(None, &[Piece { part, first: 0, interleave: 0 }])
     }
 
-    /// A layer's matrices, in the order of [`shapes`].
+    /// A layer's matrices, in the order of [`super::sizes::matrix_shapes`].
     fn matrices(&mut self, index: usize) -> Result<[Matrix; 4]> {
         use LayerPart::*;
         let piece = |part, first, interleave| Piece { part: Part::Layer(index, part), first, interleave };
@@ -289,7 +289,7 @@ impl Maker<'_> {
         }
     }
 
-    /// [`Maker::full`] of a layer's matrices, in the order of [`shapes`].
+    /// [`Maker::full`] of a layer's matrices, in the order of [`super::sizes::matrix_shapes`].
     fn full_layer(
         &self,
         index: usize,
@@ -307,7 +307,7 @@ impl Maker<'_> {
         ])
     }
 
-    /// [`quantspec_model::importance::Product`] of a layer's matrices, in the order of [`shapes`].
+    /// [`quantspec_model::importance::Product`] of a layer's matrices, in the order of [`super::sizes::matrix_shapes`].
     fn product(&self, matrices: &[Matrix; 4], config: &ModelConfig, part: Part, x: &[Channel]) -> Result<Vec<Channel>> {
         use LayerPart::*;
         let (Some(products), Part::Layer(_, part)) = (&self.products, part) else {
@@ -345,7 +345,7 @@ impl Maker<'_> {
         Ok(draft)
     }
 
-    /// [`Maker::draft`] of a layer's matrices, in the order of [`shapes`]. None has any if the target is in nibbles.
+    /// [`Maker::draft`] of a layer's matrices, in the order of [`super::sizes::matrix_shapes`]. None has any if the target is in nibbles.
     fn draft_layer(
         &mut self,
         [qkv, output, gate_up, down]: &[Matrix; 4],

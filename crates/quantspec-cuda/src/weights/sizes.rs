@@ -19,7 +19,7 @@ pub(crate) fn head_inputs(checkpoint: &Checkpoint, options: &Options) -> Dtype {
     if nibbles(options) { checkpoint.config().dtype } else { checkpoint.dtype(Part::Head) }
 }
 
-/// Bits in which a draft reads each of a layer's matrices, in the order of [`shapes`]; None if it reads the target's. With
+/// Bits in which a draft reads each of a layer's matrices, in the order of [`matrix_shapes`]; None if it reads the target's. With
 /// weights in one plane at most four.
 pub(crate) fn draft_bits(options: &Options) -> [Option<usize>; 4] {
     let (kept, Sensitive(sensitive)) = (options.draft_weights.kinds(), options.sensitive);
@@ -28,17 +28,17 @@ pub(crate) fn draft_bits(options: &Options) -> [Option<usize>; 4] {
 }
 
 /// (N, K) of a layer's matrices: QKV, output, gate and up, down.
-pub(super) fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
+pub(super) fn matrix_shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
 }
 
-/// First row with both planes of each of a layer's matrices in nibbles, in the order of [`shapes`]
+/// First row with both planes of each of a layer's matrices in nibbles, in the order of [`matrix_shapes`]
 /// ([`Part::has_both_planes`]). Keys and values follow the queries.
 pub(super) fn both_from(config: &ModelConfig, weights: TargetWeights, layer: usize) -> [usize; 4] {
     use LayerPart::*;
     let both = |part| Part::Layer(layer, part).has_both_planes(weights, config.layers);
-    let mut first = shapes(config).map(|(n, _)| n);
+    let mut first = matrix_shapes(config).map(|(n, _)| n);
     for (first, part) in first.iter_mut().zip([Q, Output, Gate, Down]) {
         if both(part) {
             *first = 0;
@@ -64,7 +64,7 @@ fn head_planes_bytes(config: &ModelConfig) -> usize {
     Hierarchy::bytes(config.vocab, config.hidden).iter().sum()
 }
 
-/// Bytes of the memory that a long prompt may use, [`Weights::lent`].
+/// Bytes of the memory that a long prompt may use, [`super::Weights::lent`].
 pub(crate) fn lent_bytes(config: &ModelConfig, options: &Options) -> usize {
     if nibbles(options) { head_planes_bytes(config) } else { draft_bytes(config, options) }
 }
@@ -85,8 +85,9 @@ pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
         TargetWeights::Checkpoint => Matrix::bytes(config.dtype, n, k),
         TargetWeights::Int8 | TargetWeights::Int4 => Hierarchy::bytes(n, k)[0] + Hierarchy::bytes(n - both_from, k)[1],
     };
-    let layer =
-        |layer: usize| shapes(config).into_iter().zip(both_from(config, weights, layer)).map(matrix).sum::<usize>();
+    let layer = |layer: usize| {
+        matrix_shapes(config).into_iter().zip(both_from(config, weights, layer)).map(matrix).sum::<usize>()
+    };
     let matrices: usize = (0..config.layers).map(layer).sum();
     let mut vectors = if config.norms == LayerNorms::Both { 4 } else { 2 } * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
@@ -109,7 +110,7 @@ pub(crate) fn draft_bytes(config: &ModelConfig, options: &Options) -> usize {
         bits.map_or(0, |bits| Quantised::bytes(bits, n, k).next_multiple_of(ALIGNED))
     };
     let layer: usize =
-        draft_bits(options).into_iter().zip(shapes(config)).map(|(bits, shape)| bytes(bits, shape)).sum();
+        draft_bits(options).into_iter().zip(matrix_shapes(config)).map(|(bits, shape)| bytes(bits, shape)).sum();
     config.layers * layer + bytes(head_bits(options), (config.vocab, config.hidden))
 }
 
@@ -118,7 +119,7 @@ pub(crate) fn importance_bytes(config: &ModelConfig, options: &Options) -> usize
     if nibbles(options) {
         return 0;
     }
-    let inputs = draft_bits(options).into_iter().zip(shapes(config)).filter(|(bits, _)| *bits == Some(4));
+    let inputs = draft_bits(options).into_iter().zip(matrix_shapes(config)).filter(|(bits, _)| *bits == Some(4));
     config.layers * inputs.map(|(_, (_, k))| k * size_of::<f32>()).sum::<usize>()
 }
 

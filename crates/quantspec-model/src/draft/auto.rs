@@ -54,8 +54,7 @@ impl Auto {
 
 impl Drafter for Auto {
     fn needs(&self) -> Needs {
-        let draft_weights = self.own.configs.iter().any(|config| config.weights == Weights::Draft);
-        Needs { draft_weights, ..self.own.needs() }
+        self.own.needs()
     }
 
     fn margins(&self) -> bool {

@@ -184,9 +184,9 @@ impl Outlook<'_> {
     }
 }
 
-/// Whether each draft configuration leaves out enough pages.
+/// Whether each draft configuration leaves out enough pages. The first is usable in any case.
 fn usable_configs(configs: &[DraftConfig], outlook: &Outlook) -> Vec<bool> {
-    configs.iter().enumerate().map(|(at, config)| config.is_usable(at, outlook.longest())).collect()
+    configs.iter().enumerate().map(|(at, config)| at == 0 || config.leaves_out_enough(outlook.longest())).collect()
 }
 
 /// Work of a proposal.

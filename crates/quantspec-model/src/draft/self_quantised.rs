@@ -7,10 +7,10 @@ use quantspec_core::config::Pages;
 use quantspec_core::forecast::Prior;
 
 /// Drafts with the target's own backend, which holds the sequences; this keeps only the configurations, one per candidate.
-/// They differ in their pages. On a GPU the turns carry the configuration to the verification, and both run as one graph.
+/// On a GPU the turns carry the configuration to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
 pub struct SelfQuantised {
-    /// What a step of each candidate reads; at least one.
+    /// What a step of each candidate reads; at least one. Views are that of the first or the target's.
     pub configs: Vec<DraftConfig>,
 }
 
@@ -23,7 +23,7 @@ impl SelfQuantised {
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.configs[0].weights.is_draft();
+        let draft_weights = self.configs.iter().any(|config| config.weights.is_draft());
         let page_masses = self.configs.iter().any(|config| matches!(config.pages, Pages::Snap { .. }));
         Needs { view: Some(self.configs[0].view), draft_weights, distributions: true, page_masses }
     }
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(usable(23), [true, false, false]);
         assert_eq!(usable(24), [true, true, false]);
         assert_eq!(usable(96), [true; 3]);
-        assert!(!config(Pages::Best(usize::MAX)).is_usable(1, 96));
+        assert!(!config(Pages::Best(usize::MAX)).leaves_out_enough(96));
         // The fewer bytes, the earlier a configuration is tried. One that is accepted often leaves little to gain by more pages.
         let before = expected(600, [None; 3]);
         assert!(before[1] > before[2] && before[2] > before[0], "{before:?}");

@@ -5,6 +5,7 @@ use crate::backend::{Backend, Turn};
 use crate::forward::{self, Chunk, PrefillCursor};
 use quantspec_core::logprob;
 use quantspec_core::{Error, Result};
+use std::ops::Range;
 use std::time::Instant;
 
 impl<B: Backend> Engine<B> {
@@ -134,20 +135,34 @@ impl<B: Backend> Engine<B> {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(u32, f64)> {
         let computed = self.begin_prompt(slot)?;
-        let first = found(&mut self.sequences, slot)?.text.len() - computed;
+        let first_row = found(&mut self.sequences, slot)?.text.len() - computed;
         let (mut last, mut early_s, mut done) = (Instant::now(), 0.0, 0);
         let mut timed = |rows: usize, total: usize| {
             // Rows are counted over all layers. A call without new rows ends a layer, which involves all of its rows.
             let new = if rows > done { rows - done } else { computed };
-            let end = first + (rows - 1) % computed + 1;
-            let late = end.saturating_sub(from.max(end.saturating_sub(new)));
-            early_s += last.elapsed().as_secs_f64() * (new - late) as f64 / new as f64;
+            let end = first_row + (rows - 1) % computed + 1;
+            early_s += last.elapsed().as_secs_f64() * share_before(from, end.saturating_sub(new)..end);
             (last, done) = (Instant::now(), rows);
             progress(rows, total);
         };
-        let first = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
-        let first = first.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
+        let token = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
+        let token = token.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
         // `prefill_s` is the time that the statistics count, so the two agree.
-        Ok((first, found(&mut self.sequences, slot)?.prefill_s - early_s))
+        Ok((token, found(&mut self.sequences, slot)?.prefill_s - early_s))
+    }
+}
+
+/// The share of a block's rows that come before row `from`.
+fn share_before(from: usize, block: Range<usize>) -> f64 {
+    (from.clamp(block.start, block.end) - block.start) as f64 / block.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_split_at_a_row() {
+        assert_eq!([0, 8, 10, 12, 99].map(|from| share_before(from, 8..12)), [0.0, 0.0, 0.5, 1.0, 1.0]);
     }
 }

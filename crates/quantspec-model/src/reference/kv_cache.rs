@@ -19,7 +19,7 @@ pub(super) struct Slot {
 
 /// The cache of one KV head in one layer.
 pub(super) struct Head {
-    /// Recent keys (after RoPE) and values, [BUFFER_TOKENS][head_dim] each.
+    /// Recent keys (after RoPE) and values, `[BUFFER_TOKENS][head_dim]` each.
     pub(super) recent_keys: Vec<f16>,
     pub(super) recent_values: Vec<f16>,
     pub(super) pages: Vec<Option<Stored>>,
@@ -31,7 +31,7 @@ pub(super) struct Head {
 /// One page in the planes that are kept.
 pub(super) struct Stored {
     pub(super) quantised: Option<Page>,
-    /// Keys and values, [G][head_dim] each.
+    /// Keys and values, `[G][head_dim]` each.
     pub(super) full: Option<Values>,
     /// Views Upper and Both in an ablation.
     ablated: Option<[Values; 2]>,
@@ -48,7 +48,7 @@ impl Head {
         }
     }
 
-    /// The pages a row reads. `query` is [group][head_dim]; `upper` says whether pages have quantised keys.
+    /// The pages a row reads. `query` is `[group][head_dim]`; `upper` says whether pages have quantised keys.
     pub(super) fn choose_pages(
         &mut self,
         step: &Step,
@@ -99,7 +99,7 @@ impl Head {
         self.stored(page)?.quantised.as_ref().ok_or_else(|| Error::internal("quantised planes are not kept"))
     }
 
-    /// Appends the page's keys and values, [G][head_dim] each, as the view dequantises them.
+    /// Appends the page's keys and values, `[G][head_dim]` each, as the view dequantises them.
     pub(super) fn page_values(
         &self,
         page: usize,

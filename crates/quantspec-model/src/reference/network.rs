@@ -132,7 +132,7 @@ impl ReferenceBackend {
         Ok([tensor(|| q.broadcast_mul(&factors))?, self.rotate(layer, &k, kv_heads, row_positions)?, v])
     }
 
-    /// Attention of one decode row, [1][q_width].
+    /// Attention of one decode row, `[1][q_width]`.
     fn attend_row(&mut self, layer: usize, step: &Step, index: usize) -> Result<Tensor> {
         let row = step.rows[index];
         let ModelConfig { kv_heads, head_dim, .. } = self.config;
@@ -176,7 +176,7 @@ impl ReferenceBackend {
         tensor(|| Tensor::cat(&outputs, 0)?.reshape((1, ())))
     }
 
-    /// Exact causal attention of a prompt block over the layer's scratch, [rows][q_width].
+    /// Exact causal attention of a prompt block over the layer's scratch, `[rows][q_width]`.
     fn attend_block(&self, layer: usize, block: &Block) -> Result<Tensor> {
         let ModelConfig { heads, head_dim, .. } = self.config;
         let Some((keys, values)) = &self.scratch else {
@@ -426,7 +426,7 @@ fn rounded_activations(x: &Tensor, group: usize, most: f32) -> Result<Tensor> {
     tensor(|| Tensor::from_vec(out, x.shape(), &Device::Cpu))
 }
 
-/// `softmax(query · keysᵀ / √head_dim + mask) · values`, [queries][head_dim].
+/// `softmax(query · keysᵀ / √head_dim + mask) · values`, `[queries][head_dim]`.
 fn softmax_sum(query: &Tensor, keys: &Tensor, values: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
     tensor(|| {
         let scale = 1.0 / (query.dim(1)? as f64).sqrt();
