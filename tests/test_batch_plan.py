@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from conftest import Outcome, answers
 
-from quantspec_cli import batch_plan, batch_reader, documents, sources
+from quantspec_cli import batch_plan, batch_reader, batch_run, documents, sources
+from quantspec_cli.errors import DoesNotFitError
 from quantspec_cli.options import EngineOptions
 
 Run = Callable[..., Outcome]
@@ -139,6 +140,59 @@ def test_a_document_is_extracted_once(
     assert sorted(extracted) == ["0.html", "a.html", "long.html"]
 
 
+def test_a_default_length_is_that_of_each_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    """Without -n an answer has what its document leaves of the context, as with `run` on it alone."""
+    (docs / "long.txt").write_text("word " * 80)
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-c", "100", "--json"]
+    results = {result["document"]: result for result in quantspec(*command).json["results"]}
+    assert all(result["prompt_tokens"] + result["new_tokens"] == 100 for result in results.values())
+    for name in ("a.txt", "long.txt"):
+        (alone,) = quantspec("run", str(docs / name), "-c", "100", "--json").json["results"]
+        assert alone["tokens"] == results[name]["tokens"]
+    # Such an answer depends on the context.
+    assert quantspec(*command).json["skipped"] == 4
+    assert quantspec(*command, "-c", "101").json["done"] == 4
+
+
+def test_parts_have_most_of_the_context_by_default(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "long.txt").write_text("word. " * 400)
+    command = ["batch", str(docs / "a.txt"), str(docs / "long.txt"), "--out", str(tmp_path / "out"), "-c", "200"]
+    command += ["--instruction", "Sum up.", "--long", "map-reduce", "--json"]
+    report = quantspec(*command).json
+    whole, split = report["results"]
+    assert (whole["calls"], whole["prompt_tokens"] + whole["new_tokens"]) == (1, 200)
+    # 800 tokens in parts of at most 150, and partial answers of 50.
+    assert (split["status"], split["new_tokens"]) == ("done", 50)
+    planned = quantspec(*command, "--no-resume", "--dry-run").json["results"][1]
+    assert abs(planned["new_tokens"] - 50 * split["calls"]) <= 50, planned
+
+
+def test_memory_that_shrinks_before_the_engine_opens(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    open_engine = batch_run.Engine
+
+    def shrinking(*arguments: Any, **options: Any) -> Any:
+        opened.append(options["pool"])
+        if len(opened) <= failures:
+            fake.memory_bytes = options["pool"] * 900
+            raise DoesNotFitError("memory was taken", "free some")
+        return open_engine(*arguments, **options)
+
+    monkeypatch.setattr(batch_run, "Engine", shrinking)
+    failures, fake.memory_bytes = 1, 10**6
+    (docs / "long.txt").write_text("word " * 500)
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "12", "--json"]
+    assert quantspec(*command).json["done"] == 4
+    assert opened[1] < opened[0]
+    failures = 99
+    opened.clear()
+    quantspec(*command[:-1], "--no-resume").assert_error(3, "memory was taken")
+    assert len(opened) == 3
+
+
 def test_memory_bounds_the_context_and_the_number_at_once(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path
 ) -> None:
@@ -150,7 +204,9 @@ def test_memory_bounds_the_context_and_the_number_at_once(
     (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
     assert failed["document"] == "long.txt"
     assert "600 fit into memory" in failed["error"]["message"]
-    assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 3)
+    # The engine has room for the longest of the others.
+    longest = max(result["prompt_tokens"] for result in outcome.json["results"] if result["status"] == "done") + 12
+    assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (longest, 3)
     # With this document alone, nothing is loaded.
     loads = len(fake.engines)
     assert quantspec(*command).json["results"][-1]["error"] == failed["error"]

@@ -30,6 +30,7 @@ ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 GENERATE: dict[str, Any] = {
     "max_new_tokens": 5,
+    "shortens": True,
     "temperature": 0.5,
     "top_k": 3,
     "top_p": 0.5,

@@ -151,7 +151,7 @@ def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model,
         context=context,
     )
     options, notes = instruct.resolve_defaults(
-        model, [sample], options, unset=arguments.unset, arguments=arguments.template_args, context=context
+        model, [sample], options, unset=arguments.unset, arguments=arguments.template_args
     )
     schema.check(model, [sample], options.json_schema)
     if not arguments.quiet and not arguments.as_json:

@@ -42,10 +42,11 @@ def examined(
 
 def longest(reader: Reader, todo: Sequence[Job]) -> int:
     """Tokens of the longest sequence to decode."""
-    lengths = [job.tokens + reader.options.max_new_tokens for job in todo if job.tokens is not None]
-    too_long = any(length > reader.context for length in lengths)
-    fitting = [length for length in lengths if length <= reader.context]
-    return reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
+    tokens = [job.tokens for job in todo if job.tokens is not None]
+    if reader.may_split and any(known > reader.budget for known in tokens):
+        return reader.context
+    lengths = [known + reader.new_tokens(known) for known in tokens]
+    return max((length for length in lengths if length <= reader.context), default=reader.new_tokens(1) + 1)
 
 
 class Room(NamedTuple):
@@ -56,12 +57,14 @@ class Room(NamedTuple):
         parallel: concurrent sequences.
         pool: tokens of all sequences together: prompts and answers, in whole pages.
         wanted: tokens of the longest sequence that was requested.
+        most: tokens of a sequence that fits into memory, at most the wanted ones.
     """
 
     context: int
     parallel: int
     pool: int
     wanted: int
+    most: int
 
 
 def room(
@@ -75,19 +78,19 @@ def room(
     wanted = longest(reader, todo)
     plan_of = partial(planned, reader.model, engine_options, opened=opened)
     alone = plan_of(context=wanted)
-    context = wanted if alone["fits"] else min(wanted, alone["longest_context"])
+    held = max(wanted if alone["fits"] else min(wanted, alone["longest_context"]), 1)
     most = arguments.parallel or PARALLEL[alone["device"].partition(":")[0]]
-    context = max(context, 1)
-    new_tokens = reader.options.max_new_tokens
     lengths: list[int] = []
     for job in todo:
-        tokens = job.tokens or context
-        if tokens + new_tokens <= context:
-            lengths.append(tokens + new_tokens)
+        tokens = job.tokens or held
+        length = tokens + reader.new_tokens(tokens)
+        if length <= held and (not reader.may_split or tokens <= reader.budget):
+            lengths.append(length)
         elif reader.may_split:  # into parts that decode together; otherwise it is refused
-            parts = -(-tokens // max(context - new_tokens, 1))
-            lengths += [context] * min(parts, most)
-    return Room(context, *together(plan_of, context, lengths or [context], most), wanted)
+            parts = -(-tokens // max(held - reader.part_tokens, 1))
+            lengths += [held] * min(parts, most)
+    context = max(lengths, default=held)
+    return Room(context, *together(plan_of, context, lengths or [context], most), wanted, held)
 
 
 def _counted(
@@ -105,7 +108,9 @@ def _counted(
                     "output": sources.shown(job.output),
                     "prompt_tokens": job.tokens,
                     "shared_tokens": job.shared,
-                    "new_tokens": reader.options.max_new_tokens * job.calls,
+                    "new_tokens": (
+                        reader.new_tokens(job.tokens or 0) if job.calls == 1 else reader.part_tokens * job.calls
+                    ),
                     "error": error and error.to_json()["error"],
                     **({"warnings": list(job.warnings)} if job.warnings else {}),
                 }
@@ -128,9 +133,9 @@ def dry_run(
     opening = Opening(reader.model, engine_options)
     rows, ready = _counted(arguments, workload, reader, opening)
     opened = opening.take()
-    context, parallel, pool, wanted = room(arguments, engine_options, reader, ready, opened)
+    context, parallel, pool, wanted, most = room(arguments, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
-    reader.limit(context, wanted)
+    reader.limit(most, wanted)
     for row in rows:
         if row["error"] is None and (error := reader.beyond_memory(row["document"], row["prompt_tokens"])) is not None:
             row["error"] = error.to_json()["error"]

@@ -57,6 +57,7 @@ class Reader:
 
     def __init__(self, model: Model, arguments: Arguments, options: GenerateOptions, context: int) -> None:
         self.model, self.options, self.context = model, options, context
+        self._whole_context = context
         self.may_split = arguments.long == "map-reduce"
         self._arguments = arguments
         self._prefixes = Prefixes() if arguments.dry_run else None
@@ -72,10 +73,22 @@ class Reader:
         if self._bound_by_memory:
             self.context = min(self.context, context)
 
+    def new_tokens(self, prompt_tokens: int) -> int:
+        """Most tokens of the answer to a whole document. Without --long they do not depend on the memory of this machine."""
+        return self.options.new_tokens(prompt_tokens, self.context if self.may_split else self._whole_context)
+
+    @property
+    def part_tokens(self) -> int:
+        """Most tokens of the answer to a part, or to partial answers. By default at most a quarter of the context, so that
+        two of these answers fit into one prompt.
+        """
+        most = self.options.max_new_tokens
+        return max(1, min(most, self.context // 4)) if self.options.shortens else most
+
     @property
     def budget(self) -> int:
-        """Tokens that a prompt may have."""
-        return self.context - self.options.max_new_tokens
+        """Most tokens of a prompt if documents may be split. A document with more is."""
+        return self.context - self.part_tokens
 
     def read(self, job: Job, *, keep: bool = False) -> prompts.Document:
         """The document's text; notes its hash and warnings. With `keep`, the next call need not extract it again."""
@@ -122,10 +135,13 @@ class Reader:
 
     def beyond_memory(self, name: str, tokens: int | None) -> BeyondMemoryError | None:
         """The error of a document whose prompt has so many tokens, if memory is too small for it."""
-        if self.may_split or not self._bound_by_memory or tokens is None or tokens <= self.budget:
+        if self.may_split or not self._bound_by_memory or tokens is None:
+            return None
+        needed = tokens + self.new_tokens(tokens)
+        if needed <= self.context:
             return None
         return BeyondMemoryError(
-            f"{name} and its answer need {tokens + self.options.max_new_tokens} tokens; {self.context} fit into memory",
+            f"{name} and its answer need {needed} tokens; {self.context} fit into memory",
             "use a machine with more memory, or --long map-reduce",
         )
 
@@ -134,15 +150,15 @@ class Reader:
         if (beyond := self.beyond_memory(prompt.name, len(prompt.ids))) is not None:
             raise beyond
         try:
-            self.model.check_fits(prompt, self.options.max_new_tokens, self.context)
+            self.model.check_fits(prompt, self.new_tokens(len(prompt.ids)), self.context)
         except DoesNotFitError as error:
             error.hint += ", or use --long map-reduce"
             raise
 
     def _calls(self, job: Job) -> int:
         """Calls for a document that may be split. Refuses one that cannot be."""
-        name, new_tokens = job.source.shown, self.options.max_new_tokens
-        return mapreduce.calls_of(name, job.tokens or 0, self.budget, partial(self.tokens, name), new_tokens)
+        name = job.source.shown
+        return mapreduce.calls_of(name, job.tokens or 0, self.budget, partial(self.tokens, name), self.part_tokens)
 
     def examine(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, QuantspecError | None]]:
         """Counts the documents' tokens, in groups that are encoded on all processors. Yields each document, with an error if

@@ -27,7 +27,16 @@ from .batch_reader import OF_DOCUMENT
 from .batch_work import RunningCall
 from .cluster import Cluster, WorkerSpec
 from .engine import Engine
-from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, FileError, QuantspecError, internal, one_line
+from .errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PARTIAL,
+    DoesNotFitError,
+    FileError,
+    QuantspecError,
+    internal,
+    one_line,
+)
 from .generation import Generation
 from .slots import BeyondMemoryError, Opening
 
@@ -49,6 +58,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 # Time after which a thread that runs Python, such as the reader of PDF, gives the GIL back to the scheduler, in seconds.
 # Python's default of 5 ms may take as long as a round.
 _SWITCH_S = 0.0005
+
+# Plans for the memory that is free, before a batch ends with the error of an engine that does not fit.
+_OPENINGS = 3
 
 # Interval of redrawing the view, in seconds.
 _TICK_S = 0.1
@@ -188,14 +200,26 @@ class Run:
             return _cluster(arguments.ray, arguments, engine_options, reader, ready, model_print=model_print)
         assert opening is not None
         device = opening.take()
-        fit = room(arguments, engine_options, reader, ready, device)
-        reader.limit(fit.context, fit.wanted)
-        for job in ready:
-            if (error := reader.beyond_memory(job.source.shown, job.tokens)) is None:
-                self._waiting.append(job)
+        for attempt in range(1, _OPENINGS + 1):
+            fit = room(arguments, engine_options, reader, ready, device)
+            reader.limit(fit.most, fit.wanted)
+            beyond = [(job, reader.beyond_memory(job.source.shown, job.tokens)) for job in ready]
+            for job, error in beyond:
+                if error is not None:
+                    self._view.finished(self._finish(Outcome(job, 0.0, None, error)))
+            ready = [job for job, error in beyond if error is None]
+            if not ready:
+                break
+            try:
+                engine = _engine(arguments, engine_options, reader, fit)
+            except DoesNotFitError:
+                # Planned to the last page; meanwhile another program may have taken some memory.
+                if attempt == _OPENINGS:
+                    raise
             else:
-                self._view.finished(self._finish(Outcome(job, 0.0, None, error)))
-        return (_engine(arguments, engine_options, reader, fit), fit.parallel) if self._waiting else (None, 0)
+                self._waiting.extend(ready)
+                return engine, fit.parallel
+        return None, 0
 
     def _examined(self, opening: Opening | None) -> list[Job]:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
@@ -288,13 +312,14 @@ class Run:
 
             def call(texts: Sequence[str]) -> Sequence[Generation]:
                 if texts == [document.text]:
-                    return [self._generate(engine, job, reader.prompt(name, document.text))]
+                    prompt = reader.prompt(name, document.text)
+                    return [self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids)))]
                 return self._level(engine, job, texts)
 
             return mapreduce.answer(name, document.text, budget=reader.budget, count=count, call=call)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
-        return mapreduce.Call(self._generate(engine, job, prompt))
+        return mapreduce.Call(self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids))))
 
     def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
         """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error of
@@ -332,22 +357,22 @@ class Run:
         """The answer to a part of a document, which an interrupted run may have decoded already."""
         if self._stopping.is_set():
             raise KeyboardInterrupt
-        key = (job.source.name, self._fingerprints.split, part)
+        key = (job.source.name, self._fingerprints.in_context, part)
         with self._writing:
             known = self.journal.kept_call(*key)
             if known is not None:
                 job.count(known["prompt_tokens"], len(known["tokens"]))
                 self._view.known(known["prompt_tokens"], len(known["tokens"]))
                 return Generation(**known)
-        found = self._generate(engine, job, self.reader.prompt(job.source.shown, part))
+        found = self._generate(engine, job, self.reader.prompt(job.source.shown, part), self.reader.part_tokens)
         # A full disk is reported when the document's answer is written. A part that is not kept may be decoded twice.
         with self._writing, suppress(FileError):
             self.journal.keep_call(*key, asdict(found))
         return found
 
-    def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt) -> Generation:
-        options = self.reader.options
-        needed = len(prompt.ids) + options.max_new_tokens
+    def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt, new_tokens: int) -> Generation:
+        options = replace(self.reader.options, max_new_tokens=new_tokens, shortens=False)
+        needed = len(prompt.ids) + new_tokens
         # The engine was opened for the documents as they were counted.
         if needed > engine.context:
             raise FileError(
@@ -390,7 +415,7 @@ class Run:
         self._cut += _is_cut(outcome, self.reader.options)
         self._doubtful += [job] if outcome.answer is not None and job.warnings else []
         result = outcome.to_json()
-        basis = self._fingerprints.of(result)
+        basis = self._fingerprints.of(result, self.reader)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
             basis = ""  # the next run may have space or memory for the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
@@ -539,7 +564,7 @@ def _engine(arguments: Arguments, engine_options: EngineOptions, reader: Reader,
             reader.model,
             engine_options,
             context=fit.context,
-            longest_prompt=max(1, fit.context - reader.options.max_new_tokens),
+            longest_prompt=max(1, fit.context - reader.options.new_tokens(fit.context - 1, fit.context)),
             batch=fit.parallel,
             pool=fit.pool,
             prompt_cache=arguments.prompt_cache or True,

@@ -221,6 +221,8 @@ def note_of_cuts(answers: int, options: GenerateOptions) -> None:
     if answers:
         what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
         at, reason = f"{render.count(options.max_new_tokens, 'token')} (-n)", '"length"'
+        if options.shortens:
+            at += " or at the end of the context"
         if options.json_schema is not None:
             if options.stop:
                 at, reason = f"{at} or a string of --stop", f'{reason} or "stop"'

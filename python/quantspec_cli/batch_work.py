@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from .batch import Arguments
+    from .batch_reader import Reader
     from .engine import Engine
     from .generation import Generation
     from .journal import Answer, Contents, Row
@@ -190,22 +191,23 @@ class Fingerprints:
     Attributes:
         model: the model's.
         answer: of everything that an answer in one call depends on.
-        split: of everything that an answer in several calls depends on.
+        in_context: the same of an answer whose parts or length depend on the context.
         failure: of everything that a failure depends on.
     """
 
     model: str
     answer: str
-    split: str
+    in_context: str
     failure: str
 
     def status(self, fingerprint: str | None) -> str | None:
         """The status of a result with a fingerprint; None if this run's result may be another one."""
-        found: dict[str | None, str] = {self.answer: "done", self.split: "done", self.failure: "failed"}
+        found: dict[str | None, str] = {self.answer: "done", self.in_context: "done", self.failure: "failed"}
         return found.get(fingerprint)
 
-    def of(self, result: Mapping[str, Any]) -> str:
+    def of(self, result: Mapping[str, Any], reader: Reader) -> str:
         """The fingerprint of a result of this run."""
         if result["status"] != "done":
             return self.failure
-        return self.split if "tree" in result else self.answer
+        shortened = reader.new_tokens(result["prompt_tokens"]) < reader.options.max_new_tokens
+        return self.in_context if "tree" in result or shortened else self.answer

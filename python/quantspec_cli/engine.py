@@ -319,7 +319,7 @@ class Engine:
     ) -> Batch:
         """Starts decoding prompts, as many at once as there are slots. All prompts are checked before any is added."""
         encoded = [self._encoded(name, prompt, options) for name, prompt in self._named(prompts, on_prefill)]
-        return Batch(self._lease, self.model, encoded, options, on_prefill)
+        return Batch(self._lease, self.model, encoded, options, on_prefill, context=self.context)
 
     def _named(
         self, prompts: Iterable[str | Prompt], on_prefill: OnProgress | None
@@ -348,7 +348,7 @@ class Engine:
         else:
             prompt = replace(given, name=name) if given.name == Prompt.name else given
         _check_ids(prompt, self.model.info["vocab"])
-        self.model.check_fits(prompt, options.max_new_tokens, self.context)
+        self.model.check_fits(prompt, options.new_tokens(len(prompt.ids), self.context), self.context)
         if options.json_schema is not None:
             schema.check_prompt(prompt)
         return prompt
@@ -470,7 +470,7 @@ class Engine:
             except QuantspecError as error:
                 encoded.append(error)
         possible = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
-        batch = Batch(self._lease, self.model, possible, checked, on_prefill, keeps_failures=True)
+        batch = Batch(self._lease, self.model, possible, checked, on_prefill, context=self.context, keeps_failures=True)
         answers = iter([batch.failures.get(index, answer) for index, answer in enumerate(batch.finished())])
         return [next(answers) if isinstance(one, Prompt) else one for one in encoded]
 

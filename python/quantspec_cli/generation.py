@@ -91,24 +91,28 @@ class Batch:
         options: GenerateOptions,
         on_prefill: OnProgress | None = None,
         *,
+        context: int,
         keeps_failures: bool = False,
     ) -> None:
-        """Submits the prompts to the engine's scheduler. With `keeps_failures` an error of one ends its answer alone."""
+        """Submits the prompts to the engine's scheduler. `context`: most tokens of a prompt and its answer. With
+        `keeps_failures` an error of one ends its answer alone.
+        """
         self._lease = lease
         self._keeps_failures = keeps_failures
         self.failures: dict[int, QuantspecError] = {}
         self._prompts = prompts
+        limits = [options.new_tokens(len(prompt.ids), context) for prompt in prompts]
         self.texts = [
             Text(
                 model.tokenizer.answer_bytes(
                     continues=prompt.continues, shown=prompt.thinking.tags if prompt.thinking else ()
                 ),
-                limit=options.max_new_tokens,
+                limit=limit,
                 eos=frozenset[int]() if options.ignore_eos else model.eos,
                 stops=options.stop,
                 thinking=prompt.thinking,
             )
-            for prompt in prompts
+            for prompt, limit in zip(prompts, limits, strict=True)
         ]
         # None wakes a thread whose last piece a signal handler has read.
         self._items: SimpleQueue[tuple[int, str | BaseException, bool] | None] = SimpleQueue()
@@ -122,13 +126,13 @@ class Batch:
         self._requests = [
             Request(
                 prompt.ids,
-                options.sampling() | {"grammar": grammar and grammar.begin()},
+                options.sampling() | {"max_new_tokens": limit, "grammar": grammar and grammar.begin()},
                 text,
                 partial(_put, self._items, index),
                 on_prefill,
                 weakref.ref(self),
             )
-            for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
+            for index, (prompt, text, limit) in enumerate(zip(prompts, self.texts, limits, strict=True))
         ]
         lease.scheduler.submit(self._requests)
 

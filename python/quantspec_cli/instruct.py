@@ -104,7 +104,6 @@ def resolve_defaults(
     *,
     unset: Container[str],
     arguments: Mapping[str, Any],
-    context: int,
 ) -> tuple[GenerateOptions, list[str]]:
     """Sets options that no flag, variable or setting gave (`unset` names their parameters).
 
@@ -121,9 +120,8 @@ def resolve_defaults(
         notes += of_replies
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
-        # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.
-        left = min(context - len(prompt.ids) for prompt in prompts)
-        chosen["max_new_tokens"] = max(1, min(usual, left))
+        # The default never makes a prompt too long.
+        chosen |= {"max_new_tokens": usual, "shortens": True}
     options = replace(options, **chosen)
     idle = [f"--{_flag(name)}" for name in _IDLE_IF_GREEDY if name not in unset and _differs(name, options)]
     if options.temperature == 0 and idle:

@@ -258,9 +258,12 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How tokens of a text are chosen and where it ends. Temperature 0 is greedy."""
+    """How tokens of a text are chosen and where it ends. Temperature 0 is greedy. With `shortens` an answer near the end of
+    the context may have fewer than `max_new_tokens`.
+    """
 
     max_new_tokens: int = MAX_NEW_TOKENS
+    shortens: bool = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -313,8 +316,12 @@ class GenerateOptions:
         if not all(stops):
             raise UsageError("a stop string is empty", "give at least one character", option="stop")
 
+    def new_tokens(self, prompt_tokens: int, context: int) -> int:
+        """Most tokens of the answer to a prompt; at least one, even if the context leaves none."""
+        return max(1, min(self.max_new_tokens, context - prompt_tokens)) if self.shortens else self.max_new_tokens
+
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of `_native.Engine.add`."""
+        """Keyword arguments of `_native.Engine.add`, except the answer's length."""
         return {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -325,7 +332,6 @@ class GenerateOptions:
             "presence_penalty": self.presence_penalty,
             "no_repeat_ngram": self.no_repeat_ngram,
             "seed": self.seed,
-            "max_new_tokens": self.max_new_tokens,
             "logprobs": self.logprobs,
         }
 

@@ -133,7 +133,7 @@ def _opened(
         # Stays open until the engine has opened it, too.
         device = Opening(model, engine_options).take()
         plan_of = partial(planned, model, engine_options, opened=device)
-        lengths = [len(prompt.ids) + options.max_new_tokens for prompt in prompts]
+        lengths = [len(prompt.ids) + options.new_tokens(len(prompt.ids), context) for prompt in prompts]
         batch, pool = together(plan_of, context, lengths, MOST_TOGETHER)
     with render.progress("loading weights", shown=not arguments.quiet) as on_loading:
         return Engine(
@@ -155,7 +155,7 @@ def _encoded(
     recommendations, and the tokens of the longest sequence. Notes report what was chosen.
     """
     limit = model.resolve_context(arguments.ctx_size)
-    # The default shrinks to what the longest prompt leaves.
+    # The default shrinks to what a prompt leaves.
     least = 1 if "max_tokens" in arguments.unset else options.max_new_tokens
     encoded: list[Prompt] = []
 
@@ -174,7 +174,7 @@ def _encoded(
 
     documents = prompts.attempted((document, partial(encode, document)) for document in documents)
     options, notes = instruct.resolve_defaults(
-        model, encoded, options, unset=arguments.unset, arguments=arguments.template_args, context=limit
+        model, encoded, options, unset=arguments.unset, arguments=arguments.template_args
     )
     if not arguments.as_json and not arguments.quiet:
         render.note_of_template(model, arguments.instruction, arguments.system_prompt)
@@ -185,7 +185,7 @@ def _encoded(
         documents,
         encoded,
         options,
-        max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded),
+        max(len(prompt.ids) + options.new_tokens(len(prompt.ids), limit) for prompt in encoded),
     )
 
 
