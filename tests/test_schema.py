@@ -255,6 +255,13 @@ def test_run_answers_by_the_schema_and_notes_a_cut(quantspec: Run, tmp_path: Pat
     assert cut.code == 0
     assert "cut at 9 tokens (-n), so its JSON is incomplete" in cut.stderr
     assert quantspec(*arguments, "-n", "9", "--json").json["results"][0]["stop_reason"] == "length"
+    # The last token of complete JSON may be the last one allowed.
+    place.write_text('{"type": "boolean"}')
+    length = quantspec(*arguments, "--json").json["results"][0]["new_tokens"]
+    ended = quantspec(*arguments, "-n", str(length))
+    assert json.loads(ended.stdout) in (True, False)
+    assert "cut" not in ended.stderr
+    place.write_text(json.dumps(STORY))
     stopped = quantspec(*arguments, "--stop", ":")
     assert (stopped.code, ":" in stopped.stdout) == (0, False)
     assert "cut at a string of --stop, so its JSON is incomplete" in stopped.stderr
@@ -292,7 +299,10 @@ def test_batch_answers_by_the_schema_and_resumes_with_an_equal_one(quantspec: Ru
     cut = quantspec(*arguments, "-n", "2").stderr
     assert '3 answers were cut at 2 tokens (-n), so JSON is incomplete: stop_reason "length" in' in cut
     stopped = quantspec(*arguments, "--stop", ",").stderr
-    assert "3 answers were cut at 256 tokens (-n) or a string of --stop, so JSON is incomplete: stop_reason" in stopped
+    assert (
+        "cut at 256 tokens (-n), the end of the context or a string of --stop, so JSON is incomplete: stop_reason"
+        in stopped
+    )
 
 
 BAD = {
@@ -315,7 +325,9 @@ BAD = {
     "an unknown format": ({"type": "string", "format": "colour"}, "colour"),
     "a negative length": ({"type": "string", "minLength": -1}, "-1"),
     "a multiple of nothing": ({"type": "integer", "multipleOf": 0}, "multiple"),
-    "a number beyond floats": ({"const": 10**400}, "number out of range"),
+    "an integer of 54 bits": ({"enum": ["a", {"b": [2**53 + 1]}]}, "constant 9007199254740993"),
+    "a number beyond floats": ({"const": 10**400}, "2**53"),
+    "alternatives that overlap": ({"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}, "oneOf overlap"),
     "many choices": ({"enum": [f"v{n}" for n in range(200_000)]}, "too big"),
 }
 
@@ -332,9 +344,9 @@ def test_schemas_that_cannot_be_used(name: str, quantspec: Run, tmp_path: Path) 
 
 def test_schemas_that_are_as_deep_as_a_stack(quantspec: Run, tmp_path: Path) -> None:
     place = tmp_path / "schema.json"
-    for depth in (200, 3_000, 100_000):
+    for depth, words in (200, "recursion"), (900, "recursion"), (3_000, "too deeply"), (100_000, "too deeply"):
         place.write_text('{"type":"array","items":' * depth + "{}" + "}" * depth)
-        quantspec("run", "--text", "A", "--json-schema", str(place)).assert_error(2, "JSON schema", "recursion")
+        quantspec("run", "--text", "A", "--json-schema", str(place)).assert_error(2, "JSON schema", words)
     place.write_text(json.dumps({"type": "string", "pattern": "(" * 5_000 + "a" + ")" * 5_000}))
     quantspec("run", "--text", "A", "--json-schema", str(place)).assert_error(2, "regex")
 

@@ -38,6 +38,7 @@ from .errors import (
     one_line,
 )
 from .generation import Generation
+from .schema import is_complete
 from .slots import BeyondMemoryError, Opening
 
 if TYPE_CHECKING:
@@ -521,10 +522,11 @@ def _switching() -> Iterator[None]:
 
 
 def _is_cut(outcome: Outcome, options: GenerateOptions) -> bool:
-    """True if the token limit cut the answer or a partial answer, or if a stop string cut JSON."""
-    reasons = {"length"} if options.json_schema is None else {"length", "stop"}
-    calls = outcome.answer.tree() if outcome.answer else ()
-    return any(call.generation.stop_reason in reasons for call in calls)
+    """True if the token limit cut the answer or a partial answer. JSON is cut if it is incomplete."""
+    answers = [call.generation for call in outcome.answer.tree()] if outcome.answer else []
+    if options.json_schema is not None:
+        return any(answer.stop_reason != "eos" and not is_complete(answer.text) for answer in answers)
+    return any(answer.stop_reason == "length" for answer in answers)
 
 
 def _cluster(

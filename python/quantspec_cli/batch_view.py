@@ -220,14 +220,15 @@ def note_of_cuts(answers: int, options: GenerateOptions) -> None:
     """Notes that the token limit cut some answers, or stop strings some JSON."""
     if answers:
         what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
-        at, reason = f"{render.count(options.max_new_tokens, 'token')} (-n)", '"length"'
+        ends, reason = [f"{render.count(options.max_new_tokens, 'token')} (-n)"], '"length"'
         if options.shortens:
-            at += " or at the end of the context"
-        if options.json_schema is not None:
-            if options.stop:
-                at, reason = f"{at} or a string of --stop", f'{reason} or "stop"'
-            at += ", so JSON is incomplete"
-        render.note(f"{what} cut at {at}: stop_reason {reason} in results.jsonl")
+            ends.append("the end of the context")
+        if options.json_schema is not None and options.stop:
+            ends.append("a string of --stop")
+            reason += ' or "stop"'
+        at = " or ".join(filter(None, (", ".join(ends[:-1]), ends[-1])))
+        so = "" if options.json_schema is None else ", so JSON is incomplete"
+        render.note(f"{what} cut at {at}{so}: stop_reason {reason} in results.jsonl")
 
 
 def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]:

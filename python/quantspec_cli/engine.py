@@ -312,7 +312,7 @@ class Engine:
     @property
     def info(self) -> dict[str, Any]:
         """The loaded model and its device: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
-        return self._info
+        return dict(self._info)
 
     def start(
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None

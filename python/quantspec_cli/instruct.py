@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import render, template
 from .errors import ModelError, UsageError
 from .options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions, shown
+from .schema import is_complete
 from .tokenizer import read_json
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ def truncation_notes(
 ) -> Iterator[str]:
     """Notes about replies that the token limit cut, and answers by a JSON schema that it or a stop string cut."""
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        if schema and is_complete(answer.text):
+            continue
         if schema and answer.stop_reason == "stop":
             yield f"{name}: the answer was cut at a string of --stop, so its JSON is incomplete"
         if (prompt.continues and not schema) or answer.stop_reason != "length":

@@ -178,6 +178,8 @@ class EngineOptions:
             reasons["draft_model"] = (None, "reads no draft model, unlike draft-model and auto")
         if self.draft_model is None:
             reasons["draft_model_kv"] = (None, "has no draft model")
+        if not method.drafts:
+            reasons["accept"] = (ACCEPTANCE[0], "drafts nothing")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
@@ -346,7 +348,9 @@ def schema_text(schema: object) -> str:
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(found, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
+    except RecursionError as error:
+        raise UsageError("the JSON schema is nested too deeply", "use fewer levels", option="json_schema") from error
+    except (ValueError, TypeError) as error:
         if isinstance(error, TypeError):
             hint = "give a dictionary or JSON text; a pydantic model has model_json_schema()"
         raise UsageError(f"the JSON schema is not valid JSON: {error}", hint, option="json_schema") from error

@@ -6,9 +6,10 @@ of the target's distribution, and speculation changes no token.
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import files
 from .errors import InputError, UsageError, one_line
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 # model may write without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
+# Keywords whose values are constants, and those whose keys are names.
+_CONSTANTS = {"const", "enum"}
+_NAMES = {"properties", "patternProperties", "$defs", "definitions"}
 # Bytes that must be tokens by themselves, so that every JSON can be written.
 _PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
 
@@ -104,6 +108,12 @@ class Vocabulary:
         """
         import llguidance
 
+        if (rounded := _rounded(json.loads(schema))) is not None:
+            raise UsageError(
+                f"the JSON schema has the constant {rounded!s:.40}, and integers beyond 2**53 would be rounded",
+                "use a string, or a pattern of its digits",
+                option=_OPTION,
+            )
         matcher = llguidance.LLMatcher
         try:
             grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
@@ -120,11 +130,39 @@ class Vocabulary:
         return self._inner.greedy_tokenize(text)
 
 
+def _rounded(schema: Any) -> int | None:
+    """A constant of a schema that is an integer beyond the 53 bits of llguidance's numbers; None if there is none."""
+    waiting: list[tuple[Any, bool]] = [(schema, False)]
+    while waiting:
+        part, constant = waiting.pop()
+        if isinstance(part, list):
+            waiting += [(item, constant) for item in part]
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                # Names of properties and definitions are no keywords.
+                inner = list(value.values()) if key in _NAMES and isinstance(value, dict) else value
+                waiting.append((inner, constant or key in _CONSTANTS))
+        elif constant and isinstance(part, int) and abs(part) > 2**53:
+            return part
+    return None
+
+
+def is_complete(text: str) -> bool:
+    """True if an answer is complete JSON. A number could have further digits."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, bool) or not isinstance(found, int | float)
+
+
 def _unusable(why: str) -> UsageError:
     # Lines after the first are internal states of the library.
     why = one_line(why.strip().partition("\n<")[0])
     if why.startswith("NoExtension"):
         why = "no text satisfies it"
+    if why.startswith("oneOf constraints"):
+        why = "alternatives of oneOf overlap"
     return UsageError(
         f"the JSON schema cannot be used: {why:.300}",
         "docs/schema.md lists the supported keywords; omit the others",

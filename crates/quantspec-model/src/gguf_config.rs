@@ -335,7 +335,10 @@ impl Fields<'_> {
 
     fn number(&self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f64>> {
         let Some(value) = self.get(name) else { return Ok(None) };
-        let wanted = || format!("a number from {} to {}", range.start(), range.end());
+        let wanted = || match *range.end() {
+            f64::MAX => "a finite number".to_owned(),
+            most => format!("a number from {} to {most}", range.start()),
+        };
         let number = value.number().filter(|number| range.contains(number));
         number.map(Some).ok_or_else(|| self.gguf.wrong(&self.key(name), &wanted()))
     }

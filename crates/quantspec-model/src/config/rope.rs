@@ -16,12 +16,12 @@ fn rotated(fields: &Fields, scaling: Option<&Fields>, family: &Family, head_dim:
         return Ok(head_dim);
     }
     if !family.partial_rotary {
-        return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor})", stated.object)));
+        return Err(unsupported(format!("{}: partial rotary embeddings ({NAME} {factor:?})", stated.object)));
     }
     let dim = (head_dim as f64 * factor) as usize;
     if !(*HEAD_DIM.start()..=head_dim).contains(&dim) || !dim.is_multiple_of(2) {
         return Err(absurd(format!(
-            "{}: {NAME} {factor} rotates {dim} of {head_dim} channels, not an even number from {}",
+            "{}: {NAME} {factor:?} of {head_dim} channels is no even number from {} to {head_dim}",
             stated.object,
             HEAD_DIM.start()
         )));
