@@ -309,8 +309,9 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
         ("a\udcff", "is not UTF-8"),
     ],
 )
-def test_names_that_cannot_be_models(fake: Any, quantspec: Run, model: str, words: str) -> None:
+def test_names_that_cannot_be_models(fake: Any, quantspec: Run, tmp_path: Path, model: str, words: str) -> None:
     quantspec("run", "-m", model, "--text", "x").assert_error(1, words)
+    quantspec("run", "-m", model, "--text", "x", "-o", f"{tmp_path}/a.txt").assert_error(1, words)
 
 
 def test_a_model_without_a_name(fake: Any, quantspec: Run) -> None:

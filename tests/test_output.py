@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import stat
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 
 import fake_native
 import pytest
-from conftest import Outcome
+from conftest import DEMO, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -382,6 +383,43 @@ def test_a_model_is_not_overwritten(fake: type, quantspec: Run, tmp_path: Path) 
     ):
         quantspec(*command).assert_error(2, "also an input")
     assert model.read_bytes() == b"weights"
+    # Another part of a split GGUF file.
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    second.write_bytes(b"weights")
+    quantspec("run", "--text", "x", "-m", str(first), "-o", str(second)).assert_error(2, "also an input")
+
+
+def test_the_files_of_a_model_directory_are_not_overwritten(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    # As in the hub's cache, where the files of a model are links.
+    (model / "config.json").rename(tmp_path / "linked.json")
+    (model / "config.json").symlink_to(tmp_path / "linked.json")
+    for command in (
+        ["run", "--text", "x", "-m", str(model), "-o", f"{model}/config.json"],
+        ["run", "--text", "x", "-m", str(model), "-o", f"{tmp_path}/linked.json"],
+        ["run", "--text", "x", "--method", "draft-model", "--draft-model", str(model), "-o", f"{model}/tokenizer.json"],
+        ["batch", __file__, "-m", str(model), "--out", f"{tmp_path}/out", "--report", f"{model}/model.safetensors"],
+        ["eval", "-m", str(model), "--report", f"{model}/tokenizer.json"],
+        ["bench", "-m", f"demo,{model}", "--output", f"{model}/config.json"],
+        ["bench", "kernels", "-m", str(model), "--output", f"{model}/config.json"],
+    ):
+        quantspec(*command).assert_error(2, "also an input")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    # Other files there are the user's.
+    for _ in range(2):
+        assert quantspec("run", "--text", "x", "-n", "3", "-m", str(model), "-o", f"{model}/a.txt", "-q").code == 0
+
+
+def test_a_schema_is_not_overwritten(fake: type, quantspec: Run, document: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "s.json"
+    schema.write_text('{"type": "integer"}')
+    flags = ("-n", "3", "--json-schema", str(schema))
+    quantspec("run", str(document), *flags, "-o", str(schema)).assert_error(2, "also an input")
+    out = str(tmp_path / "out")
+    quantspec("batch", str(document), "--out", out, *flags, "--report", str(schema)).assert_error(2, "also an input")
+    assert schema.read_text() == '{"type": "integer"}'
 
 
 def test_an_error_before_the_first_token_leaves_no_file(

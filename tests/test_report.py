@@ -15,7 +15,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import render, report
+from quantspec_cli import render, report, sources
 from quantspec_cli.report import charts
 from quantspec_cli.report.charts import Point, Series
 
@@ -379,6 +379,12 @@ def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[.
     quantspec("batch", docs, "--out", out, "--report", "x.html", "--dry-run").assert_error(2, "--dry-run")
     Path(out).mkdir(exist_ok=True)
     quantspec("batch", docs, "--out", out, "--report", f"{out}/a.txt.md").assert_error(2, "also an input")
+    named = tmp_path / "list.jsonl"
+    named.write_text('{"id": "a", "text": "A text."}')
+    quantspec("batch", str(named), "--out", out, "--report", str(named)).assert_error(2, "also an input")
+    assert named.read_text() == '{"id": "a", "text": "A text."}'
+    journal = f"{out}/{sources.STATE}/journal.sqlite"
+    quantspec("batch", docs, "--out", out, "--report", journal).assert_error(2, "among the files of the journal")
     for stream in ("-", "/dev/stdout"):
         quantspec("eval", "--report", stream).assert_error(2, "open stream")
     for command in (["eval"], ["bench"], ["batch", str(text), "--out", out]):

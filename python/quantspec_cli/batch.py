@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import fingerprint, instruct, journal, output, prompts, render, report, schema, sources
+from . import fingerprint, hub, instruct, journal, output, prompts, render, report, schema, sources
 from .batch_plan import dry_run
 from .batch_reader import Reader
 from .batch_run import Run
@@ -38,6 +38,7 @@ class Arguments:
         suffix: of an answer's file name, after the document's whole name.
         template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
+        schema: file of the JSON schema.
         long: treatment of a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
         report: file for a page of charts.
@@ -56,6 +57,7 @@ class Arguments:
     template_args: Mapping[str, Any]
     unset: Container[str]
     ctx_size: int
+    schema: str | None
     long: str
     parallel: int | None
     prompt_cache: str | None
@@ -109,7 +111,7 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(journal.foreign(out, todo, known.sizes())) if arguments.resume else set()
         return dry_run(arguments, engine_options, workload, reader, rates.get(fingerprints.model, {}))
-    taken = [arguments.model, engine_options.draft_model]
+    taken = [arguments.schema, *hub.files_on_disk(arguments.model, engine_options.draft_model), *arguments.paths]
     taken += [str(source.path) for source in found if source.path]
     taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
     # The journal first: the page may be in its folder, which the first run creates.
@@ -195,8 +197,14 @@ def _check(arguments: Arguments, options: GenerateOptions) -> None:
 
 
 def _check_report(name: str, paths: Sequence[str], out: str) -> None:
-    """Refuses a report that the next run would read as a document."""
+    """Refuses a report among the journal's files, or one that the next run would read as a document."""
     page = Path(name).resolve()
+    if page.is_relative_to(Path(out).resolve() / sources.STATE):
+        raise UsageError(
+            f"the report {name} would be among the files of the journal",
+            "name a file in another folder",
+            option="report",
+        )
     if page.is_relative_to(Path(out).resolve()):
         return
     for path in paths:

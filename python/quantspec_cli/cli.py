@@ -271,7 +271,9 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
     """Extracts the decoding options from a command's flags."""
     named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
     sampling = {name: flags.pop(name) for name in named}
-    if sampling.get("json_schema") is not None:
+    # Its file is an input, which no output may replace.
+    flags["schema"] = sampling["json_schema"]
+    if sampling["json_schema"] is not None:
         from .schema import read
 
         sampling["json_schema"] = read(sampling["json_schema"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import eval_decode, output, prompts, render, report, settings
+from . import eval_decode, hub, output, prompts, render, report, settings
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
@@ -101,7 +101,7 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
     )
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
-    inputs = [arguments.prompt, arguments.model, arguments.draft_model]
+    inputs = [arguments.prompt, *hub.files_on_disk(arguments.model, arguments.draft_model)]
     with (
         output.opened(arguments.output, inputs) as file,
         report.opened(arguments.report, inputs, arguments.output) as page,

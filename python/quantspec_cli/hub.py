@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING
@@ -98,6 +99,23 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
 def describe(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
     """As `resolve`, but for a model on the hub only `DESCRIPTION` is downloaded. A GGUF file must be in the cache already."""
     return _resolve(model, revision, _described, offline=offline, progress=progress)
+
+
+def files_on_disk(*models: str | None) -> list[str]:
+    """The files of models given by a path, which no output may replace: those of a directory, or all parts of a GGUF file."""
+    found: list[str] = []
+    for model in filter(None, models):
+        path = os.path.expanduser(model)
+        try:
+            names = os.listdir(path)
+        except (OSError, ValueError):  # a file or no path; `resolve` reports a directory that cannot be read
+            found += gguf.parts(path)
+        else:
+            # A directory may also hold the user's files, such as an earlier output.
+            patterns = [*FILES, "*.safetensors", f"*{gguf.SUFFIX}"]
+            own = [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)]
+            found += [os.path.join(path, name) for name in own]
+    return found
 
 
 def absolute(model: str | None) -> str | None:

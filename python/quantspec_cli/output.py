@@ -133,7 +133,7 @@ class AtomicFile:
         """True if the file would overwrite that input; "-" is standard input."""
         try:
             return path != "-" and not self._special and os.path.realpath(path) == str(self._path)
-        except OSError:  # a relative path below a deleted folder
+        except (OSError, ValueError):  # a relative path below a deleted folder, or a zero byte
             return False
 
     def write(self, text: str) -> None:
@@ -199,8 +199,8 @@ class AtomicFile:
 
 @contextlib.contextmanager
 def opened(path: str | None, inputs: Iterable[str | None]) -> Iterator[AtomicFile | None]:
-    """The file of `--output` while the body runs, None if there is none. Refuses to overwrite an input: a prompt, a model in
-    one file, or for `batch` an answer. Inputs that are None do not exist.
+    """The file of `--output` while the body runs, None if there is none. Refuses to overwrite an input: a prompt, a schema, a
+    file of a model, or for `batch` an answer. Inputs that are None do not exist.
     """
     if path is None:
         yield None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, instruct, output, prompts, render, schema
+from . import __version__, hub, instruct, output, prompts, render, schema
 from .engine import Engine, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PARTIAL, QuantspecError, one_line
 from .model import Model, planned
@@ -45,6 +45,7 @@ class Arguments:
     Attributes:
         template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
+        schema: file of the JSON schema.
     """
 
     model: str | None
@@ -58,6 +59,7 @@ class Arguments:
     unset: Container[str]
     output: str | None
     ctx_size: int
+    schema: str | None
     prompt_cache: str | None
     as_json: bool
     quiet: bool
@@ -76,7 +78,7 @@ def _run(
     if arguments.prompt_cache is not None:
         check_folder(arguments.prompt_cache)
     stdout = output.Stdout() if arguments.output is None or arguments.as_json else None
-    inputs = [*arguments.prompts, arguments.model, engine_options.draft_model]
+    inputs = [*arguments.prompts, arguments.schema, *hub.files_on_disk(arguments.model, engine_options.draft_model)]
     with output.opened(arguments.output, inputs) as file:
         documents = prompts.read_all(arguments.prompts, arguments.texts)
         model = Model.open(

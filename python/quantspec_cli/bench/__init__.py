@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__, output, render, report
+from .. import __version__, hub, output, render, report
 from ..errors import DoesNotFitError, QuantspecError, UsageError, interrupted, native_errors, one_line
 from ..lists import numbers
 from ..model import Model
@@ -36,7 +36,7 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
     grid = read_grid(arguments, options)
     render.warn_of_threads(options.threads)
     models = models_of(arguments.model)
-    inputs = [arguments.prompt, *models, arguments.draft_model]
+    inputs = [arguments.prompt, *hub.files_on_disk(*models, arguments.draft_model)]
     with (
         output.opened(arguments.output, inputs) as file,
         report.opened(arguments.report, inputs, arguments.output) as page,
@@ -123,7 +123,7 @@ def kernels(arguments: Arguments, options: EngineOptions, rows: str, *, depths: 
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
     models = models_of(arguments.model)
-    with output.opened(arguments.output, models) as file:
+    with output.opened(arguments.output, hub.files_on_disk(*models)) as file:
         sink = sink_of(file, as_json=arguments.as_json)
         opened = [
             Model.open(name, revision=arguments.revision, offline=arguments.offline, progress=render.on_terminal())
