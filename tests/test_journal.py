@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome, lines
+from conftest import Outcome, answers, lines
 
 from quantspec_cli import engine, journal, sources
 from quantspec_cli.errors import FileError
@@ -152,8 +152,9 @@ def test_a_resumed_run_reads_no_results(
 
 def test_results_are_a_file_of_the_folder(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    out.mkdir()
     elsewhere.touch()
+    assert quantspec("batch", str(docs), "--out", str(out), "-n", "3").code == 0
+    (out / "results.jsonl").unlink()
     (out / "results.jsonl").symlink_to(elsewhere)
     assert quantspec("batch", str(docs), "--out", str(out), "-n", "3").code == 0
     assert (elsewhere.read_bytes(), len(lines(out))) == (b"", 3)
@@ -162,6 +163,22 @@ def test_results_are_a_file_of_the_folder(fake: Any, quantspec: Run, docs: Path,
     quantspec("batch", str(docs), "--out", str(out), "-n", "3").assert_error(
         1, "is a directory", "move away what is there"
     )
+
+
+def test_the_first_run_replaces_no_results_of_the_user(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "results.jsonl").write_text('{"my": "data"}')
+    command = ["batch", str(docs), "--out", str(out), "-n", "3"]
+    # The second run finds a journal, which has no document.
+    for flags in (["--dry-run"], [], [], ["--dry-run"]):
+        quantspec(*command, *flags).assert_error(1, f"{out}/results.jsonl exists and is not as", "--no-resume")
+    assert (out / "results.jsonl").read_text() == '{"my": "data"}'
+    assert answers(out) == {}
+    assert quantspec(*command, "--no-resume", "--dry-run").code == 0
+    assert quantspec(*command, "--no-resume").code == 0
+    assert len(lines(out)) == 3
+    assert quantspec(*command, "--json").json["skipped"] == 3
 
 
 def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

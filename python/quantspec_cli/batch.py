@@ -107,6 +107,8 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
     places = {source: outputs[source.name] for source in found}
     if arguments.dry_run:
         known, rates = journal.peek(out)
+        if arguments.resume:
+            journal.check_results(out, known)
         workload = find_work(arguments, places, known, fingerprints)
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(journal.foreign(out, todo, known.sizes())) if arguments.resume else set()

@@ -206,7 +206,10 @@ class Journal:
         Returns the names whose output exists and was not written by this journal; the caller must refuse them.
         """
         with self._reported():
-            sizes = _contents(self._connection).sizes()
+            contents = _contents(self._connection)
+            if not self._replace:
+                check_results(self.out, contents)
+            sizes = contents.sizes()
             refused = [] if self._replace else foreign(self.out, outputs, sizes)
             with_result = self._connection.execute("SELECT name FROM documents WHERE result IS NOT NULL")
             kept = set() if self._replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
@@ -461,8 +464,15 @@ def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | Non
     ]
 
 
+def check_results(out: Path, contents: Contents) -> None:
+    """Refuses a results.jsonl of which the journal knows nothing, because the first run would replace it."""
+    # A run that a kill ends before its first row leaves an empty one.
+    if not contents.rows and _size(out / RESULTS):
+        raise not_own(out, RESULTS)
+
+
 def not_own(out: Path, output: str) -> FileError:
-    """The error for a document that is `foreign`."""
+    """The error for a file that is not the journal's."""
     return FileError(
         f"{shown(str(out / output))} exists and is not as this batch wrote it",
         "move it away, or replace it with --no-resume",
