@@ -33,6 +33,49 @@ def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert list((out / sources.STATE / "tmp").iterdir()) == []
 
 
+def test_a_place_that_cannot_be_written_is_found_before_decoding(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    command = ["batch", str(docs / "deep"), "--out", str(out), "-n", "3", "--json"]
+
+    def refused(*flags: str) -> None:
+        """By the dry run, the run and its repetition, none of which loads the model."""
+        for outcome in (quantspec(*command, *flags, "--dry-run"), *(quantspec(*command, *flags) for _ in range(2))):
+            (error,) = [row["error"]["message"] for row in outcome.json["results"]]
+            assert words in error
+        assert fake.engines == []
+
+    words = f"leads out of {out}, to {elsewhere}"
+    (out / "er").symlink_to(elsewhere)
+    refused()
+    (out / "er").unlink()
+    words = f"answer {out}/er/c.txt.md cannot be written: {out}/er is no directory"
+    (out / "er").touch()
+    refused()
+    (out / "er").unlink()
+    words = f"answer {out}/er/c.txt.md cannot be written: it is a directory"
+    (out / "er/c.txt.md").mkdir(parents=True)
+    refused("--no-resume")
+    (out / "er/c.txt.md").rmdir()
+    assert quantspec(*command).json["done"] == 1
+
+
+def test_a_folder_without_permission_is_found_before_decoding(obedient: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "er").mkdir(parents=True)
+    (out / "er").chmod(0o555)
+    command = ["batch", str(docs / "deep"), "--out", str(out), "-n", "3", "--json"]
+    dry, run = obedient(*command, "--dry-run"), obedient(*command)
+    (out / "er").chmod(0o755)
+    for outcome in (dry, run):
+        (error,) = [row["error"]["message"] for row in outcome.json["results"]]
+        assert f"no permission to write to {out}/er" in error
+    assert "decode_s" not in run.json["stats"]
+
+
 def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__, batch_view, journal, output, plan, render, sources
-from .errors import EXIT_DONE
+from .errors import EXIT_DONE, FileError
 from .model import planned
 from .slots import PARALLEL, Opening, together
 
@@ -28,10 +28,15 @@ def examined(
     arguments: Arguments, workload: Workload, reader: Reader, opening: Opening | None
 ) -> Iterator[tuple[Job, QuantspecError | None]]:
     """The pending documents with their token counts, or with an error. Ends early if the device cannot be opened."""
+    out = Path(arguments.out)
     known: list[Job] = []
     for job in workload.todo:
-        if job.source.name in workload.foreign:
-            yield job, journal.not_own(Path(arguments.out), job.output)
+        try:
+            journal.check_place(out, job.output)
+            if job.source.name in workload.foreign:
+                raise journal.not_own(out, job.output)
+        except FileError as error:
+            yield job, error
         else:
             known.append(job)
     for found in reader.examine(known):

@@ -305,7 +305,7 @@ class Journal:
                 the system or the journal refuses; the OSError or sqlite3.Error is its cause.
         """
         target = self.out / output
-        self._check_inside(target.parent)
+        check_place(self.out, output)
         self._check_own(name, output)
         temporary = self._new_temporary()
         try:
@@ -375,12 +375,6 @@ class Journal:
             sizes = {os.fsdecode(place): size for place, size in found}
         if not self._replace and foreign(self.out, {name: output}, sizes):
             raise not_own(self.out, output)
-
-    def _check_inside(self, folder: Path) -> None:
-        """Refuses a folder outside the output folder, before anything is created there."""
-        root, place = os.path.realpath(self.out), os.path.realpath(folder)
-        if place != root and not place.startswith(root.rstrip(os.sep) + os.sep):
-            raise FileError(f"{folder} leads out of {self.out}, to {place}", "remove the link")
 
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
@@ -462,6 +456,25 @@ def foreign(out: Path, outputs: Mapping[str, str], sizes: Mapping[str, int | Non
         for name, output in outputs.items()
         if (found := _size(out / output)) is not None and _own_size(out, output, sizes) != found
     ]
+
+
+def check_place(out: Path, output: str) -> None:
+    """Refuses a path below the folder where no answer can be written, before anything is decoded or created there."""
+    target = out / output
+    root, place = os.path.realpath(out), os.path.realpath(target.parent)
+    if place != root and not place.startswith(root.rstrip(os.sep) + os.sep):
+        raise FileError(f"{target.parent} leads out of {out}, to {place}", "remove the link")
+    # The other folders are created.
+    folder = next(folder for folder in target.parents if os.path.lexists(folder))
+    if not folder.is_dir():
+        problem, hint = f"{folder} is no directory", "move it away"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem, hint = f"no permission to write to {folder}", "correct the permissions of that folder"
+    elif not target.is_symlink() and target.is_dir():
+        problem, hint = "it is a directory", "move it away"
+    else:
+        return
+    raise FileError(f"answer {target} cannot be written: {problem}", hint)
 
 
 def check_results(out: Path, contents: Contents) -> None:
