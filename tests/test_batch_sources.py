@@ -85,6 +85,35 @@ def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quants
     assert quantspec(*pattern).json["documents"] == 3
 
 
+def test_a_prompt_cache_is_not_among_the_documents(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = ("--out", "out", "-n", "3")
+    for documents in ("docs", "docs/*/*", "docs/**"):
+        for flags in ([], ["--dry-run"]):
+            outcome = quantspec("batch", documents, *out, "--prompt-cache", "docs/cache", *flags)
+            outcome.assert_error(2, f"the prompt cache docs/cache would be documents of {documents}")
+    for documents, cache in (("docs", "docs/.cache"), ("docs", "docs-cache"), ("docs/**/*.txt", "docs/cache")):
+        assert quantspec("batch", documents, *out, "--prompt-cache", cache, "--dry-run").code == 0
+
+
+@given(st.lists(st.sampled_from(["a", "b", "*", "?", "**", "[ab]", ".a"]), min_size=1, max_size=4))
+def test_a_glob_would_find_what_it_finds(tmp_path_factory: pytest.TempPathFactory, parts: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("found")
+    files = [str(folder / file) for file in ("a", "b/a", "b/b/a", "b/b/b/a", ".a/a", "b/.a", ".b/.a/b")]
+    for file in files:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    # Without a wildcard it would be no glob.
+    for pattern in (str(folder / Path(*parts, last)) for last in ("[ab]", "**")):
+        try:
+            found = {source.path for source in sources.find([pattern], folder / "out")}
+        except InputError:
+            found = set()
+        assert {file for file in files if sources.would_find(pattern, file, folder / "out")} == found
+
+
 def test_answers_may_go_above_the_documents(
     fake: Any, quantspec: Run, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -365,6 +365,25 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     assert parsed(place.read_text()).titles == ["Documents"]
 
 
+def test_a_report_among_the_documents_that_is_none(
+    fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.txt").write_text("A text.")
+    for documents, place in (
+        ("docs/*.txt", "docs/r.html"),
+        ("docs/*", "r.html"),
+        ("docs", "docs/.r.html"),
+        ("docs", "docs/out/r.html"),
+    ):
+        for _ in range(2):
+            outcome = quantspec("batch", documents, "--out", "docs/out", "-n", "3", "--report", place)
+            assert outcome.code == 0, (documents, outcome)
+            assert "1 document: " in outcome.stderr
+        Path(place).unlink()
+
+
 def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
     text = tmp_path / "docs/a.txt"
     text.parent.mkdir()
@@ -379,6 +398,12 @@ def test_a_report_overwrites_no_input_or_output(fake: Any, quantspec: Callable[.
     quantspec("batch", docs, "--out", out, "--report", "x.html", "--dry-run").assert_error(2, "--dry-run")
     Path(out).mkdir(exist_ok=True)
     quantspec("batch", docs, "--out", out, "--report", f"{out}/a.txt.md").assert_error(2, "also an input")
+    for pattern in (f"{docs}/*", f"{docs}/**", f"{tmp_path}/**/*.html"):
+        command = ("batch", pattern, "--out", out, "--report", f"{docs}/report.html")
+        quantspec(*command).assert_error(2, f"would be a document of {pattern}")
+    # The folder of the answers is above the documents.
+    command = ("batch", docs, "--out", str(tmp_path), "--report", f"{docs}/report.html")
+    quantspec(*command).assert_error(2, "would be a document")
     named = tmp_path / "list.jsonl"
     named.write_text('{"id": "a", "text": "A text."}')
     quantspec("batch", str(named), "--out", out, "--report", str(named)).assert_error(2, "also an input")

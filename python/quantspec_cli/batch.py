@@ -187,6 +187,7 @@ def _check(arguments: Arguments, options: GenerateOptions) -> None:
         _check_report(arguments.report, arguments.paths, arguments.out)
     if arguments.prompt_cache is not None:
         check_folder(arguments.prompt_cache)
+        _check_prompt_cache(arguments.prompt_cache, arguments.paths, arguments.out)
     if arguments.ray is not None and not arguments.ray.strip():
         raise UsageError("ray is empty", "use HOST:PORT, or auto", option="ray")
     if arguments.long == "map-reduce" and arguments.instruction is None:
@@ -200,20 +201,27 @@ def _check(arguments: Arguments, options: GenerateOptions) -> None:
 
 def _check_report(name: str, paths: Sequence[str], out: str) -> None:
     """Refuses a report among the journal's files, or one that the next run would read as a document."""
-    page = Path(name).resolve()
-    if page.is_relative_to(Path(out).resolve() / sources.STATE):
+    if Path(name).resolve().is_relative_to(Path(out).resolve() / sources.STATE):
         raise UsageError(
             f"the report {name} would be among the files of the journal",
             "name a file in another folder",
             option="report",
         )
-    if page.is_relative_to(Path(out).resolve()):
-        return
     for path in paths:
-        folder = Path(path).resolve()
-        if path and folder.is_dir() and page.is_relative_to(folder):
+        if sources.would_find(path, name, Path(out)):
             raise UsageError(
                 f"the report {name} would be a document of {path}", "name a file in another folder", option="report"
+            )
+
+
+def _check_prompt_cache(folder: str, paths: Sequence[str], out: str) -> None:
+    """Refuses a folder of prompts that the next run would read as documents."""
+    for path in paths:
+        if sources.would_find(path, f"{folder}/x.prompt", Path(out)):
+            raise UsageError(
+                f"files of the prompt cache {folder} would be documents of {path}",
+                "name a folder outside of the documents",
+                option="prompt_cache",
             )
 
 

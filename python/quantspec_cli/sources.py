@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -114,6 +115,35 @@ def find(arguments: Sequence[str], out: Path) -> list[Source]:
     return list(found.values())
 
 
+def would_find(argument: str, path: str, out: Path) -> bool:
+    """Whether a file at this path, which need not exist, is a document of an argument that is a directory or a glob."""
+    parts: Sequence[str] = ["**"]
+    if os.path.isdir(argument):
+        root = argument
+    elif glob.has_magic(argument) and not os.path.exists(argument):
+        root, parts = _fixed(argument)
+    else:
+        return False
+    folder, real = os.path.realpath(root), os.path.realpath(path)
+    if not _is_below(real, folder) or _is_below(real, _left_out(root, out)):
+        return False
+    return _fits(Path(os.path.relpath(real, folder)).parts, parts)
+
+
+def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether a path's names match the parts of a glob, by the rules of `_expanded`."""
+    if not names or not parts:
+        return not names and not parts
+    if parts[0] == "**" and _fits(names, parts[1:] or ["*"]):
+        return True
+    # Only a pattern that begins with a dot matches a hidden name.
+    if names[0].startswith(".") and not parts[0].startswith("."):
+        return False
+    if parts[0] == "**":
+        return _fits(names[1:], parts)
+    return fnmatchcase(names[0], parts[0]) and _fits(names[1:], parts[1:])
+
+
 def output_name(name: str, suffix: str) -> str:
     """The answer's path below the output folder. Parts too long for a file system end in a hash of the whole part."""
     *folders, last = name.split("/")
@@ -148,13 +178,11 @@ def _of_argument(argument: str, out: Path) -> Iterator[Source]:
 
 def _matches(pattern: str, out: Path) -> Iterator[Source]:
     """Files that a glob matches; names begin after its fixed folders."""
-    parts = Path(pattern).parts
-    fixed = list(takewhile(lambda part: not glob.has_magic(part), parts))
-    root = os.path.join(*fixed) if fixed else "."
+    root, parts = _fixed(pattern)
     left_out = _left_out(root, out)
     found = {
         path: problem
-        for path, problem in _expanded(root, parts[len(fixed) :], left_out)
+        for path, problem in _expanded(root, parts, left_out)
         if (problem is not None or not os.path.isdir(path))
         and not _is_by_product(os.path.basename(path))
         and not _is_below(path, left_out)
@@ -163,6 +191,13 @@ def _matches(pattern: str, out: Path) -> Iterator[Source]:
         raise InputError(f"no file matches {pattern}", "check the pattern; ** stands for any folders")
     for path in sorted(found, key=os.fsencode):
         yield Source(os.path.relpath(path, root), path, problem=found[path])
+
+
+def _fixed(pattern: str) -> tuple[str, Sequence[str]]:
+    """The folder before a glob's first part with a wildcard, and the parts from there on."""
+    parts = Path(pattern).parts
+    fixed = list(takewhile(lambda part: not glob.has_magic(part), parts))
+    return os.path.join(*fixed) if fixed else ".", parts[len(fixed) :]
 
 
 def _expanded(folder: str, parts: Sequence[str], left_out: str | None) -> Iterator[tuple[str, QuantspecError | None]]:
