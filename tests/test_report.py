@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import render, report, sources
+from quantspec_cli import output, render, report, sources
 from quantspec_cli.report import charts
 from quantspec_cli.report.charts import Point, Series
 
@@ -363,6 +364,66 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     # A second run: all is done, and there is no engine to report on.
     outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
     assert parsed(place.read_text()).titles == ["Documents"]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages called full.html find no space at their end, as short ones do."""
+    commit = output.AtomicFile.commit
+
+    def refused(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def committed(file: Any) -> None:
+        with monkeypatch.context() as patch:
+            if file._path.name == "full.html":
+                patch.setattr(os, "fsync", refused)
+            commit(file)
+
+    monkeypatch.setattr(output.AtomicFile, "commit", committed)
+
+
+NO_SPACE = re.compile("error: output .*full.html cannot be written: no space left on device\nhint: .*\n$")
+
+
+def test_a_page_that_cannot_be_written_costs_no_answers(
+    fake: Any, full: None, quantspec: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.txt").write_text("A text.")
+    (tmp_path / "docs/empty.txt").write_text("")
+    command = ("batch", str(tmp_path / "docs"), "--out", str(tmp_path / "out"), "-n", "4")
+    page = ("--report", str(tmp_path / "full.html"))
+    outcome = quantspec(*command, *page)
+    assert outcome.code == 1
+    assert "failed  empty.txt is empty" in outcome.stderr
+    assert "2 documents: 1 done, 1 failed, 0 done before" in outcome.stderr
+    assert NO_SPACE.search(outcome.stderr)
+    found = quantspec(*command, *page, "--json").json
+    assert found["error"]["kind"] == "io"
+    assert (found["failed"], found["results"]) == (1, quantspec(*command, "--json").json["results"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs", "out"]
+
+
+@pytest.mark.parametrize(
+    ("command", "row"),
+    [
+        pytest.param("bench -p 0 -n 2 -r 1 --methods ar", "| tg2 ", marks=pytest.mark.slow),
+        ("eval --tokens 9 --context 4", "\nkv4 "),
+    ],
+)
+def test_a_page_that_cannot_be_written_costs_no_measurements(
+    full: None, quantspec: Callable[..., Outcome], tmp_path: Path, command: str, row: str
+) -> None:
+    flags = (*command.split(), "--device", "cpu", "--report", str(tmp_path / "full.html"))
+    printed = quantspec(*flags)
+    assert printed.code == 1
+    assert row in printed.stdout
+    assert NO_SPACE.search(printed.stderr)
+    found = quantspec(*flags, "--json", "--output", str(tmp_path / "a.txt")).json
+    assert row in (tmp_path / "a.txt").read_text()
+    assert found["error"]["kind"] == "io"
+    assert found.get("results") or found["drafts"]
 
 
 def test_a_report_among_the_documents_that_is_none(

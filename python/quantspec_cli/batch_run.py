@@ -470,8 +470,12 @@ class Run:
             failure.kept = document
             raise failure
         if self._page is not None:
-            self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
+            info = engine.info if isinstance(engine, Engine) else {}
+            failure = report.written(self._page, report.batch(document, info))
         self._show(document, failed, interrupted=interrupted)
+        if failure is not None:
+            failure.kept = document
+            raise failure
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
         return output.Done(code, document) if self.arguments.as_json else output.Done(code)
 

@@ -132,14 +132,14 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
         scores = "\n".join(lines(found)) + "\n"
         if file is not None:
             file.write(scores)
-        if page is not None:
-            page.write(report.evaluation(found))
+        failure = None if page is None else report.written(page, report.evaluation(found))
     # The file is written first, so that an error of standard output cannot lose the report.
-    if arguments.as_json:
-        return output.Done(document=found)
-    if stdout is not None:
+    if stdout is not None and not arguments.as_json:
         stdout.write(scores)
-    return output.Done()
+    if failure is not None:
+        failure.kept = found
+        raise failure
+    return output.Done(document=found if arguments.as_json else None)
 
 
 def _check(arguments: Arguments) -> None:

@@ -145,7 +145,9 @@ class AtomicFile:
                 self._file.flush()
 
     def commit(self) -> None:
-        """Puts the file into its place."""
+        """Puts the file into its place, unless it is closed already."""
+        if self._file.closed:
+            return
         with self._reported():
             self._file.flush()
             if not self._special:

@@ -72,7 +72,8 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
         }
         rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts))
         if page is not None:
-            page.write(report.bench(rows, memory))
+            failure = report.written(page, report.bench(rows, memory))
+            ended = ended or failure
     return _done(arguments, rows, ended)
 
 

@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from .. import output
-from ..errors import UsageError
+from ..errors import QuantspecError, UsageError
 from .benchmark import bench
 from .documents import batch
 from .evaluation import evaluation
@@ -18,7 +18,18 @@ from .evaluation import evaluation
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["batch", "bench", "evaluation", "opened"]
+__all__ = ["batch", "bench", "evaluation", "opened", "written"]
+
+
+def written(page: output.AtomicFile, text: str) -> QuantspecError | None:
+    """Completes the page. An error is returned, so that the caller can show its results before it raises the error."""
+    try:
+        page.write(text)
+        page.commit()
+    except QuantspecError as error:
+        page.discard()
+        return error
+    return None
 
 
 @contextlib.contextmanager
