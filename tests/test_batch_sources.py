@@ -39,6 +39,28 @@ def test_globs_files_and_lists_name_their_answers(fake: Any, quantspec: Run, doc
     assert found(str(listed.rename(tmp_path / "LIST.JSONL"))) == expected
 
 
+def test_a_text_of_a_list_is_taken_as_it_is(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    """Neither its id nor its first characters make it a document of another kind."""
+    texts = {
+        "contract.html": "If a < b and c > d then\nparagraph one.\n\nUse <name> here & there.",
+        "q1": "%PDF-1.7 is the first line of a PDF file.",
+        "q2.docx": "PK\x03\x04 begins a zip archive.",
+        "q3": "{\\rtf begins an RTF document.",
+        "q4": "\ufeffA byte order mark.",
+    }
+    listed = tmp_path / "list.jsonl"
+    listed.write_text("\n".join(json.dumps({"id": name, "text": text}) for name, text in texts.items()))
+    command = ["batch", str(listed), "--out", str(tmp_path / "out"), "-n", "3", "--json"]
+    planned = quantspec(*command, "--dry-run").json["results"]
+    done = quantspec(*command).json["results"]
+    alone = quantspec("run", *(f"--text={text}" for text in texts.values()), "-n", "3", "--json").json["results"]
+    for name, expected in zip(texts, alone, strict=True):
+        (row,) = [row for row in planned if row["document"] == name]
+        (found,) = [result for result in done if result["document"] == name]
+        assert found["tokens"] == expected["tokens"]
+        assert row["prompt_tokens"] == found["prompt_tokens"] == expected["prompt_tokens"]
+
+
 def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list.jsonl"
     listed.write_text(json.dumps({"path": "docs"}))

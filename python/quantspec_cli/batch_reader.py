@@ -94,6 +94,8 @@ class Reader:
         """The document's text; notes its hash and warnings. With `keep`, the next call need not extract it again."""
         raw = job.source.read()
         job.sha256 = hashlib.sha256(raw).hexdigest()
+        if job.source.text is not None:  # only a file has a kind
+            return prompts.with_content(job.source.shown, job.source.text)
         document = self._forget(job) or prompts.from_bytes(job.source.shown, raw)
         job.warnings = document.warnings
         size = sys.getsizeof(document.text)

@@ -59,7 +59,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
 
     def literal(name: str, text: str) -> Document:
         check_utf8(name, text)
-        return _checked(name, text, "give some text after --text")
+        return with_content(name, text, "give some text after --text")
 
     hint = "check the path; literal text is given with --text"
     tasks: list[tuple[Document, Callable[[], Document]]] = [
@@ -158,7 +158,7 @@ def from_bytes(name: str, raw: bytes) -> Document:
         at = error.start + (len(raw) - len(error.object))
         line = raw.count(b"\n", 0, at) + 1
         raise InputError(f"{name} is not UTF-8: byte 0x{raw[at]:02x} at offset {at}, line {line}", _CONVERT) from error
-    return _checked(name, text, "give a document with some text")
+    return with_content(name, text)
 
 
 def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
@@ -190,7 +190,8 @@ def check_instruction(text: str | None) -> None:
         raise UsageError("the instruction is empty", "give some text, or leave it out", option="instruction")
 
 
-def _checked(name: str, text: str, hint: str) -> Document:
+def with_content(name: str, text: str, hint: str = "give a document with some text") -> Document:
+    """The document of a text, which is taken as it is; refuses one without content."""
     if not text:
         raise InputError(f"{name} is empty", hint)
     if text.isspace():
