@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import LONG, Child, Outcome, answers, lines, written
 
-from quantspec_cli import batch, batch_view, sources
+from quantspec_cli import batch, batch_run, batch_view, documents, sources
 
 Run = Callable[..., Outcome]
 Start = Callable[..., Child]
@@ -153,6 +153,33 @@ def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs:
         _, stderr = child.communicate(timeout=20)
         assert (child.returncode, b"standard output is closed" in stderr) == (1, True), stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_document_that_changes_and_fails_keeps_no_numbers_of_the_counted_one(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, page = b"caf\xe9", docs / "page.html"
+    opened = batch_run.Run._opened
+    page.write_text("some words")
+    monkeypatch.setattr(documents, "extract", lambda *_: ("some words", ("1 chart not read",)))
+
+    def changed(*arguments: Any) -> Any:
+        page.unlink()
+        (docs / "a.txt").write_bytes(b"")
+        (docs / "b.md").write_bytes(raw)
+        return opened(*arguments)
+
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_run.Run, "_opened", changed)
+        results = {result["document"]: result for result in quantspec(*command).json["results"]}
+    hashes = {"page.html": None, "a.txt": hashlib.sha256(b"").hexdigest(), "b.md": hashlib.sha256(raw).hexdigest()}
+    for name, digest in hashes.items():
+        assert (results[name]["sha256"], results[name]["prompt_tokens"]) == (digest, None), results[name]
+        assert "warnings" not in results[name]
+    # A file that is back is no failure of the same content.
+    page.write_text("some words")
+    assert quantspec(*command).json["done"] == 1
 
 
 @pytest.mark.slow

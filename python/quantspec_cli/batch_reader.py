@@ -91,9 +91,16 @@ class Reader:
         return self.context - self.part_tokens
 
     def read(self, job: Job, *, keep: bool = False) -> prompts.Document:
-        """The document's text; notes its hash and warnings. With `keep`, the next call need not extract it again."""
-        raw = job.source.read()
-        job.sha256 = hashlib.sha256(raw).hexdigest()
+        """The document's text; notes its hash and warnings, and forgets what is known of an earlier content. With `keep`, the
+        next call need not extract it again.
+        """
+        before, job.sha256 = job.sha256, None
+        try:
+            raw = job.source.read()
+            job.sha256 = hashlib.sha256(raw).hexdigest()
+        finally:
+            if job.sha256 != before:
+                job.tokens, job.warnings = None, ()
         if job.source.text is not None:  # only a file has a kind
             return prompts.with_content(job.source.shown, job.source.text)
         document = self._forget(job) or prompts.from_bytes(job.source.shown, raw)
