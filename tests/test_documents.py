@@ -1003,6 +1003,13 @@ def test_a_batch_shows_what_is_missing(fake: object, quantspec: Run, tmp_path: P
     done = quantspec(*command, "--report", str(page))
     assert [line for line in done.stderr.splitlines() if "warning" in line] == [f"warning: case.pdf: {warning}"]
     assert warning in page.read_text()
+    # A later run shows them as well, unless the document is not one of its own.
+    (docs / "new.txt").write_text('"warnings": [')
+    resumed = quantspec(*command)
+    assert "1 done, 1 failed, 2 done before" in resumed.stderr
+    assert [line for line in resumed.stderr.splitlines() if "warning" in line] == [f"warning: case.pdf: {warning}"]
+    assert "warning" not in quantspec("batch", str(docs / "text.txt"), *command[2:]).stderr
+    (docs / "new.txt").unlink()
     again = quantspec(*command, "--no-resume", "--json", "--quiet")
     assert {row["document"]: row.get("warnings") for row in again.json["results"]} == {
         "case.pdf": [warning],

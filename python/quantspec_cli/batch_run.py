@@ -141,9 +141,8 @@ class Run:
             longest=reader.options.max_new_tokens,
             shown=not arguments.quiet,
         )
-        # What is noted at the end: answers that were cut, and answered documents with warnings.
+        # Answers that were cut.
         self._cut = 0
-        self._doubtful: list[Job] = []
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
@@ -414,7 +413,6 @@ class Run:
                     raise
                 outcome = Outcome(job, outcome.seconds, None, error)
         self._cut += _is_cut(outcome, self.reader.options)
-        self._doubtful += [job] if outcome.answer is not None and job.warnings else []
         result = outcome.to_json()
         basis = self._fingerprints.of(result, self.reader)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
@@ -472,7 +470,7 @@ class Run:
         if self._page is not None:
             info = engine.info if isinstance(engine, Engine) else {}
             failure = report.written(self._page, report.batch(document, info))
-        self._show(document, failed, interrupted=interrupted)
+        self._show(document, names, failed, interrupted=interrupted)
         if failure is not None:
             failure.kept = document
             raise failure
@@ -489,13 +487,20 @@ class Run:
         self._keep_rates(engine.info["device"], stats, replace=whole)
         return stats
 
-    def _show(self, document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], *, interrupted: bool) -> None:
-        """Prints what failed and, unless quiet, warnings and the summary."""
+    def _show(
+        self,
+        document: Mapping[str, Any],
+        names: Sequence[str],
+        failed: Sequence[Mapping[str, Any]],
+        *,
+        interrupted: bool,
+    ) -> None:
+        """Prints what failed and, unless quiet, warnings of all documents and the summary."""
         batch_view.failures(failed)
         if self.arguments.quiet:
             return
-        for job in self._doubtful:
-            render.warn_of_document(job.source.shown, job.warnings)
+        for name, warnings in self.journal.warnings(names):
+            render.warn_of_document(name, warnings)
         batch_view.summary(document, self.arguments.out)
         if interrupted:
             without = "" if self.arguments.resume else " without --no-resume"

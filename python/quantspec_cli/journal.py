@@ -346,6 +346,19 @@ class Journal:
         wanted = {os.fsencode(name) for name in names}
         return [json.loads(line) for name, line in self._finished(status) if name in wanted]
 
+    def warnings(self, names: Iterable[str]) -> list[tuple[str, list[str]]]:
+        """Names, as results have them, and warnings of these documents, if they are done and have any; in the order of
+        `results`.
+        """
+        wanted = {os.fsencode(name) for name in names}
+        found = []
+        for name, line in self._finished("done"):
+            # Few lines have the field: parsing all of a large folder would take long.
+            if '"warnings": ' in line and name in wanted:
+                result = json.loads(line)
+                found.append((result["document"], result["warnings"]))
+        return found
+
     def count(self, names: Iterable[str], status: str) -> int:
         """How many of these documents have a status."""
         wanted = {os.fsencode(name) for name in names}
