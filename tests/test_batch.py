@@ -111,7 +111,25 @@ def test_finished_documents_are_skipped_and_changed_ones_repeated(
     monkeypatch.setattr(fingerprint, "__version__", "9")
     newer = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.")
     assert "the options or quantspec changed: 4\n" in newer.stderr
+    assert "deleted" not in newer.stderr
     assert "4 done, 0 failed, 0 done before" in newer.stderr
+
+
+def test_a_missing_answer_is_no_change_of_its_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "12"]
+    quantspec(*command)
+    (out / "b.md.md").unlink()
+    again = quantspec(*command)
+    assert [line for line in again.stderr.splitlines() if "done again" in line] == [
+        "done again, as the answer was deleted or moved: 1"
+    ]
+    assert "1 done, 0 failed, 2 done before" in again.stderr
+    (out / "b.md.md").unlink()
+    (docs / "a.txt").write_text("A new text.")
+    both = quantspec(*command)
+    assert "quantspec changed: 1\n" in both.stderr
+    assert "deleted or moved: 1\n" in both.stderr
 
 
 def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

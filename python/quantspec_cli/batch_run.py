@@ -157,6 +157,8 @@ class Run:
                 render.note(
                     f"done again, as the document, the model, the options or quantspec changed: {workload.again}"
                 )
+            if workload.missing:
+                render.note(f"done again, as the answer was deleted or moved: {workload.missing}")
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}

@@ -120,7 +120,8 @@ class Workload:
 
     Attributes:
         moved: places of answers, by name, that the journal last had at the place of another --suffix.
-        again: number of documents that are done again.
+        again: number of documents that are done again because of a change.
+        missing: number of documents that are done again because their answers are missing.
         edited: documents whose answers were changed after they were written.
         foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
     """
@@ -130,6 +131,7 @@ class Workload:
     failed: list[Source] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
     again: int = 0
+    missing: int = 0
     edited: list[str] = field(default_factory=list)
     foreign: set[str] = field(default_factory=set)
 
@@ -161,7 +163,11 @@ def find_work(
                 if status == "failed" and not arguments.retry_failed:
                     workload.failed.append(source)
                     continue
-                workload.again += row.status == "done"
+                if row.status == "done":
+                    # Nothing that the answer depends on has changed, so only its file can be missing.
+                    missing = status == "done" and row.output == place
+                    workload.missing += missing
+                    workload.again += not missing
             workload.todo.append(job)
     return workload
 
