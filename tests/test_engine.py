@@ -710,6 +710,15 @@ def test_ids_the_model_does_not_have_are_refused(engine: Engine) -> None:
     assert engine.generate(Prompt([0, 8191]), max_new_tokens=2).prompt_tokens == 2
 
 
+def test_the_share_of_prompts_in_the_time(fake: Any) -> None:
+    fake.prefill_s, fake.round_s = 0.06, 0.02
+    with Engine.load(context=1000, method="ar") as engine:
+        assert engine.prompt_share == 0.0
+        engine.generate("one", max_new_tokens=4)
+        # A prompt and three rounds.
+        assert 0.3 < engine.prompt_share < 0.7
+
+
 def test_statistics_have_their_fields_and_no_rates_before_a_round(engine: Engine) -> None:
     assert engine.statistics()["acceptance_rate_per_position"] is None
     # `by_method` is a field of `auto` alone.

@@ -258,35 +258,37 @@ def test_a_call_that_cannot_be_kept_is_no_failure(
 
 
 def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document in ten parts was answered in 100 s; the next one is half as long."""
+    """Of 50 s, prompts took half. A document in ten parts is done; the next one is half as long."""
     now = 50.0
     monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
     parts = [{"prompt_tokens": 1000, "new_tokens": 50} for _ in range(10)]
     result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
     with batch_view.View(3, 0, 1, longest=50, shown=False) as view:
         now = 100.0
-        book = batch_work.Job(sources.Source("a"), "a.md", tokens=3000)
-        assert "left" not in view.totals([book], [])
+        book = batch_work.Job(sources.Source("a"), "a.md", tokens=3000, calls=4)
+        assert "left" not in view.totals([book], [], 0.0)
+        book.known_calls = 3
         book.count(1000, 50)
-        assert ", about 2 min left, " in view.totals([book], [])
+        # 25 s for a prompt of 1,000 tokens, and as many for an answer; 2 parts are left, and the call for their answers.
+        assert ", about 2 min left, " in view.totals([book], [], 0.5)
         view.finished({**result, "tree": {**result, "parts": parts}})
         now = 150.0
-        job = batch_work.Job(sources.Source("b"), "b.md", tokens=5250)
-        totals = "2 of 3 documents, 1 failed, about 50 s left, prompts 105 and answers 5.5 tokens/s"
-        assert view.totals([], [job]) == totals
-        # Two parts are done, another one is half read, and a third waits.
-        job.read_tokens = 2000
-        job.running = [batch_work.RunningCall(1000, "reading", 1, 2), batch_work.RunningCall(1000)]
-        assert ", about 21 s left, " in view.totals([job], [])
-        # All is read, and the answers grow.
-        job.running = [batch_work.RunningCall(1625, "decoding", 3) for _ in range(2)]
-        assert "left" not in view.totals([job], [])
+        job = batch_work.Job(sources.Source("b"), "b.md", tokens=5250, calls=6)
+        # 10,500 tokens of prompts took 50 s, as did 11 answers.
+        totals = "2 of 3 documents, 1 failed, about 52 s left, prompts 105 and answers 5.5 tokens/s"
+        assert view.totals([], [job], 0.5) == totals
+        # All prompts of parts are read, and two answers of six calls have ended.
+        job.known_calls, job.done_calls, job.read_tokens = 5, 2, 5250
+        assert ", about 18 s left, " in view.totals([job], [], 0.5)
+        # More calls than planned.
+        job.known_calls, job.done_calls = 8, 7
+        assert ", about 5 s left, " in view.totals([job], [], 0.5)
         # All calls of the next document are of an earlier run.
         view.finished({**result, "prompt_tokens": 4250})
-        before = view.totals([], [])
+        before = view.totals([], [], 0.5)
         view.known(1000, 50)
         view.finished({**result, "prompt_tokens": 1000})
-        assert view.totals([], []) == before.replace("3 of 3", "4 of 3")
+        assert view.totals([], [], 0.5) == before.replace("3 of 3", "4 of 3")
 
 
 def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp_path: Path) -> None:

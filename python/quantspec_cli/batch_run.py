@@ -265,7 +265,7 @@ class Run:
             # Not after each document: with many short ones, drawing would take the time of the scheduler's thread.
             if (now := time.perf_counter()) >= drawn + _TICK_S:
                 drawn = now
-                self._view.show(self._running, self._waiting)
+                self._view.show(self._running, self._waiting, engine.prompt_share)
 
     def _work(self, engine: Engine | Cluster) -> None:
         """A worker: processes one document after another."""
@@ -389,10 +389,11 @@ class Run:
                 generation = engine.generate(call, prompt, options, self._stopping)
             else:
                 generation = call.decode(engine, prompt, options, self._stopping)
+            # Before it stops running: between the two, the view would take it for a call that has not begun.
+            with self._writing:
+                job.count(len(prompt.ids), len(generation.tokens))
         finally:
             job.running.remove(call)
-        with self._writing:
-            job.count(len(prompt.ids), len(generation.tokens))
         return generation
 
     def _finish(self, outcome: Outcome) -> dict[str, Any]:

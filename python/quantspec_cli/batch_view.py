@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from . import render
@@ -32,10 +33,11 @@ class View:
         self._done, self._failed = skipped, failed
         self._started = 0.0
         self._live: Any = None
-        # Tokens of all calls of finished documents; their rates give the estimate of the time left.
-        self._prompt_tokens = self._new_tokens = self._answers = 0
-        # Once all prompts are read: when an answer was first seen, and its tokens then.
-        self._seen: dict[int, tuple[float, int]] = {}
+        # Tokens of all calls of finished documents, and how many of their answers have which length.
+        self._prompt_tokens = self._new_tokens = 0
+        self._lengths: Counter[int] = Counter()
+        # Once the last answers have begun: when each was first seen, and its tokens then.
+        self._seen: dict[RunningCall, tuple[float, int]] = {}
 
     def __enter__(self) -> View:
         self._started = time.perf_counter()
@@ -58,10 +60,10 @@ class View:
         self._failed += failed
         self._done += not failed
         if not failed:
-            self._answers += 1
             for call in _calls(result.get("tree", result)):
                 self._prompt_tokens += call["prompt_tokens"]
                 self._new_tokens += call["new_tokens"]
+                self._lengths[call["new_tokens"]] += 1
         if self._shown and self._live is None:
             render.note(_line(result))
 
@@ -70,8 +72,8 @@ class View:
         self._prompt_tokens -= prompt_tokens
         self._new_tokens -= new_tokens
 
-    def show(self, running: Sequence[Job], waiting: Collection[Job]) -> None:
-        """Draws the running documents and the totals."""
+    def show(self, running: Sequence[Job], waiting: Collection[Job], prompt_share: float) -> None:
+        """Draws the running documents and the totals. `prompt_share` as in `seconds_left`."""
         if self._live is None:
             return
         from rich.console import Group
@@ -92,45 +94,92 @@ class View:
             table.add_row(name, Text(_stage(job)), Text(_progress(job)), Text(tokens))
         if len(running) > rows:
             table.add_row(Text(f"and {len(running) - rows} more"))
-        totals = Text(self.totals(running, waiting), style="dim", no_wrap=False, overflow="fold")
+        totals = Text(self.totals(running, waiting, prompt_share), style="dim", no_wrap=False, overflow="fold")
         self._live.update(Group(table, totals), refresh=True)
 
-    def totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
+    def totals(self, running: Sequence[Job], waiting: Collection[Job], prompt_share: float) -> str:
         """The documents so far, the time left, and the rates."""
         elapsed = time.perf_counter() - self._started
         parts = [f"{self._done + self._failed:,} of {render.count(self._documents, 'document')}"]
         if self._failed:
             parts.append(f"{self._failed:,} failed")
+        waiting = list(waiting)  # a copy, because workers take from the queue
+        # Their numbers of tokens are read once, because the calls go on.
+        growing = {
+            call: min(call.done, self._longest)
+            for job in running
+            for call in list(job.running)
+            if call.stage == "decoding"
+        }
         read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
-        new = self._new_tokens + sum(job.answer_tokens for job in running)
-        new += sum(call.done for job in running for call in list(job.running) if call.stage == "decoding")
-        # A copy, because workers take from the queue.
-        left: float = sum(job.tokens or 0 for job in list(waiting))
-        left += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
-        # The estimate takes an answer's time as proportional to its prompt. So it needs a first answer, of a document or of a
-        # part, and it says nothing once all prompts are read.
-        if (self._answers or any(job.done_calls for job in running)) and left and read:
-            parts.append(f"about {duration(elapsed * left / read)} left")
-        if left or waiting:
-            self._seen.clear()
-        elif (most := self._last_answers(running, elapsed)) is not None:
-            parts.append(f"at most {duration(most)} left")
+        unread: float = sum(job.tokens or 0 for job in waiting)
+        unread += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
+        new = self._new_tokens + sum(sum(job.answers) for job in running) + sum(growing.values())
+        lengths = self._lengths + Counter(length for job in running for length in job.answers)
+        expected = expected_tokens(lengths, growing.values(), self._longest)
+        # Map-reduce may make more calls than planned.
+        calls = sum(max(job.calls, job.known_calls) - job.done_calls for job in running)
+        calls += sum(job.calls for job in waiting)
+        not_begun = max(calls - len(growing), 0)
+        to_come = sum(expected[done] for done in growing.values()) + expected[0] * not_begun
+        left = seconds_left(elapsed, prompt_share, read=read, unread=unread, new=new, to_come=to_come)
+        slowest = self._last_answers({} if not_begun else growing, elapsed, expected)
+        if left is not None and to_come:
+            # While most answers that have begun go on, they are expected to be longer than they will be.
+            bound = "about" if lengths.total() >= len(growing) else "at most"
+            parts.append(f"{bound} {duration(max(left, slowest))} left")
         parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         return ", ".join(parts)
 
-    def _last_answers(self, running: Sequence[Job], elapsed: float) -> float | None:
-        """Seconds until the last answers have as many tokens as they may, at their speeds. None if a speed is unknown, and
-        for parts, because other calls follow their answers.
+    def _last_answers(self, growing: Mapping[RunningCall, int], elapsed: float, expected: Mapping[int, float]) -> float:
+        """Seconds that the slowest of the last answers takes at its own speed: fewer and fewer decode, so the rate of all
+        together falls.
         """
-        if any(job.known_calls for job in running):
-            return None
-        times = []
-        for call in [call for job in running for call in list(job.running)]:
-            since, before = self._seen.setdefault(id(call), (elapsed, call.done))
-            new = call.done - before
-            times.append((self._longest - call.done) * (elapsed - since) / new if new else None)
-        known = [time for time in times if time is not None]
-        return max(known) if known and len(known) == len(times) else None
+        self._seen = {call: self._seen.get(call, (elapsed, done)) for call, done in growing.items()}
+        times = [0.0]
+        for call, done in growing.items():
+            since, before = self._seen[call]
+            if done > before:
+                times.append(expected[done] * (elapsed - since) / (done - before))
+        return max(times)
+
+
+def seconds_left(
+    elapsed: float, prompt_share: float, *, read: float, unread: float, new: float, to_come: float
+) -> float | None:
+    """The time left, if prompts and answers go on at their rates so far. None before both rates are known.
+
+    Args:
+        elapsed: seconds so far.
+        prompt_share: share of prompts in the time of the device; the rest is of answers.
+        read: tokens of prompts that are processed.
+        unread: tokens of the other prompts.
+        new: tokens of answers.
+        to_come: tokens that the answers are expected to have besides these.
+    """
+    if new <= 0 or (unread and read <= 0):
+        return None
+    prompts = prompt_share * unread / read if unread else 0.0
+    return elapsed * (prompts + (1 - prompt_share) * to_come / new)
+
+
+def expected_tokens(ended: Counter[int], growing: Collection[int], most: int) -> dict[int, float]:
+    """Tokens that an answer still gets on average, by the number that it has: 0, and those of growing answers.
+
+    The mean of the `ended` lengths is too short at first, because short answers end first. So this is the estimate of Kaplan
+    and Meier: of the answers that reached a length, the share that ended there. One more answer counts that gets `most`;
+    otherwise none would be expected to get longer than the longest.
+    """
+    have = Counter(growing)
+    found: dict[int, float] = {}
+    left, after, reached = 0.0, most, 1
+    for length in sorted({*ended, *have}, reverse=True):
+        left += after - length
+        after, found[length] = length, left
+        reached += ended[length] + have[length]
+        left *= 1 - ended[length] / reached
+    found[0] = left + after
+    return found
 
 
 def _stage(job: Job) -> str:

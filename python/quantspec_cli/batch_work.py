@@ -90,7 +90,7 @@ class Job:
         known_calls: if it is answered in parts, its calls that have begun or wait for others.
         done_calls: its calls that are done.
         read_tokens: of the prompts of its calls that are done.
-        answer_tokens: of the answers of these calls.
+        answers: tokens of the answers of these calls.
     """
 
     source: Source
@@ -105,13 +105,13 @@ class Job:
     known_calls: int = 0
     done_calls: int = 0
     read_tokens: int = 0
-    answer_tokens: int = 0
+    answers: list[int] = field(default_factory=list)
 
     def count(self, prompt_tokens: int, new_tokens: int) -> None:
         """Counts a call that is done."""
         self.done_calls += 1
         self.read_tokens += prompt_tokens
-        self.answer_tokens += new_tokens
+        self.answers.append(new_tokens)
 
 
 @dataclass

@@ -97,10 +97,12 @@ class Worker:
         finally:
             del self._calls[number]
 
-    def progress(self, number: int) -> tuple[str, int, int] | None:
-        """Stage, done and total of a call (`RunningCall`); None if it has not begun or is complete."""
+    def progress(self, number: int) -> tuple[str, int, int, float] | None:
+        """Stage, done and total of a call (`RunningCall`), and the engine's `prompt_share`; None if the call has not begun or
+        is complete.
+        """
         call = self._calls.get(number)
-        return None if call is None else (call.stage, call.done, call.total)
+        return None if call is None else (call.stage, call.done, call.total, self._engine.prompt_share)
 
 
 @dataclass(eq=False)
@@ -121,6 +123,7 @@ class Cluster:
         context: tokens of the longest sequence that any worker holds.
         lost: workers that died.
         failure: why a worker could not start, if another one could.
+        prompt_share: `Engine.prompt_share` of the worker that last reported it.
     """
 
     def __init__(self, address: str, spec: WorkerSpec) -> None:
@@ -146,6 +149,7 @@ class Cluster:
             self._shut_down()
             raise
         self.lost = 0
+        self.prompt_share = 0.0
         self.failure: QuantspecError | None = None
         self._changed = threading.Condition()
         self._numbers = itertools.count()
@@ -219,7 +223,7 @@ class Cluster:
                         progress = handle.actor.progress.remote(number)
                     elif ray.wait([progress], timeout=0)[0]:
                         if (found := ray.get(progress)) is not None:
-                            call.stage, call.done, call.total = found
+                            call.stage, call.done, call.total, self.prompt_share = found
                         progress = None
                 generation: Generation = ray.get(reference)
             except ray.exceptions.RayError as error:

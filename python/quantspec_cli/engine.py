@@ -314,6 +314,12 @@ class Engine:
         """The loaded model and its device: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
         return dict(self._info)
 
+    @property
+    def prompt_share(self) -> float:
+        """The share of prompts in the engine's time so far, 0 before any. Does not wait for a round, as `statistics` does."""
+        scheduler = self._lease.scheduler
+        return scheduler.prompt_s / scheduler.engine_s if scheduler.engine_s else 0.0
+
     def start(
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:

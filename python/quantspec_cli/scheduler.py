@@ -121,6 +121,7 @@ class Scheduler:
         sequence_rounds: sequences per round, summed over all rounds.
         most_sequences: the most sequences in a round.
         engine_s: seconds of calls of the engine, which idles in the rest of the time.
+        prompt_s: of these, seconds of chunks of prompts.
         longest_chunk_s: longest time that decoding sequences waited for a chunk of another prompt, in seconds.
     """
 
@@ -132,6 +133,7 @@ class Scheduler:
         self.sequence_rounds = 0
         self.most_sequences = 0
         self.engine_s = 0.0
+        self.prompt_s = 0.0
         self.longest_chunk_s = 0.0
         self._free = slots
         self._commands: SimpleQueue[Sequence[Request | _Scoring] | _Call | None] = SimpleQueue()
@@ -350,6 +352,7 @@ class Scheduler:
             self._remove(slot).deliver(error, True)
         else:
             seconds = time.perf_counter() - started
+            self.prompt_s += seconds
             if self._decoding():
                 self.longest_chunk_s = max(self.longest_chunk_s, seconds)
             if first is None:
