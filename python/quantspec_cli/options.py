@@ -323,7 +323,7 @@ class GenerateOptions:
         return max(1, min(self.max_new_tokens, context - prompt_tokens)) if self.shortens else self.max_new_tokens
 
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of `_native.Engine.add`, except the answer's length."""
+        """Keyword arguments of `_native.Engine.add`."""
         return {
             "temperature": self.temperature,
             "top_k": self.top_k,
@@ -334,6 +334,7 @@ class GenerateOptions:
             "presence_penalty": self.presence_penalty,
             "no_repeat_ngram": self.no_repeat_ngram,
             "seed": self.seed,
+            "max_new_tokens": self.max_new_tokens,
             "logprobs": self.logprobs,
         }
 

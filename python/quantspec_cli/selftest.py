@@ -254,7 +254,7 @@ def _decode(
     token."""
     native = engine.native
     with native_errors():
-        slots = [native.add(prompt, max_new_tokens=options.max_new_tokens, **options.sampling()) for prompt in prompts]
+        slots = [native.add(prompt, **options.sampling()) for prompt in prompts]
         texts = {slot: Text(lambda _: b"", limit=options.max_new_tokens) for slot in slots}
 
         def fixed(slot: int) -> int:
