@@ -320,7 +320,6 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--method", "fast"], ["fast"]),
         (["--method", "quantspec+window"], ["'quantspec+window' is not one of", "'quantspec+ngram'"]),
         (["--method", "ar", "--gamma", "4"], ["--gamma is 4, and method ar drafts nothing"]),
-        (["--method", "ar", "--accept", "rejection"], ["--accept is 'rejection', and method ar drafts nothing"]),
         (["--method", "ar", "--draft-pages", "8"], ["--draft-pages is 8, and method ar reads no pages"]),
         (["--method", "ar", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method ar"]),
         (["--method", "kv4", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method kv4"]),

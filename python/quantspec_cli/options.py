@@ -178,8 +178,6 @@ class EngineOptions:
             reasons["draft_model"] = (None, "reads no draft model, unlike draft-model and auto")
         if self.draft_model is None:
             reasons["draft_model_kv"] = (None, "has no draft model")
-        if not method.drafts:
-            reasons["accept"] = (ACCEPTANCE[0], "drafts nothing")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
