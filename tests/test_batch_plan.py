@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Outcome, answers
 
 from quantspec_cli import batch_plan, batch_reader, batch_run, documents, sources
+from quantspec_cli.batch_work import RunningCall
 from quantspec_cli.errors import DoesNotFitError
-from quantspec_cli.options import EngineOptions
+from quantspec_cli.generation import Generation, Piece
+from quantspec_cli.model import Model, Prompt
+from quantspec_cli.options import EngineOptions, GenerateOptions
+from quantspec_cli.slots import BeyondMemoryError
 
 Run = Callable[..., Outcome]
 
@@ -153,6 +158,58 @@ def test_a_default_length_is_that_of_each_document(fake: Any, quantspec: Run, do
     # Such an answer depends on the context.
     assert quantspec(*command).json["skipped"] == 4
     assert quantspec(*command, "-c", "101").json["done"] == 4
+
+
+def test_memory_of_workers_is_no_failure_of_a_document() -> None:
+    """A prompt beyond the memory of a Ray cluster is refused as such, so that a later run tries it again."""
+    arguments: Any = SimpleNamespace(
+        dry_run=False, long="refuse", instruction=None, system_prompt=None, template_args={}
+    )
+    reader = batch_reader.Reader(Model.open(), arguments, GenerateOptions(max_new_tokens=8), 131_072)
+    reader.limit(4096, 50_000)
+    with pytest.raises(BeyondMemoryError, match="4096 fit into memory"):
+        reader.check(reader.prompt("a", "word " * 30_000))
+
+
+def test_a_thinking_block_is_progress() -> None:
+    call, seen = RunningCall(5), []
+    text = SimpleNamespace(tokens=[])
+
+    class Thinking:
+        texts = (text,)
+
+        def __iter__(self) -> Iterator[Piece]:
+            for token in range(3):
+                text.tokens.append(token)
+                yield Piece(0, "", token == 2)
+                seen.append((call.stage, call.done))
+
+        def interrupt(self) -> None:
+            pass
+
+        def generations(self) -> list[Generation]:
+            return [Generation(5, text.tokens, "", "eos", "thoughts")]
+
+    engine: Any = SimpleNamespace(start=lambda *_, **__: Thinking())
+    call.decode(engine, Prompt([1] * 5), GenerateOptions())
+    assert seen == [("decoding", 1), ("decoding", 2), ("decoding", 3)]
+
+
+def test_a_default_length_may_be_named(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "--json"]
+    assert quantspec(*command).json["done"] == 3
+    assert quantspec(*command, "-n", "256").json["skipped"] == 3
+
+
+def test_a_dry_run_counts_the_parts_that_memory_allows(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    fake.memory_bytes = 600 * 1000
+    (docs / "long.txt").write_text("word. " * 1000)
+    command = ["batch", str(docs / "long.txt"), "--out", str(tmp_path / "out"), "-n", "20", "--json"]
+    command += ["--long", "map-reduce", "--instruction", "Sum up."]
+    planned = quantspec(*command, "--dry-run").json["results"][0]["new_tokens"]
+    calls = quantspec(*command).json["results"][0]["calls"]
+    assert calls > 3
+    assert abs(planned - 20 * calls) <= 20
 
 
 def test_parts_have_most_of_the_context_by_default(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def schedule(
             job.running[0].done += 1
             if (length := job.running[0].done) == ends[job.output]:
                 running.remove(job)
-                view.finished({"status": "done", "prompt_tokens": prompt_tokens, "new_tokens": length})
+                view.called(prompt_tokens, length)
+                view.finished({"status": "done"})
         yield time_left(view.totals(running, waiting, prompt_s / (prompt_s + round_s)))
 
 
@@ -147,6 +148,7 @@ def test_a_call_that_waits_on_a_cluster_counts_nothing(clock: Clock) -> None:
     with View(2, 0, 0, longest=50, shown=False) as view:
         clock.now = 10.0
         assert view.totals([job], [], 0.0) == "0 of 2 documents, prompts 0 and answers 0 tokens/s"
-        view.finished({"status": "done", "prompt_tokens": 500, "new_tokens": 50})
+        view.called(500, 50)
+        view.finished({"status": "done"})
         totals = "1 of 2 documents, about 15 s left, prompts 50 and answers 5 tokens/s"
         assert view.totals([job], [], 0.5) == totals

@@ -30,7 +30,6 @@ ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 GENERATE: dict[str, Any] = {
     "max_new_tokens": 5,
-    "shortens": True,
     "temperature": 0.5,
     "top_k": 3,
     "top_p": 0.5,
@@ -51,7 +50,7 @@ NEVER = {"device", "threads"}
 
 def test_every_option_is_listed_here() -> None:
     assert ENGINE.keys() == EngineOptions.__dataclass_fields__.keys()
-    assert GENERATE.keys() == GenerateOptions.__dataclass_fields__.keys()
+    assert {*GENERATE, "shortens"} == GenerateOptions.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize("name", ENGINE)
@@ -76,3 +75,8 @@ def test_options_of_the_engine(name: str) -> None:
 def test_options_of_a_text(name: str) -> None:
     plain, changed = GenerateOptions(), GenerateOptions(**{name: GENERATE[name]})
     assert of_answer("m", EngineOptions(), plain) != of_answer("m", EngineOptions(), changed)
+
+
+def test_a_default_is_the_same_as_its_value() -> None:
+    plain, default = GenerateOptions(), GenerateOptions(shortens=True)
+    assert of_answer("m", EngineOptions(), plain) == of_answer("m", EngineOptions(), default)

@@ -452,6 +452,9 @@ def test_a_split_model_is_named_by_its_first_part() -> None:
     assert models([*names, "x-imatrix.gguf"]) == ["a/x-00001-of-00002.gguf", "b-Q8_0.gguf"]
     assert models(names[3:]) == ["a/x-00001-of-00002.gguf"]
     assert parts("a/x-00001-of-00002.gguf") == ["a/x-00001-of-00002.gguf", "a/x-00002-of-00002.gguf"]
+    # Names that no splitter writes are files of their own.
+    for name in ("x-00001-of-00000.gguf", "x-00003-of-00002.gguf"):
+        assert (parts(name), models([name])) == ([name], [name])
     assert parts("b.gguf") == ["b.gguf"]
 
 

@@ -497,11 +497,14 @@ def test_a_repeating_answer_is_noted() -> None:
     prompt = Prompt([1, 2], continues=False)
     loop = [*range(5), *([*range(20, 33)] * 3)]
 
-    def note(tokens: list[int], reason: str = "length") -> str:
-        return " ".join(instruct.truncation_notes(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
+    def note(tokens: list[int], reason: str = "length", context: int = 9999) -> str:
+        options, answers = GenerateOptions(shortens=True), [Generation(2, tokens, "text", reason)]
+        return " ".join(instruct.truncation_notes(["a"], [prompt], answers, options, context=context))
 
     assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6")
     assert "repeats" not in note(loop[:-13])
     assert "repeats" not in note(list(range(100)))
     assert "repeats" not in note([7])
     assert note(loop, "eos") == ""
+    assert note([7]).endswith("cut at 1 token (-n)")
+    assert note([7], context=3).endswith("cut at 1 token (the end of the context)")

@@ -261,17 +261,18 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
     """Of 50 s, prompts took half. A document in ten parts is done; the next one is half as long."""
     now = 50.0
     monkeypatch.setattr(batch_view.time, "perf_counter", lambda: now)
-    parts = [{"prompt_tokens": 1000, "new_tokens": 50} for _ in range(10)]
-    result = {"status": "done", "prompt_tokens": 500, "new_tokens": 50}
     with batch_view.View(3, 0, 1, longest=50, shown=False) as view:
         now = 100.0
         book = batch_work.Job(sources.Source("a"), "a.md", tokens=3000, calls=4)
         assert "left" not in view.totals([book], [], 0.0)
         book.known_calls = 3
-        book.count(1000, 50)
+        book.count(1000)
+        view.called(1000, 50)
         # 25 s for a prompt of 1,000 tokens, and as many for an answer; 2 parts are left, and the call for their answers.
         assert ", about 2 min left, " in view.totals([book], [], 0.5)
-        view.finished({**result, "tree": {**result, "parts": parts}})
+        for tokens in [1000] * 9 + [500]:
+            view.called(tokens, 50)
+        view.finished({"status": "done"})
         now = 150.0
         job = batch_work.Job(sources.Source("b"), "b.md", tokens=5250, calls=6)
         # 10,500 tokens of prompts took 50 s, as did 11 answers.
@@ -283,12 +284,10 @@ def test_the_time_left_counts_all_calls_of_a_document(monkeypatch: pytest.Monkey
         # More calls than planned.
         job.known_calls, job.done_calls = 8, 7
         assert ", about 5 s left, " in view.totals([job], [], 0.5)
-        # All calls of the next document are of an earlier run.
-        view.finished({**result, "prompt_tokens": 4250})
+        # Calls of an earlier run are not called again, and a failed document has no more calls.
         before = view.totals([], [], 0.5)
-        view.known(1000, 50)
-        view.finished({**result, "prompt_tokens": 1000})
-        assert view.totals([], [], 0.5) == before.replace("3 of 3", "4 of 3")
+        view.finished({"status": "failed"})
+        assert view.totals([], [], 0.5) == before.replace("2 of 3 documents, 1 failed", "3 of 3 documents, 2 failed")
 
 
 def test_a_text_beyond_the_context_can_be_planned(fake: Any, quantspec: Run, tmp_path: Path) -> None:
@@ -335,6 +334,13 @@ def test_adding_map_reduce_repeats_no_answer(fake: Any, quantspec: Run, docs: Pa
     assert counts("-c", "900", *split) == (1, 3, 0)
     # Without the flag its document is beyond the context.
     assert counts("-c", "900") == (0, 3, 1)
+
+
+def test_adding_map_reduce_repeats_no_shortened_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-c", "100", "--instruction", "Sum up.", "--json"]
+    results = quantspec(*command).json["results"]
+    assert {result["prompt_tokens"] + result["new_tokens"] for result in results} == {100}
+    assert quantspec(*command, "--long", "map-reduce").json["skipped"] == 3
 
 
 @given(st.lists(st.sampled_from(["word", "a", "\n\n", "\n", ". ", " ", "x" * 40]), max_size=200), st.integers(8, 60))

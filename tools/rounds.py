@@ -65,7 +65,7 @@ def show(asked: argparse.Namespace) -> None:
         slot = engine.add(prompt, **sampling)
         tokens, number, left = [engine.prefill(slot)], 0, asked.max_tokens - 1
         engine.take_logprobs(slot)
-        while left > 0 and not set(tokens) & set(engine.info["eos"]):
+        while left > 0 and not set(tokens) & model.eos:
             engine.draft([(slot, engine.choose_gamma(slot))])
             ((_, tokens, drafted),) = engine.verify_with_drafts()
             number, left = number + 1, left - len(tokens)

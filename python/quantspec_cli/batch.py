@@ -138,11 +138,12 @@ def _fingerprints(
         template_args=arguments.template_args,
     )
     # An answer in one call is the same with and without --long.
-    split = {"long": arguments.long, "context": context}
+    in_context = {"context": context, "shortens": options.shortens}
+    split = {"long": arguments.long, **in_context}
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     failure = of(answer, **split, device=engine_options.device, packages=packages)
-    return Fingerprints(model_print, answer, of(answer, **split), failure)
+    return Fingerprints(model_print, answer, of(answer, **in_context), of(answer, **split), failure)
 
 
 def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:

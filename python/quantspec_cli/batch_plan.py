@@ -100,29 +100,29 @@ def room(
 
 def _counted(
     arguments: Arguments, workload: Workload, reader: Reader, opening: Opening
-) -> tuple[list[dict[str, Any]], list[Job]]:
-    """A row of `--dry-run` for each pending document, and the documents that can be decoded."""
-    rows: list[dict[str, Any]] = []
-    ready: list[Job] = []
+) -> list[tuple[Job, QuantspecError | None]]:
+    """The pending documents with their token counts, or with an error."""
+    found: list[tuple[Job, QuantspecError | None]] = []
     with render.progress("counting tokens", shown=not arguments.quiet) as on_progress:
-        for number, (job, error) in enumerate(examined(arguments, workload, reader, opening), 1):
-            ready += [job] if error is None else []
-            rows.append(
-                {
-                    "document": job.source.shown,
-                    "output": sources.shown(job.output),
-                    "prompt_tokens": job.tokens,
-                    "shared_tokens": job.shared,
-                    "new_tokens": (
-                        reader.new_tokens(job.tokens or 0) if job.calls == 1 else reader.part_tokens * job.calls
-                    ),
-                    "error": error and error.to_json()["error"],
-                    **({"warnings": list(job.warnings)} if job.warnings else {}),
-                }
-            )
+        for number, counted in enumerate(examined(arguments, workload, reader, opening), 1):
+            found.append(counted)
             if on_progress is not None:
                 on_progress(number, len(workload.todo))
-    return rows, ready
+    return found
+
+
+def _row(reader: Reader, job: Job, error: QuantspecError | None) -> dict[str, Any]:
+    """A document in `--dry-run`."""
+    new_tokens = reader.new_tokens(job.tokens or 0) if job.calls == 1 else reader.part_tokens * job.calls
+    return {
+        "document": job.source.shown,
+        "output": sources.shown(job.output),
+        "prompt_tokens": job.tokens,
+        "shared_tokens": job.shared,
+        "new_tokens": new_tokens,
+        "error": error and error.to_json()["error"],
+        **({"warnings": list(job.warnings)} if job.warnings else {}),
+    }
 
 
 def dry_run(
@@ -136,14 +136,13 @@ def dry_run(
     `quantspec plan`.
     """
     opening = Opening(reader.model, engine_options)
-    rows, ready = _counted(arguments, workload, reader, opening)
+    found = _counted(arguments, workload, reader, opening)
+    ready = [job for job, error in found if error is None]
     opened = opening.take()
     context, parallel, pool, wanted, most = room(arguments, engine_options, reader, ready, opened)
     held = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool, opened=opened)
     reader.limit(most, wanted)
-    for row in rows:
-        if row["error"] is None and (error := reader.beyond_memory(row["document"], row["prompt_tokens"])) is not None:
-            row["error"] = error.to_json()["error"]
+    rows = [_row(reader, job, error or reader.refusal(job)) for job, error in found]
     possible = [row for row in rows if row["error"] is None]
     document = {
         "quantspec": __version__,
@@ -165,11 +164,11 @@ def dry_run(
         "results": rows,
     }
     measured = rates.get(held["device"])
-    if possible and (found := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
+    if possible and (speeds := measured or _predicted_rates(reader.model, engine_options, document)) is not None:
         document["predicted_from"] = "run" if measured else "plan"
         processed = document["prompt_tokens"] - document["shared_tokens"]
         document["predicted_s"] = (
-            processed / found["prefill_tokens_per_s"] + document["new_tokens"] / found["decode_tokens_per_s"]
+            processed / speeds["prefill_tokens_per_s"] + document["new_tokens"] / speeds["decode_tokens_per_s"]
         )
     if arguments.as_json:
         return output.Done(EXIT_DONE, document)

@@ -64,14 +64,21 @@ class Reader:
         # Extracted documents, by name and hash.
         self._kept: dict[tuple[str, str], prompts.Document] = {}
         self._kept_bytes = 0
-        # True if memory, not the model, limits the context.
-        self._bound_by_memory = False
 
     def limit(self, context: int, wanted: int) -> None:
         """Limits the context to what fits into memory, if that is less than wanted."""
-        self._bound_by_memory = context < wanted
-        if self._bound_by_memory:
+        if context < wanted:
             self.context = min(self.context, context)
+
+    def refusal(self, job: Job) -> QuantspecError | None:
+        """Why a document that was counted before `limit` cannot be answered after it. Counts the calls of others again."""
+        if not self.may_split:
+            return self.beyond_memory(job.source.shown, job.tokens)
+        try:
+            job.calls = self._calls(job)
+        except DoesNotFitError as error:
+            return error
+        return None
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Most tokens of the answer to a whole document. Without --long they do not depend on the memory of this machine."""
@@ -103,7 +110,7 @@ class Reader:
                 job.tokens, job.warnings = None, ()
         if job.source.text is not None:  # only a file has a kind
             return prompts.with_content(job.source.shown, job.source.text)
-        document = self._forget(job) or prompts.from_bytes(job.source.shown, raw)
+        document = self._take_kept(job) or prompts.from_bytes(job.source.shown, raw)
         job.warnings = document.warnings
         size = sys.getsizeof(document.text)
         extracted = documents.kind(job.source.shown, raw) is not None
@@ -112,7 +119,7 @@ class Reader:
             self._kept_bytes += size
         return document
 
-    def _forget(self, job: Job) -> prompts.Document | None:
+    def _take_kept(self, job: Job) -> prompts.Document | None:
         """Takes the document that `read` has kept."""
         document = self._kept.pop((job.source.shown, job.sha256 or ""), None)
         if document is not None:
@@ -134,8 +141,8 @@ class Reader:
             system_prompt=self._arguments.system_prompt,
             template_args=self._arguments.template_args,
             name=name,
-            # A text that may be split is counted at any length.
-            context=len(text) + 1 if self.may_split else self.context,
+            # A text that may be split is counted at any length. `check` judges memory.
+            context=len(text) + 1 if self.may_split else self._whole_context,
         )
 
     def tokens(self, name: str, text: str) -> int:
@@ -144,7 +151,7 @@ class Reader:
 
     def beyond_memory(self, name: str, tokens: int | None) -> BeyondMemoryError | None:
         """The error of a document whose prompt has so many tokens, if memory is too small for it."""
-        if self.may_split or not self._bound_by_memory or tokens is None:
+        if self.may_split or self.context == self._whole_context or tokens is None:
             return None
         needed = tokens + self.new_tokens(tokens)
         if needed <= self.context:
@@ -187,7 +194,7 @@ class Reader:
                     characters += len(text)
             except OF_DOCUMENT as error:
                 found = error
-                self._forget(job)
+                self._take_kept(job)
             group.append((job, found))
             if characters > GROUP_CHARACTERS:
                 yield from self._counted(group)
@@ -209,7 +216,7 @@ class Reader:
                     self.check(prompt)
             except OF_DOCUMENT as error:
                 errors[id(job)] = error
-                self._forget(job)
+                self._take_kept(job)
             else:
                 job.shared = self._prefixes.add(prompt.ids) if self._prefixes is not None else 0
         for job, _ in group:

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, batch_view, hub, mapreduce, output, render, report, sources
+from . import __version__, background, batch_view, hub, mapreduce, output, render, report, sources
 from .batch_plan import examined, longest, room
 from .batch_reader import OF_DOCUMENT
 from .batch_work import RunningCall
@@ -39,6 +39,7 @@ from .errors import (
 )
 from .generation import Generation
 from .schema import is_complete
+from .signals import WAIT_S
 from .slots import BeyondMemoryError, Opening
 
 if TYPE_CHECKING:
@@ -205,11 +206,11 @@ class Run:
         for attempt in range(1, _OPENINGS + 1):
             fit = room(arguments, engine_options, reader, ready, device)
             reader.limit(fit.most, fit.wanted)
-            beyond = [(job, reader.beyond_memory(job.source.shown, job.tokens)) for job in ready]
-            for job, error in beyond:
+            settled = [(job, reader.refusal(job)) for job in ready]
+            for job, error in settled:
                 if error is not None:
                     self._view.finished(self._finish(Outcome(job, 0.0, None, error)))
-            ready = [job for job, error in beyond if error is None]
+            ready = [job for job, error in settled if error is None]
             if not ready:
                 break
             try:
@@ -253,7 +254,7 @@ class Run:
         ]
         left = len(self._waiting)
         for worker in self._workers:
-            worker.start()
+            background.start(worker)
         drawn = 0.0
         while left:
             with suppress(Empty):
@@ -349,8 +350,14 @@ class Run:
                 self._part_threads.release()
                 break
             answers.append(Future())
-            threads.append(threading.Thread(target=work, args=(part, answers[-1]), name="quantspec-part", daemon=True))
-            threads[-1].start()
+            thread = threading.Thread(target=work, args=(part, answers[-1]), name="quantspec-part", daemon=True)
+            try:
+                background.start(thread)
+            except QuantspecError as error:
+                answers[-1].set_exception(error)
+                self._part_threads.release()
+                break
+            threads.append(thread)
         for thread in threads:
             thread.join()
         return [answer.result() for answer in answers]
@@ -359,12 +366,11 @@ class Run:
         """The answer to a part of a document, which an interrupted run may have decoded already."""
         if self._stopping.is_set():
             raise KeyboardInterrupt
-        key = (job.source.name, self._fingerprints.in_context, part)
+        key = (job.source.name, self._fingerprints.split, part)
         with self._writing:
             known = self.journal.kept_call(*key)
             if known is not None:
-                job.count(known["prompt_tokens"], len(known["tokens"]))
-                self._view.known(known["prompt_tokens"], len(known["tokens"]))
+                job.count(known["prompt_tokens"])
                 return Generation(**known)
         found = self._generate(engine, job, self.reader.prompt(job.source.shown, part), self.reader.part_tokens)
         # A full disk is reported when the document's answer is written. A part that is not kept may be decoded twice.
@@ -391,7 +397,9 @@ class Run:
                 generation = call.decode(engine, prompt, options, self._stopping)
             # Before it stops running: between the two, the view would take it for a call that has not begun.
             with self._writing:
-                job.count(len(prompt.ids), len(generation.tokens))
+                job.count(len(prompt.ids))
+                self._view.called(len(prompt.ids), len(generation.tokens))
+                call.stage = "done"
         finally:
             job.running.remove(call)
         return generation
@@ -430,8 +438,8 @@ class Run:
             if (stream := call.stream) is not None:
                 stream.close()
         for worker in self._workers:
-            if worker.is_alive():  # an interrupt may arrive before the last worker has started
-                worker.join()
+            while worker.is_alive():  # an interrupt may arrive before the last worker has started
+                worker.join(WAIT_S)
 
     def _report(
         self,
@@ -508,7 +516,7 @@ class Run:
         if interrupted:
             without = "" if self.arguments.resume else " without --no-resume"
             render.note(f"interrupted; run the same command{without} to continue")
-        batch_view.note_of_cuts(self._cut, self.reader.options)
+        batch_view.note_of_cuts(self._cut, self.reader.options, splits=self.reader.may_split)
 
     def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
         """Keeps the rates of this run for later predictions of `--dry-run`."""

@@ -33,7 +33,7 @@ class View:
         self._done, self._failed = skipped, failed
         self._started = 0.0
         self._live: Any = None
-        # Tokens of all calls of finished documents, and how many of their answers have which length.
+        # Tokens of this run's calls that are done, and how many of their answers have which length.
         self._prompt_tokens = self._new_tokens = 0
         self._lengths: Counter[int] = Counter()
         # Once the last answers have begun: when each was first seen, and its tokens then.
@@ -59,18 +59,14 @@ class View:
         failed = result["status"] == "failed"
         self._failed += failed
         self._done += not failed
-        if not failed:
-            for call in _calls(result.get("tree", result)):
-                self._prompt_tokens += call["prompt_tokens"]
-                self._new_tokens += call["new_tokens"]
-                self._lengths[call["new_tokens"]] += 1
         if self._shown and self._live is None:
             render.note(_line(result))
 
-    def known(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Leaves a call of an earlier run out of the rates: `finished` adds the tokens of all calls of a document."""
-        self._prompt_tokens -= prompt_tokens
-        self._new_tokens -= new_tokens
+    def called(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Records a call that this run has decoded."""
+        self._prompt_tokens += prompt_tokens
+        self._new_tokens += new_tokens
+        self._lengths[new_tokens] += 1
 
     def show(self, running: Sequence[Job], waiting: Collection[Job], prompt_share: float) -> None:
         """Draws the running documents and the totals. `prompt_share` as in `seconds_left`."""
@@ -111,12 +107,11 @@ class View:
             for call in list(job.running)
             if call.stage == "decoding"
         }
-        read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
+        read = self._prompt_tokens + sum(_reading_tokens(job) for job in running)
         unread: float = sum(job.tokens or 0 for job in waiting)
         unread += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
-        new = self._new_tokens + sum(sum(job.answers) for job in running) + sum(growing.values())
-        lengths = self._lengths + Counter(length for job in running for length in job.answers)
-        expected = expected_tokens(lengths, growing.values(), self._longest)
+        new = self._new_tokens + sum(growing.values())
+        expected = expected_tokens(self._lengths, growing.values(), self._longest)
         # Map-reduce may make more calls than planned.
         calls = sum(max(job.calls, job.known_calls) - job.done_calls for job in running)
         calls += sum(job.calls for job in waiting)
@@ -126,7 +121,7 @@ class View:
         slowest = self._last_answers({} if not_begun else growing, elapsed, expected)
         if left is not None and to_come:
             # While most answers that have begun go on, they are expected to be longer than they will be.
-            bound = "about" if lengths.total() >= len(growing) else "at most"
+            bound = "about" if self._lengths.total() >= len(growing) else "at most"
             parts.append(f"{bound} {duration(max(left, slowest))} left")
         parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
         return ", ".join(parts)
@@ -205,16 +200,14 @@ def _share(call: RunningCall) -> float:
     return call.done / call.total if call.stage == "reading" and call.total else float(call.stage == "decoding")
 
 
+def _reading_tokens(job: Job) -> float:
+    """Tokens of the prompts of the document's running calls that are processed."""
+    return sum(_share(call) * call.tokens for call in list(job.running))
+
+
 def _read_tokens(job: Job) -> float:
     """Tokens of the document's prompts that are processed; map-reduce makes several."""
-    return job.read_tokens + sum(_share(call) * call.tokens for call in list(job.running))
-
-
-def _calls(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The calls of a result's tree."""
-    yield node
-    for part in node.get("parts", ()):
-        yield from _calls(part)
+    return job.read_tokens + _reading_tokens(job)
 
 
 def _line(result: Mapping[str, Any]) -> str:
@@ -265,13 +258,13 @@ def summary(document: Mapping[str, Any], out: str) -> None:
         render.note(f"warning: {lost} of {render.count(stats['workers'], 'worker')} of the Ray cluster died")
 
 
-def note_of_cuts(answers: int, options: GenerateOptions) -> None:
-    """Notes that the token limit cut some answers, or stop strings some JSON."""
+def note_of_cuts(answers: int, options: GenerateOptions, *, splits: bool) -> None:
+    """Notes that the token limit cut some answers, or stop strings some JSON. `splits`: documents may be split."""
     if answers:
         what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
         ends, reason = [f"{render.count(options.max_new_tokens, 'token')} (-n)"], '"length"'
         if options.shortens:
-            ends.append("the end of the context")
+            ends += ["the end of the context", *(["a quarter of it (partial answers)"] if splits else [])]
         if options.json_schema is not None and options.stop:
             ends.append("a string of --stop")
             reason += ' or "stop"'

@@ -31,7 +31,7 @@ class RunningCall:
 
     Attributes:
         tokens: of its prompt.
-        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`; or "done".
         stream: the growing answer, so that another thread can end it.
     """
 
@@ -56,11 +56,12 @@ class RunningCall:
                 stream.close()
 
         try:
-            with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
+            batch = engine.start([prompt], options, on_prefill=on_prefill)
+            with Stream(batch) as stream:
                 self.stream = stream
                 if stopped():  # as above
                     raise KeyboardInterrupt
-                for _ in stream:
+                for _ in batch:  # the stream has no piece for a round inside a thinking block
                     self.stage, self.done = "decoding", stream.new_tokens
                     # An answer that was complete before is kept, even if this thread had not read it yet.
                     if stopped() and stream.generation.stop_reason == "interrupted":
@@ -90,7 +91,6 @@ class Job:
         known_calls: if it is answered in parts, its calls that have begun or wait for others.
         done_calls: its calls that are done.
         read_tokens: of the prompts of its calls that are done.
-        answers: tokens of the answers of these calls.
     """
 
     source: Source
@@ -105,13 +105,11 @@ class Job:
     known_calls: int = 0
     done_calls: int = 0
     read_tokens: int = 0
-    answers: list[int] = field(default_factory=list)
 
-    def count(self, prompt_tokens: int, new_tokens: int) -> None:
+    def count(self, prompt_tokens: int) -> None:
         """Counts a call that is done."""
         self.done_calls += 1
         self.read_tokens += prompt_tokens
-        self.answers.append(new_tokens)
 
 
 @dataclass
@@ -197,23 +195,28 @@ class Fingerprints:
     Attributes:
         model: the model's.
         answer: of everything that an answer in one call depends on.
-        in_context: the same of an answer whose parts or length depend on the context.
+        shortened: the same of one that the context shortens.
+        split: of everything that an answer in several calls depends on.
         failure: of everything that a failure depends on.
     """
 
     model: str
     answer: str
-    in_context: str
+    shortened: str
+    split: str
     failure: str
 
     def status(self, fingerprint: str | None) -> str | None:
         """The status of a result with a fingerprint; None if this run's result may be another one."""
-        found: dict[str | None, str] = {self.answer: "done", self.in_context: "done", self.failure: "failed"}
-        return found.get(fingerprint)
+        if fingerprint == self.failure:
+            return "failed"
+        return "done" if fingerprint in (self.answer, self.shortened, self.split) else None
 
     def of(self, result: Mapping[str, Any], reader: Reader) -> str:
         """The fingerprint of a result of this run."""
         if result["status"] != "done":
             return self.failure
+        if "tree" in result:
+            return self.split
         shortened = reader.new_tokens(result["prompt_tokens"]) < reader.options.max_new_tokens
-        return self.in_context if "tree" in result or shortened else self.answer
+        return self.shortened if shortened else self.answer

@@ -52,6 +52,9 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         **vars(options),
         **request,
     }
+    # Of interest for answers that are shortened; their hash has it in the request.
+    if "shortens" not in request:
+        del fields["shortens"]
     if options.temperature > 0 and engine.accept == "rejection":
         fields |= {
             name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights", "draft_precision")

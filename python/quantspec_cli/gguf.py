@@ -91,7 +91,7 @@ def models(names: Iterable[str]) -> list[str]:
 def parts(name: str) -> list[str]:
     """All files of a model, given one of them."""
     part = _PART.search(name)
-    if part is None:
+    if part is None or not 1 <= int(part[1]) <= int(part[2]):
         return [name]
     return [f"{name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, int(part[2]) + 1)]
 

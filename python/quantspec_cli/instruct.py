@@ -199,9 +199,17 @@ def _weights(info: Mapping[str, Any]) -> int:
 
 
 def truncation_notes(
-    names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
+    names: Sequence[str],
+    prompts: Sequence[Prompt],
+    answers: Sequence[Generation],
+    options: GenerateOptions,
+    *,
+    context: int,
 ) -> Iterator[str]:
-    """Notes about replies that the token limit cut, and answers by a JSON schema that it or a stop string cut."""
+    """Notes about replies that the token limit cut, and answers by a JSON schema that it or a stop string cut. `context`:
+    most tokens of a prompt and its answer.
+    """
+    schema = options.json_schema is not None
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
         if schema and is_complete(answer.text):
             continue
@@ -209,15 +217,18 @@ def truncation_notes(
             yield f"{name}: the answer was cut at a string of --stop, so its JSON is incomplete"
         if (prompt.continues and not schema) or answer.stop_reason != "length":
             continue
-        where = f"{name}: the answer was cut at {render.count(len(answer.tokens), 'token')} (-n)"
+        limit, more = "-n", "raise -n"
+        if options.new_tokens(len(prompt.ids), context) < options.max_new_tokens:
+            limit, more = "the end of the context", "shorten the document"
+        where = f"{name}: the answer was cut at {render.count(len(answer.tokens), 'token')} ({limit})"
         if schema:
-            where += ", so its JSON is incomplete: raise -n, or bound strings and lists in the schema"
+            where += f", so its JSON is incomplete: {more}, or bound strings and lists in the schema"
             yield where
             continue
         if _repeats(answer.tokens):
             where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6"
         elif answer.thinking is not None and not answer.text:
-            where += ", inside its thinking block: raise -n"
+            where += f", inside its thinking block: {more}"
         yield where
 
 

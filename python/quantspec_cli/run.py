@@ -114,7 +114,7 @@ def _run(
     if arguments.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not arguments.quiet:
-        for line in instruct.truncation_notes(shown, encoded, generations, schema=options.json_schema is not None):
+        for line in instruct.truncation_notes(shown, encoded, generations, options, context=context):
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)

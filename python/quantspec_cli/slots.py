@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from .errors import DoesNotFitError, native_errors
 from .predict import PAGE_TOKENS
+from .signals import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,8 +46,11 @@ class Opening:
 
     def take(self) -> _native.OpenDevice:
         """The device, when it is open. It is closed with the last reference, so keep it until the engine is open."""
+        opening = self._device.pop()
+        while not opening.done():
+            wait([opening], WAIT_S)
         with native_errors():
-            return self._device.pop().result()
+            return opening.result()
 
 
 def together(plan_of: PlanOf, context: int, lengths: Sequence[int], most: int) -> tuple[int, int]:

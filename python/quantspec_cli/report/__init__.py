@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from .. import output
-from ..errors import QuantspecError, UsageError
+from ..errors import FileError, QuantspecError, UsageError
 from .benchmark import bench
 from .documents import batch
 from .evaluation import evaluation
@@ -29,6 +29,9 @@ def written(page: output.AtomicFile, text: str) -> QuantspecError | None:
     except QuantspecError as error:
         page.discard()
         return error
+    except BrokenPipeError:
+        page.discard()
+        return FileError("the report is a pipe that nobody reads", "name a file")
     return None
 
 
