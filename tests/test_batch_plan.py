@@ -157,6 +157,8 @@ def test_a_default_length_is_that_of_each_document(fake: Any, quantspec: Run, do
         assert alone["tokens"] == results[name]["tokens"]
     # Such an answer depends on the context.
     assert quantspec(*command).json["skipped"] == 4
+    said = quantspec(*command[:-1], "--no-resume", "--ignore-eos").stderr
+    assert '4 answers were cut at the end of the context: stop_reason "length"' in said
     assert quantspec(*command, "-c", "101").json["done"] == 4
 
 

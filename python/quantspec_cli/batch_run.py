@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -143,7 +143,7 @@ class Run:
             shown=not arguments.quiet,
         )
         # Answers that were cut.
-        self._cut = 0
+        self._cut_at: Counter[str] = Counter()
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
@@ -423,13 +423,23 @@ class Run:
                     error.hint = "free some space and run the command again: it resumes"
                     raise
                 outcome = Outcome(job, outcome.seconds, None, error)
-        self._cut += _is_cut(outcome, self.reader.options)
+        if outcome.answer is not None and _is_cut(outcome.answer, self.reader.options):
+            self._cut_at[self._limit(outcome.answer)] += 1
         result = outcome.to_json()
         basis = self._fingerprints.of(result, self.reader)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
             basis = ""  # the next run may have space or memory for the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
         return result
+
+    def _limit(self, answer: mapreduce.Call) -> str:
+        """What limits the tokens of an answer, or of its parts."""
+        reader, most = self.reader, self.reader.options.max_new_tokens
+        if answer.parts:
+            shorter, end = reader.part_tokens < most, "a quarter of the context"
+        else:
+            shorter, end = reader.new_tokens(answer.generation.prompt_tokens) < most, "the end of the context"
+        return end if shorter else f"{render.count(most, 'token')} (-n)"
 
     def _stop(self) -> None:
         """Ends running work; the next run repeats documents that were decoding."""
@@ -516,7 +526,7 @@ class Run:
         if interrupted:
             without = "" if self.arguments.resume else " without --no-resume"
             render.note(f"interrupted; run the same command{without} to continue")
-        batch_view.note_of_cuts(self._cut, self.reader.options, splits=self.reader.may_split)
+        batch_view.note_of_cuts(self._cut_at, self.reader.options)
 
     def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
         """Keeps the rates of this run for later predictions of `--dry-run`."""
@@ -541,12 +551,12 @@ def _switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _is_cut(outcome: Outcome, options: GenerateOptions) -> bool:
+def _is_cut(answer: mapreduce.Call, options: GenerateOptions) -> bool:
     """True if the token limit cut the answer or a partial answer. JSON is cut if it is incomplete."""
-    answers = [call.generation for call in outcome.answer.tree()] if outcome.answer else []
+    calls = [call.generation for call in answer.tree()]
     if options.json_schema is not None:
-        return any(answer.stop_reason != "eos" and not is_complete(answer.text) for answer in answers)
-    return any(answer.stop_reason == "length" for answer in answers)
+        return any(call.stop_reason != "eos" and not is_complete(call.text) for call in calls)
+    return any(call.stop_reason == "length" for call in calls)
 
 
 def _cluster(

@@ -258,18 +258,18 @@ def summary(document: Mapping[str, Any], out: str) -> None:
         render.note(f"warning: {lost} of {render.count(stats['workers'], 'worker')} of the Ray cluster died")
 
 
-def note_of_cuts(answers: int, options: GenerateOptions, *, splits: bool) -> None:
-    """Notes that the token limit cut some answers, or stop strings some JSON. `splits`: documents may be split."""
+def note_of_cuts(answers: Mapping[str, int], options: GenerateOptions) -> None:
+    """Notes that the token limit cut some answers, or stop strings some JSON. `answers`: how many, by their limit."""
     if answers:
-        what = f"{render.count(answers, 'answer')} {'was' if answers == 1 else 'were'}"
-        ends, reason = [f"{render.count(options.max_new_tokens, 'token')} (-n)"], '"length"'
-        if options.shortens:
-            ends += ["the end of the context", *(["a quarter of it (partial answers)"] if splits else [])]
-        if options.json_schema is not None and options.stop:
-            ends.append("a string of --stop")
-            reason += ' or "stop"'
+        count = sum(answers.values())
+        what = f"{render.count(count, 'answer')} {'was' if count == 1 else 'were'}"
+        ends, reason, so = list(answers), '"length"', ""
+        if options.json_schema is not None:
+            so = ", so JSON is incomplete"
+            if options.stop:
+                ends.append("a string of --stop")
+                reason += ' or "stop"'
         at = " or ".join(filter(None, (", ".join(ends[:-1]), ends[-1])))
-        so = "" if options.json_schema is None else ", so JSON is incomplete"
         render.note(f"{what} cut at {at}{so}: stop_reason {reason} in results.jsonl")
 
 
