@@ -142,7 +142,7 @@ class Run:
             longest=reader.options.max_new_tokens,
             shown=not arguments.quiet,
         )
-        # Answers that were cut.
+        # Answers that were cut, by their limit.
         self._cut_at: Counter[str] = Counter()
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
