@@ -120,6 +120,23 @@ def test_a_prompt_cache_is_not_among_the_documents(
         assert quantspec("batch", documents, *out, "--prompt-cache", cache, "--dry-run").code == 0
 
 
+def test_a_file_in_a_linked_folder_would_be_a_document(tmp_path: Path) -> None:
+    docs, elsewhere = tmp_path / "docs", tmp_path / "elsewhere"
+    (docs / "deep").mkdir(parents=True)
+    elsewhere.mkdir()
+    (docs / "deep" / "link").symlink_to(elsewhere)
+    (docs / "deep" / "back").symlink_to(docs)
+    for argument, path, found in (
+        (docs, elsewhere / "r.html", True),
+        (docs, elsewhere / "new" / "x.prompt", True),
+        (docs, elsewhere / ".hidden" / "x.prompt", False),
+        (docs, tmp_path / "r.html", False),
+        (docs / "*.html", elsewhere / "r.html", False),
+        (docs / "**" / "*.html", elsewhere / "r.html", True),
+    ):
+        assert sources.would_find(str(argument), str(path), tmp_path / "out") is found, (argument, path)
+
+
 @given(st.lists(st.sampled_from(["a", "b", "*", "?", "**", "[ab]", ".a"]), min_size=1, max_size=4))
 def test_a_glob_would_find_what_it_finds(tmp_path_factory: pytest.TempPathFactory, parts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("found")

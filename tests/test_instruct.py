@@ -499,7 +499,8 @@ def test_a_repeating_answer_is_noted() -> None:
 
     def note(tokens: list[int], reason: str = "length", context: int = 9999) -> str:
         options, answers = GenerateOptions(shortens=True), [Generation(2, tokens, "text", reason)]
-        return " ".join(instruct.truncation_notes(["a"], [prompt], answers, options, context=context))
+        notes = instruct.truncation_notes(["a"], [prompt], answers, options, context=context, longest=9999)
+        return " ".join(notes)
 
     assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.6")
     assert "repeats" not in note(loop[:-13])

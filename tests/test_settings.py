@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from conftest import DEMO, Outcome
 from tokenizers import Tokenizer
@@ -279,3 +280,22 @@ def test_inputs_and_outputs_are_not_variables(fake: type, quantspec: Run, monkey
     for name in ("PROMPT", "TEXT", "OUTPUT", "JSON", "AS_JSON"):
         monkeypatch.setenv(f"QUANTSPEC_{name}", "x")
     quantspec("run").assert_error(2, "no prompt")
+
+
+def test_the_settings_file_is_no_output(fake: type, quantspec: Run, file: Path, docs: Path, tmp_path: Path) -> None:
+    file.write_text("max-tokens = 3\n")
+    words = f"{file} is the settings file"
+    quantspec("run", "--text", "A", "-o", str(file)).assert_error(2, "--output", words)
+    quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "--report", str(file)).assert_error(2, words)
+    assert file.read_text() == "max-tokens = 3\n"
+
+
+def test_shells_complete_names_of_files() -> None:
+    from quantspec_cli.cli import cli
+
+    def kind(command: str, name: str) -> str:
+        (parameter,) = [parameter for parameter in cli.commands[command].params if parameter.name == name]
+        return parameter.shell_complete(click.Context(cli), "a")[0].type
+
+    for command, name in (("run", "documents"), ("run", "output"), ("batch", "paths"), ("batch", "json_schema")):
+        assert kind(command, name) == "file"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from . import documents, mapreduce, prompts
@@ -86,11 +86,16 @@ class Reader:
 
     @property
     def part_tokens(self) -> int:
-        """Most tokens of the answer to a part, or to partial answers. By default at most a quarter of the context, so that
-        two of these answers fit into one prompt.
+        """Most tokens of the answer to a part, or to partial answers. By default at most a quarter of what the instruction
+        leaves of the context, so that two of these answers and their answer fit.
         """
         most = self.options.max_new_tokens
-        return max(1, min(most, self.context // 4)) if self.options.shortens else most
+        return max(1, min(most, (self.context - self._empty_tokens) // 4)) if self.options.shortens else most
+
+    @cached_property
+    def _empty_tokens(self) -> int:
+        """Tokens of the prompt of a text of one character: the instruction and the template."""
+        return self.tokens("a text", ".")
 
     @property
     def budget(self) -> int:

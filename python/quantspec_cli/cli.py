@@ -5,10 +5,12 @@ Modules that load the engine, a tokenizer or rich are imported inside the comman
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from . import __version__, settings
 from .errors import IgnoredError, QuantspecError, UsageError
@@ -104,6 +106,20 @@ class _Command(_Parser):
 
 class _Group(_Parser, click.Group):
     command_class = _Command
+
+
+class _FileName(click.types.StringParamType):
+    """A name that shells complete as a file or folder."""
+
+    def shell_complete(self, _ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _complete_files(command: click.Command) -> None:
+    """Gives that type to every parameter whose value is the name of a file or folder, by its metavar."""
+    for param in command.params:
+        if param.type is click.STRING and re.search("FILE|DIR|PATH", param.metavar or ""):
+            param.type = _FileName()
 
 
 @click.group(cls=_Group, context_settings=_HELP, epilog=_EXIT_CODES)
@@ -643,3 +659,7 @@ def evaluate(
         device=device, threads=threads, weights=weights, kv_rounding=rounding, draft_precision=draft_precision
     )
     return execute(Arguments(ablation=ablation, **flags), options)
+
+
+for _command in (cli, *cli.commands.values()):
+    _complete_files(_command)

@@ -92,11 +92,19 @@ def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...
     return names[0] if names else None
 
 
+def _written(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
+    """The one name of a file that is replaced."""
+    name = _once(ctx, parameter, names)
+    if name is not None and settings.is_in_use(name, ctx):
+        raise UsageError(f"{settings.flag_of(parameter)} {name} is the settings file", "name another file")
+    return name
+
+
 def _unless_stdout(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
     """`--output -` is standard output, as `--prompt -` is standard input; so is /dev/stdout."""
     from .output import descriptor
 
-    name = _once(ctx, parameter, names)
+    name = _written(ctx, parameter, names)
     return None if name == "-" or (name is not None and descriptor(name) == 1) else name
 
 
@@ -339,7 +347,9 @@ def json_flag(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, allow_from_autoenv=False, help=text)(command)
 
 
-report_flag = file_flag("--report", text="Also write a page of charts: one self-contained HTML file.")
+report_flag = file_flag(
+    "--report", text="Also write a page of charts: one self-contained HTML file.", callback=_written
+)
 
 stop_flag = click.option(
     "--stop",

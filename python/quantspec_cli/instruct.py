@@ -205,9 +205,10 @@ def truncation_notes(
     options: GenerateOptions,
     *,
     context: int,
+    longest: int,
 ) -> Iterator[str]:
     """Notes about replies that the token limit cut, and answers by a JSON schema that it or a stop string cut. `context`:
-    most tokens of a prompt and its answer.
+    most tokens of a prompt and its answer; `longest`: the model's.
     """
     schema = options.json_schema is not None
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
@@ -219,7 +220,7 @@ def truncation_notes(
             continue
         limit, more = "-n", "raise -n"
         if options.new_tokens(len(prompt.ids), context) < options.max_new_tokens:
-            limit, more = "the end of the context", "shorten the document"
+            limit, more = "the end of the context", "raise -c" if context < longest else "shorten the document"
         where = f"{name}: the answer was cut at {render.count(len(answer.tokens), 'token')} ({limit})"
         if schema:
             where += f", so its JSON is incomplete: {more}, or bound strings and lists in the schema"

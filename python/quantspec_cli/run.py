@@ -114,7 +114,8 @@ def _run(
     if arguments.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not arguments.quiet:
-        for line in instruct.truncation_notes(shown, encoded, generations, options, context=context):
+        cuts = instruct.truncation_notes(shown, encoded, generations, options, context=context, longest=model.context)
+        for line in cuts:
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)

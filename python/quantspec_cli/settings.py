@@ -127,6 +127,11 @@ def _path(file: str | None) -> Path:
     return default_path() if file is None else Path(file)
 
 
+def is_in_use(path: str, ctx: click.Context) -> bool:
+    """True if the path is that of the settings file."""
+    return os.path.realpath(path) == os.path.realpath(_path(ctx.find_root().params.get("config")))
+
+
 def origin(ctx: click.Context, parameter: click.Parameter) -> str:
     """The start of a hint: the source of a refused value that is not from the command line."""
     name = parameter.name or ""

@@ -124,10 +124,16 @@ def would_find(argument: str, path: str, out: Path) -> bool:
         root, parts = _fixed(argument)
     else:
         return False
-    folder, real = os.path.realpath(root), os.path.realpath(path)
-    if not _is_below(real, folder) or _is_below(real, _left_out(root, out)):
+    real, left_out = os.path.realpath(path), _left_out(root, out)
+    if _is_below(real, left_out):
         return False
-    return _fits(Path(os.path.relpath(real, folder)).parts, parts)
+    # Linked folders are entered, too.
+    for below, _ in _folders(root, left_out, ()):
+        base = os.path.realpath(below)
+        names = Path(os.path.relpath(below, root)).parts + Path(os.path.relpath(real, base)).parts
+        if _is_below(real, base) and _fits(names, parts):
+            return True
+    return False
 
 
 def _fits(names: Sequence[str], parts: Sequence[str]) -> bool:
