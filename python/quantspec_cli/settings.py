@@ -128,8 +128,9 @@ def _path(file: str | None) -> Path:
 
 
 def is_in_use(path: str, ctx: click.Context) -> bool:
-    """True if the path is that of the settings file."""
-    return os.path.realpath(path) == os.path.realpath(_path(ctx.find_root().params.get("config")))
+    """True if the path is that of the settings file. A device may be the settings file and be written, such as /dev/null."""
+    used = _path(ctx.find_root().params.get("config"))
+    return files.is_file(used) and os.path.realpath(path) == os.path.realpath(used)
 
 
 def origin(ctx: click.Context, parameter: click.Parameter) -> str:
