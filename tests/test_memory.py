@@ -60,3 +60,21 @@ def test_a_limit_of_the_address_space_counts_as_a_smaller_machine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert 0 < int(done.stdout) < limit
+
+
+def test_threads_reserve_little_of_a_limited_address_space() -> None:
+    """Eight threads need their stacks, not a heap of 64 MB each."""
+    program = (
+        "import resource, threading; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
+        "from quantspec_cli.model import Model, planned\n"
+        "from quantspec_cli.options import EngineOptions\n"
+        "planned(Model.open(), EngineOptions(device='cpu'), context=1024)\n"
+        "def size(): return int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "def work(): kept.append([bytes(1000) for _ in range(100)]); ready.wait(); done.wait()\n"
+        "kept, ready, done, before = [], threading.Barrier(9), threading.Event(), size()\n"
+        "threads = [threading.Thread(target=work) for _ in range(8)]\n"
+        "for thread in threads: thread.start()\n"
+        "ready.wait(); print(size() - before - 8 * resource.getrlimit(resource.RLIMIT_STACK)[0]); done.set()"
+    )
+    grown = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    assert int(grown) < 64 << 20

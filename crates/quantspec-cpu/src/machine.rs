@@ -65,11 +65,13 @@ fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
     root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
 
-/// Bytes left of this process's address space, if it has a limit (`ulimit -v`).
+/// Bytes left of this process's address space, if it has a limit (`ulimit -v`). Threads then share a heap, because what they
+/// reserve counts.
 fn address_space_available() -> Option<usize> {
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: usize = limit.split_whitespace().next()?.parse().ok()?;
+    crate::memory::share_heap();
     Some(limit.saturating_sub(proc_bytes("/proc/self/status", "VmSize:")?))
 }
 

@@ -27,6 +27,15 @@ pub fn give_back_freed() {
     }
 }
 
+/// Makes threads share one heap, if the allocator supports it: glibc reserves 64 MB of address space for each further heap.
+pub(crate) fn share_heap() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: mallopt changes the allocator's parameters only, under its own locks.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 /// Types whose every bit pattern is a value, zero included.
 ///
 /// # Safety
