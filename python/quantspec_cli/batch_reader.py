@@ -84,6 +84,10 @@ class Reader:
         """Most tokens of the answer to a whole document. Without --long they do not depend on the memory of this machine."""
         return self.options.new_tokens(prompt_tokens, self.context if self.may_split else self._whole_context)
 
+    def shortens(self, prompt_tokens: int) -> bool:
+        """True if the context leaves the answer to a whole document less than the default."""
+        return self.new_tokens(prompt_tokens) < self.options.max_new_tokens
+
     @property
     def part_tokens(self) -> int:
         """Most tokens of the answer to a part, or to partial answers. By default at most a quarter of what the instruction

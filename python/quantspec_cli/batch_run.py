@@ -438,7 +438,7 @@ class Run:
         if answer.parts:
             shorter, end = reader.part_tokens < most, "a quarter of the context"
         else:
-            shorter, end = reader.new_tokens(answer.generation.prompt_tokens) < most, "the end of the context"
+            shorter, end = reader.shortens(answer.generation.prompt_tokens), "the end of the context"
         return end if shorter else f"{render.count(most, 'token')} (-n)"
 
     def _stop(self) -> None:

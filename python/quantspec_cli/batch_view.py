@@ -269,7 +269,8 @@ def note_of_cuts(answers: Mapping[str, int], options: GenerateOptions) -> None:
             if options.stop:
                 ends.append("a string of --stop")
                 reason += ' or "stop"'
-        at = " or ".join(filter(None, (", ".join(ends[:-1]), ends[-1])))
+        *others, last = ends
+        at = f"{', '.join(others)} or {last}" if others else last
         render.note(f"{what} cut at {at}{so}: stop_reason {reason} in results.jsonl")
 
 

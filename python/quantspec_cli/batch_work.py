@@ -218,5 +218,4 @@ class Fingerprints:
             return self.failure
         if "tree" in result:
             return self.split
-        shortened = reader.new_tokens(result["prompt_tokens"]) < reader.options.max_new_tokens
-        return self.shortened if shortened else self.answer
+        return self.shortened if reader.shortens(result["prompt_tokens"]) else self.answer

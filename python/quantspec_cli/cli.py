@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from . import __version__, settings
 from .errors import IgnoredError, QuantspecError, UsageError
@@ -52,6 +51,8 @@ from .options import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from click.shell_completion import CompletionItem
 
     from .flags import Command
     from .output import Done
@@ -112,6 +113,8 @@ class _FileName(click.types.StringParamType):
     """A name that shells complete as a file or folder."""
 
     def shell_complete(self, _ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
         return [CompletionItem(incomplete, type="file")]
 
 

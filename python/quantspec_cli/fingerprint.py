@@ -49,12 +49,10 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         "weights": engine.weights,
         "kv_target": engine.kv_target,
         "kv_rounding": engine.kv_rounding,
-        **vars(options),
+        # A default length gives the answers of the same -n, except those that it shortens.
+        **{name: value for name, value in vars(options).items() if name != "shortens"},
         **request,
     }
-    # Of interest for answers that are shortened; their hash has it in the request.
-    if "shortens" not in request:
-        del fields["shortens"]
     if options.temperature > 0 and engine.accept == "rejection":
         fields |= {
             name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights", "draft_precision")

@@ -7,9 +7,9 @@
 //!
 //! A prompt is a chain of blocks of [`BLOCK_TOKENS`] tokens. A block's hash covers its tokens, all blocks before it, and
 //! everything else that its keys and values depend on: the prompt's length where RoPE depends on it, and in files the
-//! weights, the kernels and the program's version. A *branch* holds the consecutive blocks that one prompt added. Branches are in memory or
-//! in files (`cache_file.rs`; a segment is a block of one layer, `[layer][block]`). The least recently used are removed when
-//! there is no room.
+//! weights, the kernels and the program's version. A *branch* holds the consecutive blocks that one prompt added.
+//! Branches are in memory or in files (`cache_file.rs`; a segment is a block of one layer, `[layer][block]`). The least
+//! recently used are removed when there is no room.
 //!
 //! A file's segments are checked when they are read, which may be after earlier layers were computed. If one is damaged, the
 //! file is removed and the prompt restarts without it.

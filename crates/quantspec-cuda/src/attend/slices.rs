@@ -194,17 +194,17 @@ impl Division {
         // Rows of a sequence are adjacent.
         let sequences = rows.chunk_by(|row, next| row.slot == next.slot).count();
         let most = self.most_splits;
-        let most = |pages| if self.drafts { draft_splits(most, sequences, pages) } else { most };
+        let of_row = |pages| if self.drafts { draft_splits(most, sequences, pages) } else { most };
         let mut start = 0;
         while start < rows.len() {
             let first = rows[start];
             let list = chosen(first.slot);
             // The first page, and how the pages from there on are cut.
             let length = |row: &Row| match self.reach {
-                Some(reach) => cut_local(row.position, reach, most(reach.div_ceil(G))),
+                Some(reach) => cut_local(row.position, reach, of_row(reach.div_ceil(G))),
                 None => {
                     let pages = list.map_or(visible_pages(row.position), |list| list.listed);
-                    (0, cut(pages, most(pages)))
+                    (0, cut(pages, of_row(pages)))
                 }
             };
             let same = |(offset, row): (usize, &Row)| {
