@@ -87,7 +87,7 @@ def test_a_round_tells_what_was_drafted(sampling: dict[str, Any]) -> None:
 
 def test_the_tool_that_shows_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "a.txt"
-    # Prose, of which drafts reject some on every SIMD path.
+    # Verification rejects some drafts of this prose on every SIMD path.
     document.write_text((ROOT / "examples" / "dracula.txt").read_text()[:600])
     main = tool("rounds").main
     assert main([str(document), "-n", "120", "--gamma", "6"]) == 0
