@@ -952,18 +952,28 @@ def test_the_package_exports_its_documented_names() -> None:
         quantspec_cli.nothing
 
 
-def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
-    """With the scheduler, its thread and the toy model, which takes no time."""
+def test_python_takes_less_than_2000_function_calls_a_round(fake: Any) -> None:
+    """With the scheduler, its thread and the toy model, which takes no time.
+
+    The unit is the call of an empty function, so that a slow machine does not fail the test. A round takes about 900.
+    """
+
+    def nothing(_: int) -> None: ...
+
     fake.accepted, fake.answer = [4], [41, 42, 43, 44, 45] * 1000
     engine = Engine.load(context=6000, gamma=4)
-    best = float("inf")
+    rounds, calls = [], []
     for _ in range(5):
-        # Processor time of the fastest of five, so that a busy machine does not fail the test.
         started = time.process_time()
         answer = engine.generate("text", max_new_tokens=5000, stop=["\n\n\n", "END"])
-        best = min(best, (time.process_time() - started) / 1000)
-        assert len(answer.tokens) == 5000  # by five a round
-    assert best < 50e-6, best
+        answered = time.process_time()
+        for call in range(1_000_000):
+            nothing(call)
+        rounds.append((answered - started) / 1000)
+        calls.append((time.process_time() - answered) / 1_000_000)
+        assert len(answer.tokens) == 5000  # five a round
+    # Processor time of the best of five, because other work on the machine disturbs both.
+    assert min(rounds) < 2000 * min(calls), (rounds, calls)
 
 
 def test_each_answer_of_a_batch_has_one_last_piece(fake: Any) -> None:
