@@ -98,7 +98,7 @@ spec = WorkerSpec(
     context=3500,
     parallel=1,
 )
-cluster = Cluster("local", spec)
+cluster = Cluster("local", spec, lambda *_: None)
 call, answers, seen = RunningCall(len(prompt.ids)), [], []
 decode = lambda: answers.append(cluster.generate(call, prompt, options, threading.Event()))
 thread = threading.Thread(target=decode)
@@ -124,6 +124,47 @@ def test_a_call_on_a_worker_shows_its_progress() -> None:
     assert tokens == sorted(tokens)
     assert len({number for number in tokens if 0 < number < 3000}) >= 2, found["seen"]
     assert found["equal"]
+
+
+# A cluster with one GPU, or so it says, which another job holds until the batch says that it waits.
+BUSY = """
+import subprocess, sys
+import ray
+from ray.cluster_utils import Cluster
+
+docs, out = sys.argv[1:]
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, "include_dashboard": False})
+ray.init(address=nodes.address, log_to_driver=False)
+
+class Job:
+    def ready(self):
+        return True
+
+job = ray.remote(Job).options(num_gpus=1, num_cpus=0).remote()
+ray.get(job.ready.remote())
+program = "from quantspec_cli import cluster, __main__; cluster._PATIENCE_S = 1; __main__.main()"
+command = [sys.executable, "-c", program, "batch", docs, "--out", out, "-n", "5", "--ray", nodes.address]
+batch = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+for line in batch.stderr:
+    print(line, end="")
+    if line.startswith("waiting for "):
+        ray.kill(job)
+code = batch.wait(timeout=100)
+ray.shutdown()
+nodes.shutdown()
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_a_batch_says_that_it_waits_for_workers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A text.")
+    command = [sys.executable, "-c", BUSY, str(tmp_path / "a.txt"), str(tmp_path / "out")]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "waiting for 1 of 1 worker of the Ray cluster: " in done.stdout
+    assert (tmp_path / "out/results.jsonl").read_text().count('"done"') == 1
 
 
 def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
@@ -173,7 +214,7 @@ def test_an_interrupt_while_the_cluster_is_sought_restores_what_ray_changes(monk
         parallel=1,
     )
     with pytest.raises(KeyboardInterrupt):
-        Cluster("auto", spec)
+        Cluster("auto", spec, lambda *_: None)
     assert (sys.stdout, signal.getsignal(signal.SIGTERM)) == before
     assert ended == [True]
 

@@ -579,7 +579,15 @@ def _cluster(
         context=longest(reader, todo),
         parallel=arguments.parallel,
     )
-    cluster = Cluster(address, spec)
+
+    def on_waiting(waiting: int, workers: int) -> None:
+        if not arguments.quiet:
+            of = render.count(workers, "worker")
+            render.note(
+                f"waiting for {waiting} of {of} of the Ray cluster: models take long to load, or GPUs are in use"
+            )
+
+    cluster = Cluster(address, spec, on_waiting)
     reader.limit(cluster.context, spec.context)
     if cluster.failure is not None and not arguments.quiet:
         render.note(f"warning: a worker could not be started: {cluster.failure.message}")

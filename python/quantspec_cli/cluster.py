@@ -25,7 +25,7 @@ from .model import Model, planned
 from .slots import PARALLEL, BeyondMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .generation import Generation
     from .model import Prompt
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _LOOK_S = 0.2
 # Time limit for a cluster to respond, in seconds.
 _ANSWER_S = 10.0
+# Time after which a caller hears of workers that have not begun, in seconds.
+_PATIENCE_S = 20.0
 # Workers that may die with one document. After that the document is the likely cause, and is not retried.
 _DEATHS_OF_ONE = 2
 
@@ -126,8 +128,12 @@ class Cluster:
         prompt_share: `Engine.prompt_share` of the worker that last reported it.
     """
 
-    def __init__(self, address: str, spec: WorkerSpec) -> None:
+    def __init__(self, address: str, spec: WorkerSpec, on_waiting: Callable[[int, int], None]) -> None:
         """Starts a worker on every GPU, or node, and waits until each has loaded its model.
+
+        Args:
+            on_waiting: called once if that takes long, with the number of workers that have not begun, and of all: other jobs
+                may hold their GPUs.
 
         Raises:
             UsageError: Ray is not installed.
@@ -154,7 +160,7 @@ class Cluster:
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         try:
-            self._handles = self._started(spec)
+            self._handles = self._started(spec, on_waiting)
         except BaseException:
             self._shut_down()
             raise
@@ -162,7 +168,7 @@ class Cluster:
         self.parallel = sum(handle.free for handle in self._handles)
         self.context = max(handle.context for handle in self._handles)
 
-    def _started(self, spec: WorkerSpec) -> list[_WorkerHandle]:
+    def _started(self, spec: WorkerSpec, on_waiting: Callable[[int, int], None]) -> list[_WorkerHandle]:
         ray = self._ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -180,10 +186,16 @@ class Cluster:
                     num_gpus=min(1, gpus), num_cpus=0, scheduling_strategy=there, max_concurrency=threads
                 )
                 actors.append(actor.remote(spec))
+        if not actors:
+            raise DeviceError("the Ray cluster has no node", "start one with: ray start")
+        rooms = {actor.room.remote(): actor for actor in actors}
+        _, waiting = ray.wait(list(rooms), num_returns=len(rooms), timeout=_PATIENCE_S)
+        if waiting:
+            on_waiting(len(waiting), len(rooms))
         handles: list[_WorkerHandle] = []
-        for actor in actors:
+        for room, actor in rooms.items():
             try:
-                context, parallel = ray.get(actor.room.remote())
+                context, parallel = ray.get(room)
             except ray.exceptions.RayError as error:
                 self.failure = _cause(error) or DeviceError(
                     "a worker of the Ray cluster died as it began", "see the logs of its nodes (ray logs)"
@@ -192,8 +204,6 @@ class Cluster:
                 handles.append(_WorkerHandle(actor, context, parallel))
         if self.failure is not None and (isinstance(self.failure, ModelError) or not handles):
             raise self.failure
-        if not handles:
-            raise DeviceError("the Ray cluster has no node", "start one with: ray start")
         return handles
 
     def generate(
