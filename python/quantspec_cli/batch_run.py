@@ -297,32 +297,35 @@ class Run:
 
     def _answer(self, engine: Engine | Cluster, job: Job) -> mapreduce.Call:
         reader, name = self.reader, job.source.shown
-        prompt = None
         # One document at a time: threads that run Python, such as the reader of PDF, would take the GIL from the scheduler.
         with self._reading:
             if self._stopping.is_set():
                 raise KeyboardInterrupt
             job.stage = "reading"
-            document = reader.read(job)
-            if not reader.may_split:
-                prompt = reader.prompt(name, document.text)
+            text = reader.read(job).text
+            prompt = None if reader.may_split else reader.prompt(name, text)
         if prompt is None:
-
-            def count(text: str) -> int:
-                if self._stopping.is_set():  # counting a book takes many pieces
-                    raise KeyboardInterrupt
-                return reader.tokens(name, text)
-
-            def call(texts: Sequence[str]) -> Sequence[Generation]:
-                if texts == [document.text]:
-                    prompt = reader.prompt(name, document.text)
-                    return [self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids)))]
-                return self._level(engine, job, texts)
-
-            return mapreduce.answer(name, document.text, budget=reader.budget, count=count, call=call)
+            return self._in_parts(engine, job, text)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids))))
+
+    def _in_parts(self, engine: Engine | Cluster, job: Job, document: str) -> mapreduce.Call:
+        """The answer to a document that is split unless it fits."""
+        reader, name = self.reader, job.source.shown
+
+        def count(text: str) -> int:
+            if self._stopping.is_set():  # counting a book takes many pieces
+                raise KeyboardInterrupt
+            return reader.tokens(name, text)
+
+        def call(texts: Sequence[str]) -> Sequence[Generation]:
+            if texts == [document]:
+                prompt = reader.prompt(name, document)
+                return [self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids)))]
+            return self._level(engine, job, texts)
+
+        return mapreduce.answer(name, document, budget=reader.budget, count=count, call=call)
 
     def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
         """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error of

@@ -658,6 +658,52 @@ fn a_draft_model_that_fails_ends_its_drafts_and_no_text() {
     }
 }
 
+/// Texts of requests 5 and 6, and tokens drafted and accepted. The first half of the first answer has a round after each of the
+/// draft model's chunks of `most_rows` rows of the second prompt, and `chunks` rounds before it; `chunks` counts these chunks.
+fn next_to_a_prompt_in_chunks(most_rows: usize, chunks: &mut usize) -> ([Vec<u32>; 2], [usize; 2]) {
+    let capacity = PROMPTS[3] + ANSWER;
+    let mut engine = varied(2, 2, capacity);
+    let drafter = Some(draft_model(&varied_folder(), 2, capacity));
+    engine.set_method(Method { target: View::Both, drafter, policy: Policy::fixed(2) }).expect("method");
+    let [(slot, mut text)] = begin(&mut engine, [5]);
+    let mut go_on = |engine: &mut Engine<ReferenceBackend>| {
+        if text.len() < ANSWER / 2 {
+            text.extend(round(engine, slot, 1));
+        }
+    };
+    (0..*chunks).for_each(|_| go_on(&mut engine));
+    let (prompt, sampler) = request(6);
+    let other = engine.add(&prompt, sampler, ANSWER).expect("add");
+    let first = loop {
+        let mut done = 0;
+        match engine.prefill_chunk(other, most_rows, &mut |rows, _| done = rows).expect("prefill") {
+            Some(first) => break first,
+            None if done == 0 => {
+                *chunks += 1;
+                go_on(&mut engine);
+            }
+            None => {}
+        }
+    };
+    let mut texts = [text, vec![first]];
+    while texts.iter().any(|text| text.len() < ANSWER) {
+        for (slot, text) in [slot, other].into_iter().zip(&mut texts).filter(|(_, text)| text.len() < ANSWER) {
+            let gamma = engine.choose_gamma(slot);
+            text.extend(round(&mut engine, slot, gamma));
+        }
+    }
+    (texts, [engine.stats().drafted_tokens(), engine.stats().accepted_tokens()])
+}
+
+#[test]
+fn a_draft_models_prompt_is_read_in_chunks_between_rounds() {
+    let mut chunks = 0;
+    let found = next_to_a_prompt_in_chunks(1, &mut chunks);
+    assert!(chunks > 4, "{chunks} chunks of the draft model");
+    assert_eq!(found, next_to_a_prompt_in_chunks(usize::MAX, &mut chunks));
+    assert_eq!(found.0, [5, 6].map(|request| plain()[request].clone()));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(32) })]
 

@@ -95,6 +95,11 @@ impl Drafter for Auto {
         })
     }
 
+    fn read_prompt(&mut self, slot: usize, prompt: &[u32], most_work: f64, progress: &mut dyn FnMut()) -> Result<bool> {
+        let read = |of: &mut Box<dyn Drafter>| of.read_prompt(slot, prompt, most_work, progress);
+        self.draft_model.as_mut().map_or(Ok(true), read)
+    }
+
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
         match &mut self.draft_model {
             None => Ok(()),

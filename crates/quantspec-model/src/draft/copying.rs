@@ -168,6 +168,10 @@ impl Drafter for Copying {
             .0
     }
 
+    fn read_prompt(&mut self, slot: usize, prompt: &[u32], most_work: f64, progress: &mut dyn FnMut()) -> Result<bool> {
+        self.network.read_prompt(slot, prompt, most_work, progress)
+    }
+
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
         self.network.prefill(slot, prompt, first)?;
         let mut sequence = Sequence::default();

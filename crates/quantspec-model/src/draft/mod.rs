@@ -66,7 +66,24 @@ pub trait Drafter: Debug + Send {
         None
     }
 
-    /// Begins a sequence with its prompt and the first token of the answer. Replaces the slot's previous state.
+    /// Continues a slot's prompt in the drafter's own network, if it has one, for about `most_work`: rows of a layer times the
+    /// bytes of its weights. Returns true at the prompt's end. Rounds of other slots may run before the next call, which has the
+    /// same prompt. `progress` is called after each block of rows.
+    ///
+    /// # Errors
+    /// Those of the drafter's own network.
+    fn read_prompt(
+        &mut self,
+        _slot: usize,
+        _prompt: &[u32],
+        _most_work: f64,
+        _progress: &mut dyn FnMut(),
+    ) -> Result<bool> {
+        Ok(true)
+    }
+
+    /// Begins a sequence with its prompt, which is read if [`Drafter::read_prompt`] has not, and the first token of the answer.
+    /// Replaces the slot's previous state.
     ///
     /// # Errors
     /// Those of the drafter's own network.
@@ -197,7 +214,7 @@ pub struct Proposed {
     pub steps: usize,
     /// Sequences whose draft was computed and yielded no token.
     pub without_token: usize,
-    /// Pages of the target's cache that each step read; `None` if it reads none.
+    /// Pages of a cache, the target's or the drafter's own, that each step read; `None` if it reads none.
     pub pages: Option<Pages>,
     /// Tokens of earlier text that the draft network checked, and those that it chose as well.
     pub guessed: (usize, usize),

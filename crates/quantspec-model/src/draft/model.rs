@@ -7,7 +7,7 @@
 
 use super::{Drafter, Needs, Outlook, Proposed, Target, usable_configs};
 use crate::backend::{Backend, DraftConfig, Memory, Row, Step, Turn};
-use crate::forward;
+use crate::forward::{self, Chunk, PrefillCursor};
 use quantspec_core::cache::{Extent, GAMMA_MAX};
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::sample::Accept;
@@ -32,7 +32,16 @@ struct Shared<B: Backend> {
     backend: B,
     capacity: usize,
     block_rows: usize,
+    /// Prompts of sequences that have not begun.
+    prompts: HashMap<usize, Prompt>,
     sequences: HashMap<usize, Sequence>,
+}
+
+#[derive(Debug)]
+enum Prompt {
+    Begun(Box<PrefillCursor>),
+    Read,
+    NotFinite,
 }
 
 /// A sequence of the draft model.
@@ -51,7 +60,7 @@ impl<B: Backend> DraftModel<B> {
     /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Prompts are processed in blocks of
     /// `block_rows`.
     pub fn new(backend: B, view: View, pages: &[Pages], capacity: usize, block_rows: usize) -> DraftModel<B> {
-        let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
+        let shared = Shared { backend, capacity, block_rows, prompts: HashMap::new(), sequences: HashMap::new() };
         DraftModel { shared: Arc::new(Mutex::new(shared)), configs: configs(view, pages) }
     }
 
@@ -76,14 +85,44 @@ impl<B: Backend> fmt::Debug for DraftModel<B> {
 }
 
 impl<B: Backend> Shared<B> {
+    fn read_prompt(
+        &mut self,
+        slot: usize,
+        prompt: &[u32],
+        most_rows: usize,
+        progress: &mut dyn FnMut(),
+    ) -> Result<bool> {
+        if !self.prompts.contains_key(&slot) {
+            self.end(slot);
+            self.backend.open(slot, self.capacity)?;
+            self.prompts.insert(slot, Prompt::Begun(Box::default()));
+        }
+        let Some(Prompt::Begun(cursor)) = self.prompts.get_mut(&slot) else { return Ok(true) };
+        let Shared { backend, block_rows, .. } = self;
+        let mut progress = |_, _| progress();
+        match forward::prefill_chunk(backend, slot, prompt, *block_rows, cursor, most_rows, &mut progress) {
+            Ok(Chunk::More) => return Ok(false),
+            Ok(_) => {
+                self.backend.end_chunk()?;
+                self.prompts.insert(slot, Prompt::Read);
+            }
+            Err(error) if error.kind == ErrorKind::NotFinite => _ = self.prompts.insert(slot, Prompt::NotFinite),
+            Err(error) => return Err(error),
+        }
+        Ok(true)
+    }
+
     fn begin(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
-        self.end(slot);
-        self.backend.open(slot, self.capacity)?;
-        let sequence = self.sequences.entry(slot).or_default();
-        sequence.pending.push(first);
-        sequence.extent.commit(prompt.len());
-        forward::prefill(&mut self.backend, slot, prompt, self.block_rows, &mut |_, _| ())?;
-        self.backend.end_chunk()
+        self.read_prompt(slot, prompt, usize::MAX, &mut || ())?;
+        if let Some(Prompt::Read) = self.prompts.get(&slot) {
+            self.prompts.remove(&slot);
+            let sequence = self.sequences.entry(slot).or_default();
+            sequence.pending.push(first);
+            sequence.extent.commit(prompt.len());
+        } else {
+            self.end(slot);
+        }
+        Ok(())
     }
 
     /// Non-finite values of the draft model end its drafts of a sequence, and are no error of the text.
@@ -98,7 +137,8 @@ impl<B: Backend> Shared<B> {
     }
 
     fn end(&mut self, slot: usize) {
-        if self.sequences.remove(&slot).is_some() {
+        let read = self.prompts.remove(&slot).is_some();
+        if self.sequences.remove(&slot).is_some() || read {
             self.backend.close(slot);
         }
     }
@@ -154,10 +194,14 @@ impl<B: Backend> Drafter for DraftModel<B> {
         usable_configs(&self.configs, outlook)
     }
 
-    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+    fn read_prompt(&mut self, slot: usize, prompt: &[u32], most_work: f64, progress: &mut dyn FnMut()) -> Result<bool> {
         let mut network = self.network()?;
-        let begun = network.begin(slot, prompt, first);
-        network.end_drafts_if_not_finite(slot, begun)
+        let layer_bytes = network.backend.memory().weights_bytes as f64 / network.backend.config().layers as f64;
+        network.read_prompt(slot, prompt, (most_work / layer_bytes) as usize, progress)
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        self.network()?.begin(slot, prompt, first)
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
@@ -209,7 +253,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
         let Shared { backend, sequences, .. } = &mut *network;
         let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
         sequence.pending.extend(tokens);
-        // It was fed the last token and its drafted tokens up to the last but one; as many as were accepted are kept.
+        // It was fed the last token and its drafted tokens up to the last but one; of these the emitted ones are kept.
         let fed = std::mem::take(&mut sequence.drafted).min(tokens.len());
         sequence.pending.drain(..fed);
         let flushed = sequence.extent.commit(fed).try_for_each(|page| backend.flush(slot, page));

@@ -56,6 +56,9 @@ impl<B: Backend> Engine<B> {
     ) -> Result<(usize, bool)> {
         let mut computed = self.begin_prompt(slot)?;
         let block_rows = self.block_rows;
+        if !self.read_by_drafter(slot, computed, most_rows, progress)? {
+            return Ok((computed, false));
+        }
         loop {
             let (backend, _, sequence) = self.working(slot)?;
             let Some(cursor) = &mut sequence.cursor else {
@@ -73,6 +76,27 @@ impl<B: Backend> Engine<B> {
                 }
             }
         }
+    }
+
+    /// Continues the prompt in the drafter's own network for the work of `most_rows` rows of the target; true at its end.
+    /// `computed`: rows of the prompt that the target will compute. It comes before the target, whose logits are to be read at
+    /// the end.
+    fn read_by_drafter(
+        &mut self,
+        slot: usize,
+        computed: usize,
+        most_rows: usize,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<bool> {
+        let (backend, drafter, sequence) = self.working(slot)?;
+        if let (Some(drafter), false) = (drafter, sequence.read_by_drafter) {
+            let layers = backend.config().layers;
+            let work = most_rows as f64 * backend.memory().weights_bytes as f64 / layers as f64;
+            let read = drafter.read_prompt(slot, &sequence.text, work, &mut || progress(0, layers * computed))?;
+            sequence.read_by_drafter = read;
+            return Ok(read);
+        }
+        Ok(true)
     }
 
     /// Chooses the token after a prompt that has been read; the sequence decodes from now on.
@@ -138,6 +162,11 @@ impl<B: Backend> Engine<B> {
         let first_row = found(&mut self.sequences, slot)?.text.len() - computed;
         let (mut last, mut early_s, mut done) = (Instant::now(), 0.0, 0);
         let mut timed = |rows: usize, total: usize| {
+            if rows == 0 {
+                // A block of the drafter's network, which counts as late.
+                last = Instant::now();
+                return progress(rows, total);
+            }
             // Rows are counted over all layers. A call without new rows ends a layer, which involves all of its rows.
             let new = if rows > done { rows - done } else { computed };
             let end = first_row + (rows - 1) % computed + 1;
