@@ -395,6 +395,11 @@ pub fn draft_now<B: Executor + KvCache>(
         }
         let Some(round) = RoundSteps::of_draft(config, turns, &offsets) else { break };
         match backend.run(&round) {
+            // Perhaps of a guess: the step is repeated without any.
+            Err(error) if error.kind.is_of_tokens() && guessed.iter().any(|guess| !guess.is_empty()) => {
+                guesses = None;
+                continue;
+            }
             // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
             // overwrite the draft's.
             Err(error) if error.kind.is_of_tokens() => {

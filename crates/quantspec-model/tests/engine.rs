@@ -20,7 +20,7 @@ use quantspec_model::draft::{
     CATCH_UP_ROWS, Copying, DraftModel, Drafter, Needs, Ngram, Proposed, SelfQuantised, Target,
 };
 use quantspec_model::engine::{Engine, Method};
-use quantspec_model::forward;
+use quantspec_model::forward::{self, Guess};
 use quantspec_model::prompt_cache::PromptCache;
 use quantspec_model::reference::ReferenceBackend;
 use std::sync::OnceLock;
@@ -522,6 +522,63 @@ fn a_drafter_cannot_change_the_text() {
     }
     assert_eq!(text, plain()[5]);
     assert!(engine.stats().drafted_tokens() > 4 * engine.stats().accepted_tokens());
+}
+
+/// Drafts with the target's weights, and guesses one token always.
+#[derive(Debug)]
+struct Guessing(u32);
+
+impl Guess for Guessing {
+    fn guess(&mut self, _: usize, most: usize) -> Vec<u32> {
+        vec![self.0; most]
+    }
+
+    fn chosen(&mut self, _: usize, _: usize, _: &[u32]) {}
+}
+
+impl Drafter for Guessing {
+    fn needs(&self) -> Needs {
+        Needs::default()
+    }
+
+    fn prefill(&mut self, _: usize, _: &[u32], _: u32) -> quantspec_core::Result<()> {
+        Ok(())
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: usize) -> quantspec_core::Result<Proposed> {
+        let config = DraftConfig { weights: Weights::Full, view: View::Both, pages: Pages::All };
+        target.draft_guessed(&config, turns, self)?;
+        Ok(Proposed { steps: 1, ..Proposed::default() })
+    }
+
+    fn commit(&mut self, _: usize, _: &[u32]) -> quantspec_core::Result<()> {
+        Ok(())
+    }
+
+    fn close(&mut self, _: usize) {}
+}
+
+#[test]
+fn a_guess_that_is_not_finite_ends_no_draft() {
+    let capacity = PROMPTS[3] + ANSWER;
+    let drafted = |guess: u32, bad: u32| {
+        let mut engine = engine_of(&overflowing(bad), 4, 1, capacity);
+        let drafter: Box<dyn Drafter> = Box::new(Guessing(guess));
+        engine
+            .set_method(Method { target: View::Both, drafter: Some(drafter), policy: Policy::fixed(4) })
+            .expect("method");
+        let [(slot, mut text)] = begin(&mut engine, [6]);
+        while text.len() < ANSWER {
+            let gamma = engine.choose_gamma(slot);
+            engine.draft(&[(slot, gamma)]).expect("draft");
+            text.extend(&engine.verify().ok()?[0].tokens);
+        }
+        Some((text, engine.stats().drafted_tokens()))
+    };
+    // The prompts have even tokens only. An odd one that the answer does without:
+    let (bad, expected) = (1..16).step_by(2).find_map(|bad| Some((bad, drafted(0, bad)?))).expect("an answer");
+    assert!(expected.1 > ANSWER / 2);
+    assert_eq!(drafted(bad, bad).expect("an answer"), expected);
 }
 
 /// Drafts with a checkpoint.
