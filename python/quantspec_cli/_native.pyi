@@ -102,7 +102,7 @@ class SignalWatch:
     def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 class _Options(TypedDict, total=False):
-    """Keyword arguments that shape an engine; their defaults are those of `Request` in quantspec-py/src/options.rs.
+    """Keyword arguments that shape an engine; their defaults are those of `EngineArguments` in quantspec-py/src/options.rs.
     `EngineOptions.native` has most of them.
     """
 
