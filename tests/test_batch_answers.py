@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -195,7 +196,7 @@ def test_a_file_of_another_suffix_is_no_answer(fake: Any, quantspec: Run, docs: 
     assert (report["done"], report["failed"], report["skipped"]) == (2, 1, 0)
     assert (out / "a.txt.txt").read_text() == "precious"
     # The earlier answers are still there.
-    assert quantspec(*command).json["skipped"] == 2
+    assert quantspec(*command).json["skipped"] == 3
 
 
 def test_a_suffix_may_change_and_change_back(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -269,6 +270,69 @@ def test_other_options_by_mistake_lose_nothing(
     child.send_signal(number)
     child.communicate(timeout=20)
     assert quantspec(*command, "-n", "12").json["done"] == 3
+
+
+def test_a_run_that_fails_loses_no_answers(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    """The options of one run are wrong, and a document is absent in another."""
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json"]
+    before = quantspec(*command).json["results"]
+    for _ in range(2):
+        assert quantspec(*command, "-n", "9000", "-c", "100").json["failed"] == 3
+    absent = (docs / "a.txt").read_bytes()
+    (docs / "a.txt").unlink()
+    (docs / "a.txt").symlink_to("nowhere")
+    report = quantspec(*command).json
+    assert (report["failed"], report["skipped"]) == (1, 2)
+    (docs / "a.txt").unlink()
+    (docs / "a.txt").write_bytes(absent)
+    assert quantspec(*command, "--dry-run").json["skipped"] == 3
+    report = quantspec(*command).json
+    assert (report["done"], report["failed"], report["skipped"]) == (0, 0, 3)
+    assert sorted(map(str, report["results"])) == sorted(map(str, before))
+    # An answer that was deleted or edited since is none.
+    quantspec(*command, "-n", "9000", "-c", "100")
+    (tmp_path / "out/a.txt.md").write_text("changed")
+    (tmp_path / "out/b.md.md").unlink()
+    assert quantspec(*command, "--dry-run").json["skipped"] == 1
+
+
+def test_an_answer_that_cannot_be_moved_leaves_its_place_to_the_user(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the folder is another file system's."""
+    out, replace = tmp_path / "out", Path.replace
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target.name.endswith(".md"):
+            raise OSError(errno.EXDEV, "another device")
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuse)
+        assert quantspec(*command).json["failed"] == 3
+    (out / "a.txt.md").write_text("my own notes")
+    report = quantspec(*command).json
+    assert (report["done"], report["failed"]) == (2, 1)
+    assert (out / "a.txt.md").read_text() == "my own notes"
+
+
+def test_documents_of_equal_name_in_two_folders(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    for year in ("2023", "2024"):
+        (tmp_path / year).mkdir()
+        (tmp_path / year / "lease.txt").write_text(f"The lease of {year}.")
+    command = ["batch", "--out", str(tmp_path / "out"), "-n", "3", "--json"]
+    assert quantspec(*command, str(tmp_path / "2023")).json["done"] == 1
+    answer = (tmp_path / "out/lease.txt.md").read_bytes()
+    for _ in range(2):
+        (result,) = quantspec(*command, str(tmp_path / "2024")).json["results"]
+        assert f"another document, {tmp_path}/2023/lease.txt" in result["error"]["message"]
+        assert (tmp_path / "out/lease.txt.md").read_bytes() == answer
+    assert quantspec(*command, str(tmp_path / "2023")).json["skipped"] == 1
+    # A folder that was moved, with a document that has changed.
+    (tmp_path / "2023").rename(tmp_path / "old")
+    (tmp_path / "old/lease.txt").write_text("The lease of 2023, amended.")
+    assert quantspec(*command, str(tmp_path / "old")).json["done"] == 1
 
 
 def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:

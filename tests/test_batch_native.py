@@ -26,11 +26,11 @@ import os, signal
 from quantspec_cli import journal
 from quantspec_cli.__main__ import main
 finish, calls = journal.Journal.finish, []
-def dying(*arguments):
+def dying(*arguments, **options):
     calls.append(arguments)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    finish(*arguments)
+    finish(*arguments, **options)
 journal.Journal.finish = dying
 main()
 """

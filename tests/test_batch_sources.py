@@ -107,6 +107,22 @@ def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quants
     assert quantspec(*pattern).json["documents"] == 3
 
 
+def test_answers_of_another_batch_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+    for folder, flags in (("summaries", ()), ("parties", ()), ("summaries", ("--no-resume",))):
+        command = ["batch", str(docs), "--out", str(docs / folder), "-n", "3", "--json", *flags]
+        assert quantspec(*command).json["done"] == 3
+    glob = ["batch", str(docs / "**/*"), "--out", str(docs.parent / "elsewhere"), "-n", "3", "--json"]
+    assert quantspec(*glob).json["done"] == 3
+
+
+def test_a_document_of_a_list_is_named_with_its_path(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "list.jsonl").write_text('{"id": "lease-7", "path": "contracts/lse.txt"}\n{"path": "other.txt"}\n')
+    report = quantspec("batch", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "out"), "-n", "3", "--json").json
+    lease, other = (result["error"]["message"] for result in report["results"])
+    assert lease == f"lease-7 ({tmp_path}/contracts/lse.txt) does not exist"
+    assert other == "other.txt does not exist"
+
+
 def test_a_prompt_cache_is_not_among_the_documents(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,11 +25,11 @@ def test_an_answer_without_a_row_is_not_done(
     command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--parallel", "1", "--json"]
     finish, calls = journal.Journal.finish, []
 
-    def full(*arguments: Any) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
         calls.append(arguments)
         if len(calls) == 2:
             raise FileError("the journal cannot be used: disk is full", "free some space")
-        finish(*arguments)
+        finish(*arguments, **options)
 
     monkeypatch.setattr(journal.Journal, "finish", full)
     outcome = quantspec(*command)
@@ -120,7 +120,7 @@ def test_a_journal_of_another_version_is_kept(fake: Any, quantspec: Run, docs: P
         connection.execute("PRAGMA user_version = 9")
     before = path.read_bytes()
     for flags in ([], ["--dry-run"], ["--no-resume"]):
-        quantspec(*command, *flags).assert_error(1, "is of version 9, this program supports 1", "another output folder")
+        quantspec(*command, *flags).assert_error(1, "is of version 9, this program supports 2", "another output folder")
     assert path.read_bytes() == before
 
 

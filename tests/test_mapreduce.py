@@ -318,6 +318,42 @@ def words(text: str) -> int:
     return 3 + len(text.split())
 
 
+def test_partial_answers_that_do_not_fit_are_refused_before_decoding(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 2000)
+    command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / "out"), *SPLIT[:4], "-c", "700", "--json"]
+    for outcome in (quantspec(*command, "-n", "400", "--dry-run"), quantspec(*command, "-n", "400")):
+        (error,) = [row["error"] for row in outcome.json["results"]]
+        assert "two partial answers of 400 tokens make a prompt of" in error["message"]
+        assert fake.engines == []
+    most = error["hint"].partition("at most ")[2].partition(" ")[0]
+    assert quantspec(*command, "-n", str(int(most) + 1), "--dry-run").json["refused"] == 1
+    fake.answer = [45] * 1000
+    assert quantspec(*command, "-n", most).json["done"] == 1
+
+
+def test_a_dry_run_counts_the_prompts_of_all_calls(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 2000)
+    fake.answer = [45] * 1000
+    flags = ["--long", "map-reduce", "--instruction", "Sum up. " * 30, "-c", "700", "-n", "100", "--json"]
+    command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / "out"), *flags]
+    planned = quantspec(*command, "--dry-run").json
+    (result,) = quantspec(*command).json["results"]
+    calls, tokens = [result["tree"]], 0
+    for call in calls:
+        tokens += call["prompt_tokens"]
+        calls += call.get("parts", [])
+    assert planned["prompt_tokens"] == pytest.approx(tokens, rel=0.2)
+
+
+def test_a_setting_of_map_reduce_needs_an_instruction_to_apply(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3"]
+    quantspec(*command, "--long", "map-reduce").assert_error(2, "--long is map-reduce without an instruction")
+    monkeypatch.setenv("QUANTSPEC_LONG", "map-reduce")
+    assert quantspec(*command).code == 0
+
+
 def test_adding_map_reduce_repeats_no_answer(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     (docs / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
     command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "20", "--instruction", "Sum up.", "--json"]

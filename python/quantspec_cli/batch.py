@@ -18,7 +18,7 @@ from .batch_run import Run
 from .batch_work import Fingerprints, find_work
 from .cluster import check_cluster
 from .engine import check_folder
-from .errors import UsageError
+from .errors import IgnoredError, UsageError
 from .journal import Journal
 from .model import Model
 
@@ -192,9 +192,10 @@ def _check(arguments: Arguments, options: GenerateOptions) -> None:
     if arguments.ray is not None and not arguments.ray.strip():
         raise UsageError("ray is empty", "use HOST:PORT, or auto", option="ray")
     if arguments.long == "map-reduce" and arguments.instruction is None:
-        raise UsageError(
-            "--long map-reduce without an instruction",
+        raise IgnoredError(
+            "long is map-reduce without an instruction",
             "give an --instruction for the parts and for the partial answers",
+            option="long",
         )
     if arguments.parallel is not None and not 1 <= arguments.parallel <= 1024:
         raise UsageError(f"parallel is {arguments.parallel}", "use 1 to 1024, or auto", option="parallel")

@@ -13,7 +13,7 @@ from .model import planned
 from .slots import PARALLEL, Opening, together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from . import _native
     from .batch import Arguments
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 
-def examined(
+def _examined(
     arguments: Arguments, workload: Workload, reader: Reader, opening: Opening | None
 ) -> Iterator[tuple[Job, QuantspecError | None]]:
     """The pending documents with their token counts, or with an error. Ends early if the device cannot be opened."""
@@ -98,17 +98,15 @@ def room(
     return Room(context, *together(plan_of, context, lengths or [context], most), wanted, held)
 
 
-def _counted(
-    arguments: Arguments, workload: Workload, reader: Reader, opening: Opening
-) -> list[tuple[Job, QuantspecError | None]]:
-    """The pending documents with their token counts, or with an error."""
-    found: list[tuple[Job, QuantspecError | None]] = []
+def counted(
+    arguments: Arguments, workload: Workload, reader: Reader, opening: Opening | None
+) -> Generator[tuple[Job, QuantspecError | None]]:
+    """The pending documents with their token counts, or with an error. Shows progress."""
     with render.progress("counting tokens", shown=not arguments.quiet) as on_progress:
-        for number, counted in enumerate(examined(arguments, workload, reader, opening), 1):
-            found.append(counted)
+        for number, found in enumerate(_examined(arguments, workload, reader, opening), 1):
+            yield found
             if on_progress is not None:
                 on_progress(number, len(workload.todo))
-    return found
 
 
 def _row(reader: Reader, job: Job, error: QuantspecError | None) -> dict[str, Any]:
@@ -117,7 +115,7 @@ def _row(reader: Reader, job: Job, error: QuantspecError | None) -> dict[str, An
     return {
         "document": job.source.shown,
         "output": sources.shown(job.output),
-        "prompt_tokens": job.tokens,
+        "prompt_tokens": job.planned_tokens if job.calls > 1 else job.tokens,
         "shared_tokens": job.shared,
         "new_tokens": new_tokens,
         "error": error and error.to_json()["error"],
@@ -136,7 +134,7 @@ def dry_run(
     `quantspec plan`.
     """
     opening = Opening(reader.model, engine_options)
-    found = _counted(arguments, workload, reader, opening)
+    found = list(counted(arguments, workload, reader, opening))
     ready = [job for job, error in found if error is None]
     opened = opening.take()
     context, parallel, pool, wanted, most = room(arguments, engine_options, reader, ready, opened)

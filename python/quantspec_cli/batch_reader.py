@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from array import array
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -75,7 +76,7 @@ class Reader:
         if not self.may_split:
             return self.beyond_memory(job.source.shown, job.tokens)
         try:
-            job.calls = self._calls(job)
+            job.calls, job.call_tokens = self._plan(job)
         except DoesNotFitError as error:
             return error
         return None
@@ -180,10 +181,10 @@ class Reader:
             error.hint += ", or use --long map-reduce"
             raise
 
-    def _calls(self, job: Job) -> int:
-        """Calls for a document that may be split. Refuses one that cannot be."""
+    def _plan(self, job: Job) -> mapreduce.Planned:
+        """The calls for a document that may be split. Refuses one that cannot be."""
         name = job.source.shown
-        return mapreduce.calls_of(name, job.tokens or 0, self.budget, partial(self.tokens, name), self.part_tokens)
+        return mapreduce.planned(name, job.tokens or 0, self.budget, partial(self.tokens, name), self.part_tokens)
 
     def examine(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, QuantspecError | None]]:
         """Counts the documents' tokens, in groups that are encoded on all processors. Yields each document, with an error if
@@ -193,17 +194,19 @@ class Reader:
         characters = 0
         for job in jobs:
             found: Written | QuantspecError | None = None
+            started = time.perf_counter()
             try:
                 name, text = job.source.shown, self.read(job, keep=not self._arguments.dry_run).text
                 if len(text) > mapreduce.COUNTED_CHARACTERS and self.may_split:
                     job.tokens = mapreduce.tokens_of(text, partial(self.tokens, name))
-                    job.calls = self._calls(job)
+                    job.calls, job.call_tokens = self._plan(job)
                 else:
                     found = self._written(name, text)
                     characters += len(text)
             except OF_DOCUMENT as error:
                 found = error
                 self._take_kept(job)
+            job.read_s = time.perf_counter() - started
             group.append((job, found))
             if characters > GROUP_CHARACTERS:
                 yield from self._counted(group)
@@ -214,19 +217,19 @@ class Reader:
         self, group: Sequence[tuple[Job, Written | QuantspecError | None]]
     ) -> Iterator[tuple[Job, QuantspecError | None]]:
         texts = [(job, found) for job, found in group if isinstance(found, Written)]
-        errors = {id(job): found for job, found in group if isinstance(found, QuantspecError)}
+        errors = {job: found for job, found in group if isinstance(found, QuantspecError)}
         prompts = self.model.encoded([text for _, text in texts])
         for (job, _), prompt in zip(texts, prompts, strict=True):
             job.tokens = len(prompt.ids)
             try:
                 if self.may_split:
-                    job.calls = self._calls(job)
+                    job.calls, job.call_tokens = self._plan(job)
                 else:
                     self.check(prompt)
             except OF_DOCUMENT as error:
-                errors[id(job)] = error
+                errors[job] = error
                 self._take_kept(job)
             else:
                 job.shared = self._prefixes.add(prompt.ids) if self._prefixes is not None else 0
         for job, _ in group:
-            yield job, errors.get(id(job))
+            yield job, errors.get(job)

@@ -9,20 +9,21 @@ The next run continues documents that a signal interrupted.
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import sys
 import threading
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, background, batch_view, hub, mapreduce, output, render, report, sources
-from .batch_plan import examined, longest, room
+from .batch_plan import counted, longest, room
 from .batch_reader import OF_DOCUMENT
 from .batch_work import RunningCall
 from .cluster import Cluster, WorkerSpec
@@ -165,6 +166,7 @@ class Run:
         finished = {source.name: "done" for source in workload.skipped}
         finished |= {source.name: "failed" for source in workload.failed}
         self.journal.move(workload.moved)
+        self.journal.restore(workload.restored)
         workload.foreign = set(self.journal.begin(todo, finished))
         # Opened during the count: creating a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None
@@ -228,16 +230,13 @@ class Run:
         """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
-        with render.progress("counting tokens", shown=not self.arguments.quiet) as on_progress:
-            started = time.perf_counter()
-            for number, (job, error) in enumerate(examined(self.arguments, self.workload, self.reader, opening), 1):
+        # Closed before an error is reported, so that the bar is removed.
+        with closing(counted(self.arguments, self.workload, self.reader, opening)) as found:
+            for job, error in found:
                 if error is None:
                     todo.append(job)
                 else:
-                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, error)))
-                if on_progress is not None:
-                    on_progress(number, len(self.workload.todo))
-                started = time.perf_counter()
+                    failed.append(self._finish(Outcome(job, job.read_s, None, error)))
         # Printed after the bar has been removed.
         for result in failed:
             self._view.finished(result)
@@ -432,7 +431,8 @@ class Run:
         basis = self._fingerprints.of(result, self.reader)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
             basis = ""  # the next run may have space or memory for the same document and options
-        self.journal.finish(job.source.name, job.output, result, basis, size)
+        path = job.source.path and os.path.realpath(job.source.path)
+        self.journal.finish(job.source.name, job.output, result, basis, size=size, path=path)
         return result
 
     def _limit(self, answer: mapreduce.Call) -> str:

@@ -128,8 +128,8 @@ class View:
         """The time left, once it is known. `growing`: tokens of the answers that are being decoded; the others as in
         `seconds_left`.
         """
-        unread: float = sum(job.tokens or 0 for job in waiting)
-        unread += sum(max((job.tokens or 0) - _read_tokens(job), 0) for job in running)
+        unread: float = sum(job.planned_tokens for job in waiting)
+        unread += sum(max(job.planned_tokens - _read_tokens(job), 0) for job in running)
         # Map-reduce may make more calls than planned.
         calls = sum(max(job.calls, job.known_calls) - job.done_calls for job in running)
         calls += sum(job.calls for job in waiting)

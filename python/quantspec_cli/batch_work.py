@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import render
-from .errors import QuantspecError
+from .errors import FileError, QuantspecError, one_line
 from .generation import Stream
+from .sources import shown
 
 if TYPE_CHECKING:
     import threading
@@ -74,7 +76,7 @@ class RunningCall:
         return generation
 
 
-@dataclass
+@dataclass(eq=False)  # workers look their jobs up in a list that others change
 class Job:
     """One document to answer.
 
@@ -84,6 +86,8 @@ class Job:
         tokens: of its prompt, if known.
         shared: tokens at its prompt's start that an earlier prompt has as well, if this is a dry run.
         calls: of the model, as planned.
+        call_tokens: of the prompts of these calls.
+        read_s: seconds that reading it took, before its tokens were counted.
         sha256: of its bytes, if known.
         warnings: about missing or doubtful parts of its text, once it has been read.
         stage: "waiting" or "reading", of the document's bytes.
@@ -98,6 +102,8 @@ class Job:
     tokens: int | None = None
     shared: int = 0
     calls: int = 1
+    call_tokens: int = 0
+    read_s: float = 0.0
     sha256: str | None = None
     warnings: Sequence[str] = ()
     stage: str = "waiting"
@@ -105,6 +111,11 @@ class Job:
     known_calls: int = 0
     done_calls: int = 0
     read_tokens: int = 0
+
+    @property
+    def planned_tokens(self) -> int:
+        """Tokens of the prompts of all calls, as planned; 0 if not known."""
+        return max(self.call_tokens, self.tokens or 0)
 
     def count(self, prompt_tokens: int) -> None:
         """Counts a call that is done."""
@@ -118,6 +129,7 @@ class Workload:
 
     Attributes:
         moved: places of answers, by name, that the journal last had at the place of another --suffix.
+        restored: names of skipped documents that another run, with other options or without the document, could not answer.
         again: number of documents that are done again because of a change.
         missing: number of documents that are done again because their answers are missing.
         edited: documents whose answers were changed after they were written.
@@ -128,6 +140,7 @@ class Workload:
     skipped: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
+    restored: list[str] = field(default_factory=list)
     again: int = 0
     missing: int = 0
     edited: list[str] = field(default_factory=list)
@@ -151,6 +164,15 @@ def find_work(
                     job.sha256 = None  # the read before decoding reports the reason
                 same = job.sha256 is not None and row.sha256 == job.sha256
                 status = fingerprints.status(row.fingerprint) if same else None
+                if (
+                    row.answered.sha256 == job.sha256 is not None
+                    and fingerprints.status(row.answered.fingerprint) == "done"
+                    and row.output == place
+                    and row.size == _size(Path(arguments.out) / place)
+                ):
+                    workload.skipped.append(source)
+                    workload.restored.append(source.name)
+                    continue
                 if status == "done":
                     size = _size(Path(arguments.out) / place)
                     if _in_place(row, place, size, known.earlier.get(place)):
@@ -166,8 +188,28 @@ def find_work(
                     missing = status == "done" and row.output == place
                     workload.missing += missing
                     workload.again += not missing
+                if (other := _other_document(row, job)) is not None:
+                    job.source = replace(source, problem=other)
             workload.todo.append(job)
     return workload
+
+
+def _other_document(row: Row, job: Job) -> FileError | None:
+    """An error if the answer at the document's place is to another file, which has not changed since: one of equal name in
+    another folder.
+    """
+    sha256, path = row.answered.sha256 or row.sha256, job.source.path
+    if row.path is None or path is None or job.sha256 == sha256 or os.path.realpath(path) == row.path:
+        return None
+    try:
+        if hashlib.sha256(Path(row.path).read_bytes()).hexdigest() != sha256:
+            return None
+    except OSError:
+        return None
+    return FileError(
+        f"{job.source.shown} would replace the answer to another document, {one_line(shown(row.path))}",
+        "name another folder for the answers (--out), or give the common directory of both documents",
+    )
 
 
 def _in_place(row: Row, place: str, size: int | None, earlier: Answer | None) -> bool:
@@ -196,7 +238,7 @@ class Fingerprints:
         model: the model's.
         answer: of everything that an answer in one call depends on.
         shortened: the same of one that the context shortens.
-        split: of everything that an answer in several calls depends on.
+        split: of everything that an answer in several calls depends on, but for a context that memory shortens.
         failure: of everything that a failure depends on.
     """
 

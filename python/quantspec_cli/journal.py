@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from .errors import FileError, QuantspecError, one_line, reason
-from .sources import STATE, shown
+from .sources import JOURNAL, STATE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 
 # Version of the tables below. A journal of another version is refused.
-_VERSION = 1
+_VERSION = 2
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS documents (
@@ -39,6 +39,7 @@ CREATE TABLE IF NOT EXISTS documents (
     status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
+    path BLOB,        -- real path of the document that the answer at `output` is to; NULL for a text of a list
     finished INTEGER, -- order in which documents finished
     size INTEGER,     -- bytes of the journal's file at `output`, -1 without one; NULL while an answer is moved there
     result TEXT       -- the line of results.jsonl, kept while pending
@@ -49,6 +50,12 @@ CREATE TABLE IF NOT EXISTS earlier ( -- answers that stay where another --suffix
     sha256 TEXT,
     fingerprint TEXT,
     size INTEGER
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS answered ( -- answers that stay in their places although the documents failed later
+    name BLOB PRIMARY KEY,
+    sha256 TEXT,
+    fingerprint TEXT,
+    result TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS calls ( -- answers to parts of documents that are not finished
     name BLOB,
@@ -61,6 +68,13 @@ CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL
 """
 
 
+class Answered(NamedTuple):
+    """An answer that stays in its place although the document failed later; the fields are as in `Row`, None without one."""
+
+    sha256: str | None
+    fingerprint: str | None
+
+
 class Row(NamedTuple):
     """A document's row in the journal.
 
@@ -69,17 +83,21 @@ class Row(NamedTuple):
         status: "pending" (new, changed or interrupted), "done" or "failed".
         sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
+        path: the file that the answer at its place is to; None for a text of a list, or without an answer.
         size: of the file at its place, in bytes; -1 if none is the journal's; None if a process died while it moved an
             answer there.
         finished: True if results.jsonl has had its object, and no other answer has been moved to the place since.
+        answered: the answer of a document that failed later.
     """
 
     output: str
     status: Literal["pending", "done", "failed"]
     sha256: str | None
     fingerprint: str | None
+    path: str | None
     size: int | None
     finished: bool
+    answered: Answered
 
 
 class Answer(NamedTuple):
@@ -160,7 +178,7 @@ class Journal:
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _open(self) -> sqlite3.Connection:
-        path = self.state / "journal.sqlite"
+        path = self.state / JOURNAL
         try:
             return _connect(path)
         except sqlite3.DatabaseError as error:
@@ -169,7 +187,7 @@ class Journal:
                     f"journal {path} cannot be used: {error}",
                     "free some space or correct its permissions; a damaged journal is replaced by --no-resume",
                 ) from error
-        for file in self.state.glob("journal.sqlite*"):
+        for file in self.state.glob(f"{JOURNAL}*"):
             file.rename(file.with_name(f"damaged-{file.name}"))
         with self._reported():
             return _connect(path)
@@ -217,9 +235,10 @@ class Journal:
             with self._transaction():
                 self._leave(new)
                 if self._replace:
-                    self._connection.executemany(
-                        "DELETE FROM calls WHERE name = ?", [(os.fsencode(name),) for name in new]
-                    )
+                    for table in ("calls", "answered"):
+                        self._connection.executemany(
+                            f"DELETE FROM {table} WHERE name = ?", [(os.fsencode(name),) for name in new]
+                        )
                 self._connection.executemany(
                     "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
                 )
@@ -251,33 +270,57 @@ class Journal:
                     "UPDATE documents SET output = ?, result = ? WHERE name = ?", (os.fsencode(output), line, row)
                 )
 
-    def finish(
-        self, name: str, output: str, result: Mapping[str, Any], fingerprint: str, size: int | None = None
-    ) -> None:
-        """Commits a document's result, then appends its line to results.jsonl. `size` is its answer's, in bytes; without an
-        answer, an earlier one stays in its place.
-        """
-        line = json.dumps(result, ensure_ascii=False)
+    def restore(self, names: Iterable[str]) -> None:
+        """Makes the answers (`Row.answered`) of these documents their results again."""
         with self._reported(), self._transaction():
+            for name in map(os.fsencode, names):
+                self._connection.execute(
+                    "UPDATE documents SET status = 'done', (sha256, fingerprint, result) = "
+                    "(SELECT sha256, fingerprint, result FROM answered WHERE answered.name = documents.name), "
+                    "finished = (SELECT max(finished) + 1 FROM documents) WHERE name = ?",
+                    (name,),
+                )
+                self._connection.execute("DELETE FROM answered WHERE name = ?", (name,))
+
+    def finish(
+        self,
+        name: str,
+        output: str,
+        result: Mapping[str, Any],
+        fingerprint: str,
+        *,
+        size: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        """Commits a document's result, then appends its line to results.jsonl. With an answer: its `size` in bytes, and the
+        document's real `path`. Without one, an earlier answer stays in its place.
+        """
+        line, row = json.dumps(result, ensure_ascii=False), os.fsencode(name)
+        with self._reported(), self._transaction():
+            if size is None:
+                self._keep_answer(row)
+            else:
+                self._connection.execute("DELETE FROM answered WHERE name = ?", (row,))
+                self._connection.execute("DELETE FROM calls WHERE name = ?", (row,))
             self._connection.execute(
-                "INSERT INTO documents (name, output, status, sha256, fingerprint, finished, size, result) VALUES "
-                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?) "
+                "INSERT INTO documents (name, output, status, sha256, fingerprint, path, finished, size, result) VALUES "
+                "(?, ?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?) "
                 "ON CONFLICT (name) DO UPDATE SET status = excluded.status, sha256 = excluded.sha256, "
                 "fingerprint = excluded.fingerprint, finished = excluded.finished, result = excluded.result, "
                 "output = CASE WHEN excluded.size IS NULL THEN output ELSE excluded.output END, "
+                "path = CASE WHEN excluded.size IS NULL THEN path ELSE excluded.path END, "
                 "size = coalesce(excluded.size, size)",
                 (
-                    os.fsencode(name),
+                    row,
                     b"" if size is None else os.fsencode(output),
                     result["status"],
                     result["sha256"],
                     fingerprint,
+                    None if path is None else os.fsencode(path),
                     size,
                     line,
                 ),
             )
-            if size is not None:
-                self._connection.execute("DELETE FROM calls WHERE name = ?", (os.fsencode(name),))
         self._append(line)
 
     def keep_call(self, name: str, fingerprint: str, part: str, answer: Mapping[str, Any]) -> None:
@@ -315,6 +358,7 @@ class Journal:
                 os.fsync(file.fileno())
             target.parent.mkdir(parents=True, exist_ok=True)
             # If the process dies before `finish`, the file may be the earlier one or this answer.
+            before = _own_size(self.out, output, self._sizes(name, output))
             with self._reported(), self._transaction():
                 self._leave({name: output})
                 self._connection.execute(
@@ -322,7 +366,11 @@ class Journal:
                     (os.fsencode(output), os.fsencode(name)),
                 )
             # A link at the path itself is replaced, not followed.
-            temporary.replace(target)
+            try:
+                temporary.replace(target)
+            except OSError:
+                self._keep_size(name, before)
+                raise
             _sync_folder(target.parent)
             return len(text.encode())
         except OSError as error:
@@ -377,17 +425,34 @@ class Journal:
             "DELETE FROM earlier WHERE output = ?", [(os.fsencode(output),) for output in outputs.values()]
         )
 
+    def _keep_answer(self, row: bytes) -> None:
+        """Notes the answer of a document that fails, if its last result has one."""
+        found = self._connection.execute("SELECT result FROM documents WHERE name = ?", (row,)).fetchone()
+        if found is not None and found[0] is not None and json.loads(found[0])["status"] == "done":
+            self._connection.execute(
+                "INSERT OR REPLACE INTO answered SELECT name, sha256, fingerprint, result FROM documents WHERE name = ?",
+                (row,),
+            )
+
     def _check_own(self, name: str, output: str) -> None:
         """Refuses to replace a file that another program wrote after `begin`."""
+        if not self._replace and foreign(self.out, {name: output}, self._sizes(name, output)):
+            raise not_own(self.out, output)
+
+    def _sizes(self, name: str, output: str) -> dict[str, int | None]:
+        """As `Contents.sizes`, of the places that a document's answer is in or moves to."""
         with self._reported():
             found = self._connection.execute(
                 "SELECT output, size FROM earlier WHERE output = ? "
                 "UNION ALL SELECT output, size FROM documents WHERE name = ?",
                 (os.fsencode(output), os.fsencode(name)),
             )
-            sizes = {os.fsdecode(place): size for place, size in found}
-        if not self._replace and foreign(self.out, {name: output}, sizes):
-            raise not_own(self.out, output)
+            return {os.fsdecode(place): size for place, size in found}
+
+    def _keep_size(self, name: str, size: int) -> None:
+        """Notes the size of the journal's file where an answer could not be moved; -1 if there is none."""
+        with self._reported():
+            self._connection.execute("UPDATE documents SET size = ? WHERE name = ?", (size, os.fsencode(name)))
 
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
@@ -457,7 +522,7 @@ class Journal:
             yield
         except sqlite3.Error as error:
             raise FileError(
-                f"journal {self.state / 'journal.sqlite'} cannot be used: {error}",
+                f"journal {self.state / JOURNAL} cannot be used: {error}",
                 "free some space or correct its permissions, and run the command again: it resumes",
             ) from error
 
@@ -520,7 +585,7 @@ def _size(path: Path) -> int | None:
 
 def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
     """Contents and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
-    path = out / STATE / "journal.sqlite"
+    path = out / STATE / JOURNAL
     if not path.is_file():
         return Contents({}, {}), {}
     rates: dict[str, dict[str, dict[str, float]]] = {}
@@ -540,13 +605,23 @@ def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
 
 def _contents(connection: sqlite3.Connection) -> Contents:
     rows = connection.execute(
-        "SELECT name, output, status, sha256, fingerprint, size, result IS NOT NULL FROM documents"
+        "SELECT name, output, status, documents.sha256, documents.fingerprint, path, size, documents.result IS NOT NULL, "
+        "answered.sha256, answered.fingerprint FROM documents LEFT JOIN answered USING (name)"
     )
     earlier = connection.execute("SELECT output, sha256, fingerprint, size FROM earlier")
     return Contents(
         {
-            os.fsdecode(name): Row(os.fsdecode(output), status, sha256, fingerprint, size, bool(finished))
-            for name, output, status, sha256, fingerprint, size, finished in rows
+            os.fsdecode(name): Row(
+                output=os.fsdecode(output),
+                status=status,
+                sha256=sha256,
+                fingerprint=fingerprint,
+                path=None if path is None else os.fsdecode(path),
+                size=size,
+                finished=bool(finished),
+                answered=Answered(*answered),
+            )
+            for name, output, status, sha256, fingerprint, path, size, finished, *answered in rows
         },
         {os.fsdecode(output): Answer(*found) for output, *found in earlier},
     )

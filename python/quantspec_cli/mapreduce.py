@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import DoesNotFitError
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 # Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
 COUNTED_CHARACTERS = 1_000_000
-
-# About the tokens of the heading that `_joined` puts before a partial answer.
-_HEADING_TOKENS = 5
 
 # Borders at which a text may be split, best first: paragraphs, lines, sentences, words. The separator stays with the left
 # part.
@@ -127,16 +124,41 @@ def parts_of(name: str, whole: int, budget: int, count: Callable[[str], int]) ->
     return max(2, -(-(whole - empty) // max(budget - empty, 1)))
 
 
-def calls_of(name: str, whole: int, budget: int, count: Callable[[str], int], new_tokens: int) -> int:
-    """Calls for a text whose prompt has `whole` tokens, if every answer has `new_tokens`; raises as `parts_of`."""
+class Planned(NamedTuple):
+    """Calls for a document, and tokens of their prompts."""
+
+    calls: int
+    prompt_tokens: int
+
+
+def planned(name: str, whole: int, budget: int, count: Callable[[str], int], new_tokens: int) -> Planned:
+    """The calls for a text whose prompt has `whole` tokens, if every answer has `new_tokens`.
+
+    Raises:
+        DoesNotFitError: the budget is too small for a part, or for two such answers.
+    """
     if whole <= budget:
-        return 1
+        return Planned(1, whole)
     calls = answers = parts_of(name, whole, budget, count)
-    together = max(2, (budget - count(".")) // (new_tokens + _HEADING_TOKENS))
+    empty = count(".")
+    # The text around a partial answer, or a little more.
+    heading = -(-(count("Part 1:\n.\n\nPart 2:\n.") - empty) // 2)
+    answer = new_tokens + heading
+    together = (budget - empty) // answer
+    if together < 2:
+        most = (budget + new_tokens - empty - 2 * heading) // 3
+        raise DoesNotFitError(
+            f"{name}: two partial answers of {new_tokens} tokens make a prompt of {empty + 2 * answer} tokens, the context "
+            f"leaves {budget}",
+            f"ask for at most {most} new tokens (-n), or raise -c" if most > 0 else "raise -c",
+        )
+    tokens = whole + (calls - 1) * empty
     while answers > 1:
-        answers = -(-answers // together)
-        calls += answers
-    return calls
+        prompts = -(-answers // together)
+        tokens += answers * answer + prompts * empty
+        answers = prompts
+        calls += prompts
+    return Planned(calls, tokens)
 
 
 def _too_small(name: str, tokens: int, budget: int) -> DoesNotFitError:

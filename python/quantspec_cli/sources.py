@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Where a batch keeps its journal, below the output folder.
 STATE = ".quantspec"
+JOURNAL = "journal.sqlite"
 
 # Deepest folder that is walked, well below Python's recursion limit.
 _DEEPEST = 200
@@ -54,6 +55,12 @@ class Source:
         """The name in UTF-8, as in results.jsonl and messages: bytes that are not UTF-8 appear as `\\xff`."""
         return shown(self.name)
 
+    @property
+    def _with_path(self) -> str:
+        """The name, and the path if a list names the document by an id."""
+        is_path = self.path is None or self.path.endswith(self.name)
+        return self.shown if is_path else f"{self.shown} ({shown(self.path or '')})"
+
     def read(self) -> bytes:
         """The document's bytes.
 
@@ -70,15 +77,15 @@ class Source:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if not S_ISREG(os.fstat(descriptor).st_mode):
-                    raise InputError(f"{self.shown} is no regular file", "give documents as files")
+                    raise InputError(f"{self._with_path} is no regular file", "give documents as files")
                 return prompts.read_whole(self.shown, file)
         except FileNotFoundError as error:
-            raise InputError(f"{self.shown} does not exist", "check the path") from error
+            raise InputError(f"{self._with_path} does not exist", "check the path") from error
         except IsADirectoryError as error:
-            raise InputError(f"{self.shown} is a directory", "give documents as files") from error
+            raise InputError(f"{self._with_path} is a directory", "give documents as files") from error
         except OSError as error:
             hint = "check its permissions" if isinstance(error, PermissionError) else "mend or remove it"
-            raise InputError(f"{self.shown} cannot be read: {reason(error)}", hint) from error
+            raise InputError(f"{self._with_path} cannot be read: {reason(error)}", hint) from error
 
 
 def shown(path: str) -> str:
@@ -256,7 +263,7 @@ def _folders(
     folder: str, left_out: str | None, above: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[str, list[os.DirEntry[str]] | QuantspecError]]:
     """A folder and all folders below it that are not hidden, with their entries, or the reason why there are none. Linked
-    folders are entered, except one that leads back above itself.
+    folders are entered, except one that leads back above itself. Output folders of batches are left out.
     """
     try:
         status = os.stat(folder)
@@ -273,8 +280,13 @@ def _folders(
         return
     yield folder, entries
     for entry in entries:
-        if _is_directory(entry) and not _is_below(entry.path, left_out):
+        if _is_directory(entry) and not _is_below(entry.path, left_out) and not _is_output(entry.path):
             yield from _folders(entry.path, left_out, (*above, me))
+
+
+def _is_output(folder: str) -> bool:
+    """Whether a folder below the documents is the output folder of a batch."""
+    return os.path.isfile(os.path.join(folder, STATE, JOURNAL))
 
 
 def _is_by_product(name: str) -> bool:
