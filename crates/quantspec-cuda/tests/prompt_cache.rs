@@ -73,8 +73,11 @@ fn a_cached_prefix_changes_no_bit() {
             };
             let cache = PromptCache::on_disk(stored.backend(), at);
             stored.cache_prompts(cache);
-            for (index, length) in [1700, 1, 127, 128, 300, 1024, 1699, 1700].into_iter().enumerate() {
-                let text = [&document[..length], &prompt(vocab, 20, 100 + index as u64)].concat();
+            // New rows within a page, and across the border of the last page.
+            let short = [1700, 1, 127, 128, 300, 1024, 1699, 1700].map(|length| (length, 20));
+            let lengths = [&short[..], &[(1024, 200), (1500, 250), (1664, 200)]].concat();
+            for (index, (length, new)) in lengths.into_iter().enumerate() {
+                let text = [&document[..length], &prompt(vocab, new, 100 + index as u64)].concat();
                 let (logits, tokens, _) = answer(&mut plain, &text, usize::MAX);
                 for (engine, rows) in [(&mut kept, 700), (&mut stored, usize::MAX)] {
                     let found = answer(engine, &text, rows);
