@@ -138,7 +138,7 @@ pub struct Memory {
     pub buffer_bytes: usize,
     /// Activations, logits, prefill scratch.
     pub workspace_bytes: usize,
-    /// Page-locked host memory that a GPU's kernels and copies use, in addition to the device's.
+    /// Page-locked host memory of a GPU's weights and prompts, in addition to the device's.
     pub host_bytes: usize,
 }
 

@@ -175,8 +175,8 @@ pub trait Network: Send {
     /// fewer tokens, or if a thread panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
-    /// Ends a chunk of an unfinished prefill: waits for it and reports its errors, so that they do not appear in steps of
-    /// other slots. The provided method is for backends that report errors immediately.
+    /// Ends a chunk of an unfinished prefill, or steps outside a round: waits for them and reports their errors, so that they
+    /// do not appear in steps of other slots. The provided method is for backends that report errors immediately.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values of the prompt overflow f16. Device errors of a GPU.

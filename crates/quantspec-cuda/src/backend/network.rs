@@ -273,11 +273,11 @@ impl Network for CudaBackend {
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {
+        // A failed step may have left them set.
+        (self.unreduced, self.residual) = (None, None);
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
-                // A failed step may have left them set.
-                (self.unreduced, self.residual) = (None, None);
                 match &mut self.described {
                     Some(layouts) => {
                         let next = layouts.next().ok_or_else(|| Error::internal("a step that was not described"));

@@ -100,12 +100,14 @@ impl<B: Backend> Shared<B> {
         let Some(Prompt::Begun(cursor)) = self.prompts.get_mut(&slot) else { return Ok(true) };
         let Shared { backend, block_rows, .. } = self;
         let mut progress = |_, _| progress();
-        match forward::prefill_chunk(backend, slot, prompt, *block_rows, cursor, most_rows, &mut progress) {
+        let mut read = forward::prefill_chunk(backend, slot, prompt, *block_rows, cursor, most_rows, &mut progress);
+        // A GPU reports values that are not finite at the end of a chunk.
+        if let Ok(Chunk::End) = read {
+            read = backend.end_chunk().map(|()| Chunk::End);
+        }
+        match read {
             Ok(Chunk::More) => return Ok(false),
-            Ok(_) => {
-                self.backend.end_chunk()?;
-                self.prompts.insert(slot, Prompt::Read);
-            }
+            Ok(_) => _ = self.prompts.insert(slot, Prompt::Read),
             Err(error) if error.kind == ErrorKind::NotFinite => _ = self.prompts.insert(slot, Prompt::NotFinite),
             Err(error) => return Err(error),
         }
@@ -150,6 +152,7 @@ impl<B: Backend> Shared<B> {
         if sequence.extent.committed() + sequence.pending.len() != committed + 1 {
             return Err(Error::internal(format!("the draft model has another text for slot {slot}")));
         }
+        let lags = sequence.pending.len() > 1;
         while sequence.pending.len() > 1 {
             let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);
             let fed = sequence.pending[..rows].to_vec();
@@ -172,6 +175,10 @@ impl<B: Backend> Shared<B> {
             for page in sequence.extent.commit(fed.len()) {
                 backend.flush(slot, page)?;
             }
+        }
+        if lags {
+            // A GPU would report values that are not finite with the next chunk of another slot's prompt.
+            backend.end_chunk()?;
         }
         backend.set_window(slot, &sequence.pending)
     }
@@ -197,7 +204,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
     fn read_prompt(&mut self, slot: usize, prompt: &[u32], most_work: f64, progress: &mut dyn FnMut()) -> Result<bool> {
         let mut network = self.network()?;
         let layer_bytes = network.backend.memory().weights_bytes as f64 / network.backend.config().layers as f64;
-        network.read_prompt(slot, prompt, (most_work / layer_bytes) as usize, progress)
+        network.read_prompt(slot, prompt, ((most_work / layer_bytes) as usize).max(1), progress)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
