@@ -15,6 +15,7 @@ import pytest
 from conftest import Child, Outcome, answers, lines, written
 
 from quantspec_cli import journal, sources
+from quantspec_cli.errors import FileError
 
 Run = Callable[..., Outcome]
 Start = Callable[..., Child]
@@ -294,6 +295,29 @@ def test_a_run_that_fails_loses_no_answers(fake: Any, quantspec: Run, docs: Path
     (tmp_path / "out/a.txt.md").write_text("changed")
     (tmp_path / "out/b.md.md").unlink()
     assert quantspec(*command, "--dry-run").json["skipped"] == 1
+
+
+def test_an_answer_that_was_replaced_is_forgotten(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run fails, the next one replaces the answer but not the result, and another fails again."""
+    out = tmp_path / "out"
+    command = ["batch", str(docs / "a.txt"), "--out", str(out), "--json"]
+    failing = [*command, "-n", "9000", "-c", "100"]
+    assert quantspec(*command, "-n", "3").json["done"] == 1
+    answer = (out / "a.txt.md").read_bytes()
+    assert quantspec(*failing).json["failed"] == 1
+
+    def full(*_: Any, **__: Any) -> None:
+        raise FileError("the journal cannot be used: disk is full", "free some space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "finish", full)
+        assert quantspec(*command, "-n", "5").code == 1
+    assert (out / "a.txt.md").read_bytes() != answer
+    assert quantspec(*failing).json["failed"] == 1
+    assert quantspec(*command, "-n", "3").json["done"] == 1
+    assert (out / "a.txt.md").read_bytes() == answer
 
 
 def test_an_answer_that_cannot_be_moved_leaves_its_place_to_the_user(

@@ -249,7 +249,7 @@ class Journal:
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
                     "ON CONFLICT (name) DO UPDATE SET output = excluded.output, size = excluded.size, "
-                    "sha256 = NULL, fingerprint = NULL, finished = NULL, result = NULL",
+                    "sha256 = NULL, fingerprint = NULL, path = NULL, finished = NULL, result = NULL",
                     [
                         (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
                         for name, output in new.items()
@@ -300,7 +300,6 @@ class Journal:
             if size is None:
                 self._keep_answer(row)
             else:
-                self._connection.execute("DELETE FROM answered WHERE name = ?", (row,))
                 self._connection.execute("DELETE FROM calls WHERE name = ?", (row,))
             self._connection.execute(
                 "INSERT INTO documents (name, output, status, sha256, fingerprint, path, finished, size, result) VALUES "
@@ -361,6 +360,7 @@ class Journal:
             before = _own_size(self.out, output, self._sizes(name, output))
             with self._reported(), self._transaction():
                 self._leave({name: output})
+                self._connection.execute("DELETE FROM answered WHERE name = ?", (os.fsencode(name),))
                 self._connection.execute(
                     "UPDATE documents SET output = ?, size = NULL, result = NULL WHERE name = ?",
                     (os.fsencode(output), os.fsencode(name)),
