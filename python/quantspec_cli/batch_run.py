@@ -211,7 +211,7 @@ class Run:
             settled = [(job, reader.refusal(job)) for job in ready]
             for job, error in settled:
                 if error is not None:
-                    self._view.finished(self._finish(Outcome(job, 0.0, None, error)))
+                    self._view.finished(self._finish(Outcome(job, job.read_s, None, error)))
             ready = [job for job, error in settled if error is None]
             if not ready:
                 break

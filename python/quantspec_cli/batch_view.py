@@ -99,7 +99,8 @@ class View:
         parts = [f"{self._done + self._failed:,} of {render.count(self._documents, 'document')}"]
         if self._failed:
             parts.append(f"{self._failed:,} failed")
-        # The numbers of tokens of answers are read once, because the calls go on.
+        waiting = list(waiting)  # a copy, because workers take from the queue
+        # Their numbers of tokens are read once, because the calls go on.
         growing = {
             call: min(call.done, self._longest)
             for job in running
@@ -107,41 +108,23 @@ class View:
             if call.stage == "decoding"
         }
         read = self._prompt_tokens + sum(_reading_tokens(job) for job in running)
-        new = self._new_tokens + sum(growing.values())
-        parts += self._time_left(
-            running, list(waiting), growing, elapsed=elapsed, prompt_share=prompt_share, read=read, new=new
-        )
-        parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
-        return ", ".join(parts)
-
-    def _time_left(
-        self,
-        running: Sequence[Job],
-        waiting: Sequence[Job],
-        growing: Mapping[RunningCall, int],
-        *,
-        elapsed: float,
-        prompt_share: float,
-        read: float,
-        new: float,
-    ) -> Iterator[str]:
-        """The time left, once it is known. `growing`: tokens of the answers that are being decoded; the others as in
-        `seconds_left`.
-        """
         unread: float = sum(job.planned_tokens for job in waiting)
         unread += sum(max(job.planned_tokens - _read_tokens(job), 0) for job in running)
+        new = self._new_tokens + sum(growing.values())
+        expected = expected_tokens(self._lengths, growing.values(), self._longest)
         # Map-reduce may make more calls than planned.
         calls = sum(max(job.calls, job.known_calls) - job.done_calls for job in running)
         calls += sum(job.calls for job in waiting)
         not_begun = max(calls - len(growing), 0)
-        expected = expected_tokens(self._lengths, growing.values(), self._longest)
         to_come = sum(expected[done] for done in growing.values()) + expected[0] * not_begun
         left = seconds_left(elapsed, prompt_share, read=read, unread=unread, new=new, to_come=to_come)
         slowest = self._last_answers({} if not_begun else growing, elapsed, expected)
         if left is not None and to_come:
             # While most answers that have begun go on, they are expected to be longer than they will be.
             bound = "about" if self._lengths.total() >= len(growing) else "at most"
-            yield f"{bound} {duration(max(left, slowest))} left"
+            parts.append(f"{bound} {duration(max(left, slowest))} left")
+        parts.append(f"prompts {render.number(read / elapsed)} and answers {render.rate(new / elapsed)}")
+        return ", ".join(parts)
 
     def _last_answers(self, growing: Mapping[RunningCall, int], elapsed: float, expected: Mapping[int, float]) -> float:
         """Seconds that the slowest of the last answers takes at its own speed: fewer and fewer decode, so the rate of all

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import render
 from .errors import FileError, QuantspecError, one_line
 from .generation import Stream
-from .sources import shown
+from .sources import Source, shown
 
 if TYPE_CHECKING:
     import threading
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .journal import Answer, Contents, Row
     from .model import Prompt
     from .options import GenerateOptions
-    from .sources import Source
 
 
 @dataclass(eq=False)
@@ -202,9 +201,9 @@ def _other_document(row: Row, job: Job) -> FileError | None:
     if row.path is None or path is None or job.sha256 == sha256 or os.path.realpath(path) == row.path:
         return None
     try:
-        if hashlib.sha256(Path(row.path).read_bytes()).hexdigest() != sha256:
+        if hashlib.sha256(Source(job.source.name, row.path).read()).hexdigest() != sha256:
             return None
-    except OSError:
+    except QuantspecError:
         return None
     return FileError(
         f"{job.source.shown} would replace the answer to another document, {one_line(shown(row.path))}",

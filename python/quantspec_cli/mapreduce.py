@@ -142,7 +142,7 @@ def planned(name: str, whole: int, budget: int, count: Callable[[str], int], new
     calls = answers = parts_of(name, whole, budget, count)
     empty = count(".")
     # The text around a partial answer, or a little more.
-    heading = -(-(count("Part 1:\n.\n\nPart 2:\n.") - empty) // 2)
+    heading = -(-(count(_numbered([".", "."])) - empty) // 2)
     answer = new_tokens + heading
     together = (budget - empty) // answer
     if together < 2:
@@ -204,4 +204,8 @@ def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str]
 
 
 def _joined(calls: Sequence[Call]) -> str:
-    return "\n\n".join(f"Part {number}:\n{call.generation.text.strip()}" for number, call in enumerate(calls, 1))
+    return _numbered([call.generation.text.strip() for call in calls])
+
+
+def _numbered(answers: Sequence[str]) -> str:
+    return "\n\n".join(f"Part {number}:\n{answer}" for number, answer in enumerate(answers, 1))

@@ -78,8 +78,6 @@ struct Sequence {
     running: bool,
     /// None before its prompt is begun.
     cursor: Option<PrefillCursor>,
-    /// The drafter has read the prompt.
-    read_by_drafter: bool,
     /// Seconds that its prefill has taken.
     prefill_s: f64,
 }
@@ -231,7 +229,6 @@ impl<B: Backend> Engine<B> {
             written: prompt.len(),
             running: false,
             cursor: None,
-            read_by_drafter: false,
             prefill_s: 0.0,
         });
         Ok(slot)

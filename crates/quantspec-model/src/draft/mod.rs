@@ -67,7 +67,7 @@ pub trait Drafter: Debug + Send {
     }
 
     /// Continues a slot's prompt in the drafter's own network, if it has one, for about `most_work`: rows of a layer times the
-    /// bytes of its weights. Returns true at the prompt's end. Rounds of other slots may run before the next call, which has the
+    /// bytes of its weights. Returns true at the prompt's end, and from then on. Rounds of other slots may run before the next call, which has the
     /// same prompt. `progress` is called after each block of rows.
     ///
     /// # Errors

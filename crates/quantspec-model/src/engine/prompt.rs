@@ -89,14 +89,10 @@ impl<B: Backend> Engine<B> {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<bool> {
         let (backend, drafter, sequence) = self.working(slot)?;
-        if let (Some(drafter), false) = (drafter, sequence.read_by_drafter) {
-            let layers = backend.config().layers;
-            let work = most_rows as f64 * backend.memory().weights_bytes as f64 / layers as f64;
-            let read = drafter.read_prompt(slot, &sequence.text, work, &mut || progress(0, layers * computed))?;
-            sequence.read_by_drafter = read;
-            return Ok(read);
-        }
-        Ok(true)
+        let Some(drafter) = drafter else { return Ok(true) };
+        let layers = backend.config().layers;
+        let work = most_rows as f64 * backend.memory().weights_bytes as f64 / layers as f64;
+        drafter.read_prompt(slot, &sequence.text, work, &mut || progress(0, layers * computed))
     }
 
     /// Chooses the token after a prompt that has been read; the sequence decodes from now on.
