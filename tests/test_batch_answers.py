@@ -212,6 +212,10 @@ def test_a_suffix_may_change_and_change_back(fake: Any, quantspec: Run, docs: Pa
     assert done("3", ".md") == done("5", ".txt") == (3, 0, 0)
     short, longer = ((out / f"a.txt{suffix}").read_text() for suffix in (".md", ".txt"))
     assert short != longer
+    # Two instructions with a suffix each: both are done, and the results are those of the last command.
+    for tokens, suffix in (("3", ".md"), ("5", ".txt")):
+        assert done(tokens, suffix) == (0, 0, 3)
+        assert min((line["output"], line["new_tokens"]) for line in lines(out)) == (f"a.txt{suffix}", int(tokens))
     assert done("5", ".md", "--dry-run") == (None, 0, 0)
     assert done("5", ".md") == (3, 0, 0)
     assert (out / "a.txt.md").read_text() == longer

@@ -120,7 +120,7 @@ def test_a_journal_of_another_version_is_kept(fake: Any, quantspec: Run, docs: P
         connection.execute("PRAGMA user_version = 9")
     before = path.read_bytes()
     for flags in ([], ["--dry-run"], ["--no-resume"]):
-        quantspec(*command, *flags).assert_error(1, "is of version 9, this program supports 2", "another output folder")
+        quantspec(*command, *flags).assert_error(1, "is of version 9, this program supports 3", "another output folder")
     assert path.read_bytes() == before
 
 
@@ -185,11 +185,11 @@ def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: py
     result = {"document": "a", "status": "done", "sha256": "0"}
     with journal.Journal(tmp_path / "out") as kept:
         kept.begin({"a": "a.md", "b": "b.md"}, {})
-        kept.finish("a", "a.md", result, "f")
+        kept.finish("a", "a.md", result, "f", size=1)
         write = os.write
         monkeypatch.setattr(os, "write", lambda descriptor, raw: write(descriptor, raw[:5]))
         with pytest.raises(FileError, match="no space left"):
-            kept.finish("b", "b.md", result | {"document": "b"}, "f")
+            kept.finish("b", "b.md", result | {"document": "b"}, "f", size=1)
         monkeypatch.setattr(os, "write", write)
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a"]
         # The journal has it: the next start writes the line.

@@ -165,8 +165,7 @@ class Run:
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
         finished |= {source.name: "failed" for source in workload.failed}
-        self.journal.move(workload.moved)
-        self.journal.restore(workload.restored)
+        self.journal.take(workload.taken)
         workload.foreign = set(self.journal.begin(todo, finished))
         # Opened during the count: creating a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None

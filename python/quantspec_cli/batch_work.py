@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,8 +128,8 @@ class Workload:
     """The documents of a run, grouped by what has to be done.
 
     Attributes:
-        moved: places of answers, by name, that the journal last had at the place of another --suffix.
-        restored: names of skipped documents that another run, with other options or without the document, could not answer.
+        taken: places of answers, by name, to skipped documents of which the last result is another one: an answer at the
+            place of another --suffix, or a failure of a run with other options or without the document.
         again: number of documents that are done again because of a change.
         missing: number of documents that are done again because their answers are missing.
         edited: documents whose answers were changed after they were written.
@@ -138,8 +139,7 @@ class Workload:
     todo: list[Job] = field(default_factory=list)
     skipped: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
-    moved: dict[str, str] = field(default_factory=dict)
-    restored: list[str] = field(default_factory=list)
+    taken: dict[str, str] = field(default_factory=dict)
     again: int = 0
     missing: int = 0
     edited: list[str] = field(default_factory=list)
@@ -156,69 +156,59 @@ def find_work(
             if on_progress is not None:
                 on_progress(number, len(places))
             row, job = known.rows.get(source.name), Job(source, place)
-            if row is not None and row.finished and arguments.resume:
-                try:
+            answer = _answer(known, row, place)
+            if arguments.resume and row is not None and (row.failed or answer is not None):
+                with suppress(QuantspecError):  # the read before decoding reports the reason
                     job.sha256 = hashlib.sha256(source.read()).hexdigest()
-                except QuantspecError:
-                    job.sha256 = None  # the read before decoding reports the reason
-                same = job.sha256 is not None and row.sha256 == job.sha256
-                status = fingerprints.status(row.fingerprint) if same else None
-                if (
-                    row.answered.sha256 == job.sha256 is not None
-                    and fingerprints.status(row.answered.fingerprint) == "done"
-                    and row.output == place
-                    and row.size == _size(Path(arguments.out) / place)
-                ):
-                    workload.skipped.append(source)
-                    workload.restored.append(source.name)
-                    continue
-                if status == "done":
+                last = row.output == place and not row.failed
+                missing = False
+                if answer is not None and fingerprints.fits(answer, job):
                     size = _size(Path(arguments.out) / place)
-                    if _in_place(row, place, size, known.earlier.get(place)):
+                    # The last answer may have been edited, unless a run with other options has begun the document again.
+                    if size is not None and (size == answer.size or (last and row.status == "done")):
                         workload.skipped.append(source)
-                        workload.moved |= {source.name: place} if row.output != place else {}
-                        workload.edited += [source.shown] if size != row.size else []
+                        workload.taken |= {} if last else {source.name: place}
+                        workload.edited += [source.shown] if size != answer.size else []
                         continue
-                if status == "failed" and not arguments.retry_failed:
+                    missing = row.output == place
+                if fingerprints.fails(row, job) and not arguments.retry_failed:
                     workload.failed.append(source)
                     continue
                 if row.status == "done":
-                    # Nothing that the answer depends on has changed, so only its file can be missing.
-                    missing = status == "done" and row.output == place
                     workload.missing += missing
                     workload.again += not missing
-                if (other := _other_document(row, job)) is not None:
-                    job.source = replace(source, problem=other)
+            if arguments.resume and answer is not None and (other := _other_document(answer, job)) is not None:
+                job.source = replace(source, problem=other)
             workload.todo.append(job)
     return workload
 
 
-def _other_document(row: Row, job: Job) -> FileError | None:
-    """An error if the answer at the document's place is to another file, which has not changed since: one of equal name in
+def _answer(known: Contents, row: Row | None, place: str) -> Answer | None:
+    """The answer that the journal has put at a place; without one the document's last answer, which may have been moved to
+    the place of this --suffix.
+    """
+    answer = known.answers.get(place)
+    if answer is None and row is not None:
+        answer = known.answers.get(row.output)
+    return answer if answer is not None and answer.known else None
+
+
+def _other_document(answer: Answer, job: Job) -> FileError | None:
+    """An error if the answer that would be replaced is to another file, which has not changed since: one of equal name in
     another folder.
     """
-    sha256, path = row.answered.sha256 or row.sha256, job.source.path
-    if row.path is None or path is None or job.sha256 == sha256 or os.path.realpath(path) == row.path:
+    path = job.source.path
+    if answer.path is None or path is None or job.sha256 == answer.sha256 or os.path.realpath(path) == answer.path:
         return None
     try:
-        if hashlib.sha256(Source(job.source.name, row.path).read()).hexdigest() != sha256:
+        if hashlib.sha256(Source(job.source.name, answer.path).read()).hexdigest() != answer.sha256:
             return None
     except QuantspecError:
         return None
     return FileError(
-        f"{job.source.shown} would replace the answer to another document, {one_line(shown(row.path))}",
+        f"{job.source.shown} would replace the answer to another document, {one_line(shown(answer.path))}",
         "name another folder for the answers (--out), or give the common directory of both documents",
     )
-
-
-def _in_place(row: Row, place: str, size: int | None, earlier: Answer | None) -> bool:
-    """True if the file at a place, of this size, is the row's answer. At the row's own place it may have been edited, unless
-    a run with other options has begun the document again. At the place of another --suffix it has the row's size, and
-    `earlier`, the answer that a run with that --suffix put there, is none or the same.
-    """
-    if size is None or row.output == place:
-        return size is not None and (row.size == size or row.status == "done")
-    return row.size == size and earlier in (None, (row.sha256, row.fingerprint, size))
 
 
 def _size(path: Path) -> int | None:
@@ -247,11 +237,14 @@ class Fingerprints:
     split: str
     failure: str
 
-    def status(self, fingerprint: str | None) -> str | None:
-        """The status of a result with a fingerprint; None if this run's result may be another one."""
-        if fingerprint == self.failure:
-            return "failed"
-        return "done" if fingerprint in (self.answer, self.shortened, self.split) else None
+    def fits(self, answer: Answer, job: Job) -> bool:
+        """True if this run would have the same answer to the document."""
+        same = answer.name == job.source.name and answer.sha256 == job.sha256
+        return same and answer.fingerprint in (self.answer, self.shortened, self.split)
+
+    def fails(self, row: Row, job: Job) -> bool:
+        """True if the document would fail again."""
+        return row.failed and row.fingerprint == self.failure and row.sha256 == job.sha256 is not None
 
     def of(self, result: Mapping[str, Any], reader: Reader) -> str:
         """The fingerprint of a result of this run."""

@@ -30,33 +30,28 @@ if TYPE_CHECKING:
 RESULTS = "results.jsonl"
 
 # Version of the tables below. A journal of another version is refused.
-_VERSION = 2
+_VERSION = 3
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS documents (
     name BLOB PRIMARY KEY,
-    output BLOB NOT NULL, -- path of the answer; empty if the journal has put none there
+    output BLOB NOT NULL, -- path of its last answer; that of its next one if it has none
     status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
-    sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
-    fingerprint TEXT, -- of everything else that the answer depends on
-    path BLOB,        -- real path of the document that the answer at `output` is to; NULL for a text of a list
     finished INTEGER, -- order in which documents finished
-    size INTEGER,     -- bytes of the journal's file at `output`, -1 without one; NULL while an answer is moved there
-    result TEXT       -- the line of results.jsonl, kept while pending
+    sha256 TEXT,      -- of the document that failed; NULL if it could not be read
+    fingerprint TEXT, -- of everything else that the failure depends on
+    failure TEXT      -- the line of results.jsonl; NULL unless the last result is a failure
 );
 CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
-CREATE TABLE IF NOT EXISTS earlier ( -- answers that stay where another --suffix put them
+CREATE TABLE IF NOT EXISTS answers ( -- files that the journal has put into the folder
     output BLOB PRIMARY KEY,
-    sha256 TEXT,
-    fingerprint TEXT,
-    size INTEGER
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS answered ( -- answers that stay in their places although the documents failed later
-    name BLOB PRIMARY KEY,
-    sha256 TEXT,
-    fingerprint TEXT,
-    result TEXT
-) WITHOUT ROWID;
+    name BLOB NOT NULL, -- of the document
+    sha256 TEXT,        -- of the document's bytes
+    fingerprint TEXT,   -- of everything else that the answer depends on
+    path BLOB,          -- real path of the document; NULL for a text of a list
+    size INTEGER,       -- bytes of the file; NULL while it is moved there
+    result TEXT         -- the line of results.jsonl; NULL while the file is moved there, and after --no-resume
+);
 CREATE TABLE IF NOT EXISTS calls ( -- answers to parts of documents that are not finished
     name BLOB,
     fingerprint TEXT,
@@ -68,44 +63,41 @@ CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL
 """
 
 
-class Answered(NamedTuple):
-    """An answer that stays in its place although the document failed later; the fields are as in `Row`, None without one."""
-
-    sha256: str | None
-    fingerprint: str | None
-
-
 class Row(NamedTuple):
     """A document's row in the journal.
 
     Attributes:
-        output: its answer's path below the folder; empty if the journal has put no answer there.
+        output: path of its last answer below the folder; that of its next one if it has none.
         status: "pending" (new, changed or interrupted), "done" or "failed".
-        sha256: of the document's bytes when it was finished; None if they could not be read.
-        fingerprint: of model, options and version.
-        path: the file that the answer at its place is to; None for a text of a list, or without an answer.
-        size: of the file at its place, in bytes; -1 if none is the journal's; None if a process died while it moved an
-            answer there.
-        finished: True if results.jsonl has had its object, and no other answer has been moved to the place since.
-        answered: the answer of a document that failed later.
+        failed: its last result is a failure, of a document with this `sha256` (None if it could not be read), and of model,
+            options and version with this `fingerprint`.
     """
 
     output: str
     status: Literal["pending", "done", "failed"]
+    failed: bool
+    sha256: str | None
+    fingerprint: str | None
+
+
+class Answer(NamedTuple):
+    """A file that the journal has put into the folder.
+
+    Attributes:
+        name: of the document.
+        sha256: of the document's bytes.
+        fingerprint: of model, options and version.
+        path: the document's real path; None for a text of a list.
+        size: in bytes; None if a process died while it moved an answer there.
+        known: False if a process died then, and after --no-resume: it may be any answer.
+    """
+
+    name: str
     sha256: str | None
     fingerprint: str | None
     path: str | None
     size: int | None
-    finished: bool
-    answered: Answered
-
-
-class Answer(NamedTuple):
-    """An answer at a document's place of another --suffix; the fields are as in `Row`."""
-
-    sha256: str | None
-    fingerprint: str | None
-    size: int | None
+    known: bool
 
 
 class Contents(NamedTuple):
@@ -113,16 +105,15 @@ class Contents(NamedTuple):
 
     Attributes:
         rows: of all documents, by name.
-        earlier: answers by their paths below the folder.
+        answers: by their paths below the folder.
     """
 
     rows: dict[str, Row]
-    earlier: dict[str, Answer]
+    answers: dict[str, Answer]
 
     def sizes(self) -> dict[str, int | None]:
-        """Bytes of the journal's files, by path below the folder; see `Row.size`."""
-        sizes = {output: answer.size for output, answer in self.earlier.items()}
-        return sizes | {row.output: row.size for row in self.rows.values()}
+        """Bytes of the journal's files, by path below the folder; see `Answer.size`."""
+        return {output: answer.size for output, answer in self.answers.items()}
 
 
 class Journal:
@@ -229,58 +220,39 @@ class Journal:
                 check_results(self.out, contents)
             sizes = contents.sizes()
             refused = [] if self._replace else foreign(self.out, outputs, sizes)
-            with_result = self._connection.execute("SELECT name FROM documents WHERE result IS NOT NULL")
-            kept = set() if self._replace else {*refused, *(os.fsdecode(name) for (name,) in with_result)}
-            new = {name: output for name, output in outputs.items() if name not in kept}
             with self._transaction():
-                self._leave(new)
                 if self._replace:
-                    for table in ("calls", "answered"):
-                        self._connection.executemany(
-                            f"DELETE FROM {table} WHERE name = ?", [(os.fsencode(name),) for name in new]
-                        )
+                    self._forget(outputs, sizes)
                 self._connection.executemany(
-                    "UPDATE documents SET status = 'pending' WHERE name = ?", [(os.fsencode(name),) for name in outputs]
+                    "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') "
+                    "ON CONFLICT (name) DO UPDATE SET status = 'pending'",
+                    [(os.fsencode(name), os.fsencode(output)) for name, output in outputs.items()],
                 )
                 self._connection.executemany(
                     "UPDATE documents SET status = ? WHERE name = ? AND status = 'pending'",
                     [(status, os.fsencode(name)) for name, status in finished.items()],
                 )
-                self._connection.executemany(
-                    "INSERT INTO documents (name, output, status, size) VALUES (?, ?, 'pending', ?) "
-                    "ON CONFLICT (name) DO UPDATE SET output = excluded.output, size = excluded.size, "
-                    "sha256 = NULL, fingerprint = NULL, path = NULL, finished = NULL, result = NULL",
-                    [
-                        (os.fsencode(name), os.fsencode(output), _own_size(self.out, output, sizes))
-                        for name, output in new.items()
-                    ],
-                )
         self._rewrite()
         return refused
 
-    def move(self, outputs: Mapping[str, str]) -> None:
-        """Records that the answers of these documents (name to output) are also at these places, which their results name."""
+    def take(self, outputs: Mapping[str, str]) -> None:
+        """Makes the answers at these places (name to output) the results of these documents. Where the journal has put none,
+        the document's last answer is there, too.
+        """
         with self._reported(), self._transaction():
-            self._leave(outputs)
             for name, output in outputs.items():
-                row = os.fsencode(name)
-                (line,) = self._connection.execute("SELECT result FROM documents WHERE name = ?", (row,)).fetchone()
-                line = json.dumps({**json.loads(line), "output": shown(output)}, ensure_ascii=False)
+                row, place = os.fsencode(name), os.fsencode(output)
+                last = self._connection.execute(
+                    "SELECT answers.* FROM answers JOIN documents USING (name, output) WHERE name = ?", (row,)
+                ).fetchone()
+                if last is not None and last[0] != place:
+                    line = json.dumps({**json.loads(last[-1]), "output": shown(output)}, ensure_ascii=False)
+                    self._connection.execute(
+                        "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", (place, *last[1:-1], line)
+                    )
                 self._connection.execute(
-                    "UPDATE documents SET output = ?, result = ? WHERE name = ?", (os.fsencode(output), line, row)
+                    "UPDATE documents SET output = ?, status = 'done', failure = NULL WHERE name = ?", (place, row)
                 )
-
-    def restore(self, names: Iterable[str]) -> None:
-        """Makes the answers (`Row.answered`) of these documents their results again."""
-        with self._reported(), self._transaction():
-            for name in map(os.fsencode, names):
-                self._connection.execute(
-                    "UPDATE documents SET status = 'done', (sha256, fingerprint, result) = "
-                    "(SELECT sha256, fingerprint, result FROM answered WHERE answered.name = documents.name), "
-                    "finished = (SELECT max(finished) + 1 FROM documents) WHERE name = ?",
-                    (name,),
-                )
-                self._connection.execute("DELETE FROM answered WHERE name = ?", (name,))
 
     def finish(
         self,
@@ -296,29 +268,19 @@ class Journal:
         document's real `path`. Without one, an earlier answer stays in its place.
         """
         line, row = json.dumps(result, ensure_ascii=False), os.fsencode(name)
+        basis = result["sha256"], fingerprint
+        failure = (*basis, line) if size is None else (None, None, None)
         with self._reported(), self._transaction():
-            if size is None:
-                self._keep_answer(row)
-            else:
+            if size is not None:
                 self._connection.execute("DELETE FROM calls WHERE name = ?", (row,))
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (os.fsencode(output), row, *basis, None if path is None else os.fsencode(path), size, line),
+                )
             self._connection.execute(
-                "INSERT INTO documents (name, output, status, sha256, fingerprint, path, finished, size, result) VALUES "
-                "(?, ?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?) "
-                "ON CONFLICT (name) DO UPDATE SET status = excluded.status, sha256 = excluded.sha256, "
-                "fingerprint = excluded.fingerprint, finished = excluded.finished, result = excluded.result, "
-                "output = CASE WHEN excluded.size IS NULL THEN output ELSE excluded.output END, "
-                "path = CASE WHEN excluded.size IS NULL THEN path ELSE excluded.path END, "
-                "size = coalesce(excluded.size, size)",
-                (
-                    row,
-                    b"" if size is None else os.fsencode(output),
-                    result["status"],
-                    result["sha256"],
-                    fingerprint,
-                    None if path is None else os.fsencode(path),
-                    size,
-                    line,
-                ),
+                "UPDATE documents SET status = ?, finished = (SELECT coalesce(max(finished), 0) + 1 FROM documents), "
+                "sha256 = ?, fingerprint = ?, failure = ? WHERE name = ?",
+                (result["status"], *failure, row),
             )
         self._append(line)
 
@@ -348,7 +310,7 @@ class Journal:
         """
         target = self.out / output
         check_place(self.out, output)
-        self._check_own(name, output)
+        self._check_own(output)
         temporary = self._new_temporary()
         try:
             with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -356,20 +318,21 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             target.parent.mkdir(parents=True, exist_ok=True)
+            before = _own_size(self.out, output, self._sizes(output))
+            row, place = os.fsencode(name), os.fsencode(output)
             # If the process dies before `finish`, the file may be the earlier one or this answer.
-            before = _own_size(self.out, output, self._sizes(name, output))
             with self._reported(), self._transaction():
-                self._leave({name: output})
-                self._connection.execute("DELETE FROM answered WHERE name = ?", (os.fsencode(name),))
+                self._connection.execute("INSERT OR REPLACE INTO answers (output, name) VALUES (?, ?)", (place, row))
                 self._connection.execute(
-                    "UPDATE documents SET output = ?, size = NULL, result = NULL WHERE name = ?",
-                    (os.fsencode(output), os.fsencode(name)),
+                    "UPDATE documents SET output = ?, sha256 = NULL, fingerprint = NULL, failure = NULL WHERE name = ?",
+                    (place, row),
                 )
             # A link at the path itself is replaced, not followed.
             try:
                 temporary.replace(target)
             except OSError:
-                self._keep_size(name, before)
+                with self._reported(), self._transaction():
+                    self._keep_size(place, before)
                 raise
             _sync_folder(target.parent)
             return len(text.encode())
@@ -414,45 +377,34 @@ class Journal:
             found = self._connection.execute("SELECT name FROM documents WHERE status = ?", (status,))
             return sum(name in wanted for (name,) in found)
 
-    def _leave(self, outputs: Mapping[str, str]) -> None:
-        """Notes the answers of documents (name to output) that move to another place, as their files stay."""
-        self._connection.executemany(
-            "INSERT OR REPLACE INTO earlier SELECT output, sha256, fingerprint, size FROM documents "
-            "WHERE name = ? AND output NOT IN (?, x'') AND size IS NOT -1",
-            [(os.fsencode(name), os.fsencode(output)) for name, output in outputs.items()],
-        )
-        self._connection.executemany(
-            "DELETE FROM earlier WHERE output = ?", [(os.fsencode(output),) for output in outputs.values()]
-        )
-
-    def _keep_answer(self, row: bytes) -> None:
-        """Notes the answer of a document that fails, if its last result has one."""
-        found = self._connection.execute("SELECT result FROM documents WHERE name = ?", (row,)).fetchone()
-        if found is not None and found[0] is not None and json.loads(found[0])["status"] == "done":
+    def _forget(self, outputs: Mapping[str, str], sizes: Mapping[str, int | None]) -> None:
+        """Forgets results and parts of documents, and what the answers at their outputs (name to output) are to."""
+        for name, output in outputs.items():
+            row, place = os.fsencode(name), os.fsencode(output)
+            self._connection.execute("DELETE FROM calls WHERE name = ?", (row,))
             self._connection.execute(
-                "INSERT OR REPLACE INTO answered SELECT name, sha256, fingerprint, result FROM documents WHERE name = ?",
-                (row,),
+                "UPDATE documents SET output = ?, sha256 = NULL, fingerprint = NULL, failure = NULL WHERE name = ?",
+                (place, row),
             )
+            self._connection.execute("UPDATE answers SET result = NULL WHERE output = ?", (place,))
+            self._keep_size(place, _own_size(self.out, output, sizes))
 
-    def _check_own(self, name: str, output: str) -> None:
+    def _check_own(self, output: str) -> None:
         """Refuses to replace a file that another program wrote after `begin`."""
-        if not self._replace and foreign(self.out, {name: output}, self._sizes(name, output)):
+        if not self._replace and foreign(self.out, {output: output}, self._sizes(output)):
             raise not_own(self.out, output)
 
-    def _sizes(self, name: str, output: str) -> dict[str, int | None]:
-        """As `Contents.sizes`, of the places that a document's answer is in or moves to."""
+    def _sizes(self, output: str) -> dict[str, int | None]:
+        """As `Contents.sizes`, of one place."""
         with self._reported():
-            found = self._connection.execute(
-                "SELECT output, size FROM earlier WHERE output = ? "
-                "UNION ALL SELECT output, size FROM documents WHERE name = ?",
-                (os.fsencode(output), os.fsencode(name)),
-            )
-            return {os.fsdecode(place): size for place, size in found}
+            found = self._connection.execute("SELECT size FROM answers WHERE output = ?", (os.fsencode(output),))
+            row = found.fetchone()
+            return {} if row is None else {output: row[0]}
 
-    def _keep_size(self, name: str, size: int) -> None:
-        """Notes the size of the journal's file where an answer could not be moved; -1 if there is none."""
-        with self._reported():
-            self._connection.execute("UPDATE documents SET size = ? WHERE name = ?", (size, os.fsencode(name)))
+    def _keep_size(self, place: bytes, size: int) -> None:
+        """Notes the size of the journal's file at a place; -1 if there is none."""
+        self._connection.execute("UPDATE answers SET size = ? WHERE output = ?", (size, place))
+        self._connection.execute("DELETE FROM answers WHERE size = -1 AND output = ?", (place,))
 
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()
@@ -461,8 +413,8 @@ class Journal:
         """Names and lines of documents that are not pending; the lines of a large folder need not fit into memory."""
         with self._reported():
             yield from self._connection.execute(
-                "SELECT name, result FROM documents WHERE status != 'pending' AND status = coalesce(?, status) "
-                "ORDER BY finished",
+                "SELECT name, coalesce(failure, result) AS line FROM documents LEFT JOIN answers USING (name, output) "
+                "WHERE line IS NOT NULL AND status != 'pending' AND status = coalesce(?, status) ORDER BY finished",
                 (status,),
             )
 
@@ -604,26 +556,26 @@ def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
 
 
 def _contents(connection: sqlite3.Connection) -> Contents:
-    rows = connection.execute(
-        "SELECT name, output, status, documents.sha256, documents.fingerprint, path, size, documents.result IS NOT NULL, "
-        "answered.sha256, answered.fingerprint FROM documents LEFT JOIN answered USING (name)"
+    rows = connection.execute("SELECT name, output, status, failure IS NOT NULL, sha256, fingerprint FROM documents")
+    answers = connection.execute(
+        "SELECT output, name, sha256, fingerprint, path, size, result IS NOT NULL FROM answers"
     )
-    earlier = connection.execute("SELECT output, sha256, fingerprint, size FROM earlier")
     return Contents(
         {
-            os.fsdecode(name): Row(
-                output=os.fsdecode(output),
-                status=status,
+            os.fsdecode(name): Row(os.fsdecode(output), status, bool(failed), *basis)
+            for name, output, status, failed, *basis in rows
+        },
+        {
+            os.fsdecode(output): Answer(
+                name=os.fsdecode(name),
                 sha256=sha256,
                 fingerprint=fingerprint,
                 path=None if path is None else os.fsdecode(path),
                 size=size,
-                finished=bool(finished),
-                answered=Answered(*answered),
+                known=bool(known),
             )
-            for name, output, status, sha256, fingerprint, path, size, finished, *answered in rows
+            for output, name, sha256, fingerprint, path, size, known in answers
         },
-        {os.fsdecode(output): Answer(*found) for output, *found in earlier},
     )
 
 
