@@ -222,7 +222,11 @@ class Journal:
             refused = [] if self._replace else foreign(self.out, outputs, sizes)
             with self._transaction():
                 if self._replace:
-                    self._forget(outputs, sizes)
+                    self._forget(outputs)
+                # After a kill only the file that is there now is the journal's.
+                unsure = {output for output, size in sizes.items() if size is None}
+                for output in unsure.union(outputs.values() if self._replace else ()):
+                    self._keep_size(os.fsencode(output), _own_size(self.out, output, sizes))
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') "
                     "ON CONFLICT (name) DO UPDATE SET status = 'pending'",
@@ -243,9 +247,10 @@ class Journal:
             for name, output in outputs.items():
                 row, place = os.fsencode(name), os.fsencode(output)
                 last = self._connection.execute(
-                    "SELECT answers.* FROM answers JOIN documents USING (name, output) WHERE name = ?", (row,)
+                    "SELECT answers.* FROM answers JOIN documents USING (name, output) WHERE name = ? AND result IS NOT NULL",
+                    (row,),
                 ).fetchone()
-                if last is not None and last[0] != place:
+                if last is not None:
                     line = json.dumps({**json.loads(last[-1]), "output": shown(output)}, ensure_ascii=False)
                     self._connection.execute(
                         "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?)", (place, *last[1:-1], line)
@@ -377,7 +382,7 @@ class Journal:
             found = self._connection.execute("SELECT name FROM documents WHERE status = ?", (status,))
             return sum(name in wanted for (name,) in found)
 
-    def _forget(self, outputs: Mapping[str, str], sizes: Mapping[str, int | None]) -> None:
+    def _forget(self, outputs: Mapping[str, str]) -> None:
         """Forgets results and parts of documents, and what the answers at their outputs (name to output) are to."""
         for name, output in outputs.items():
             row, place = os.fsencode(name), os.fsencode(output)
@@ -387,7 +392,6 @@ class Journal:
                 (place, row),
             )
             self._connection.execute("UPDATE answers SET result = NULL WHERE output = ?", (place,))
-            self._keep_size(place, _own_size(self.out, output, sizes))
 
     def _check_own(self, output: str) -> None:
         """Refuses to replace a file that another program wrote after `begin`."""
