@@ -214,6 +214,7 @@ mod tests {
                         let rows = last.add_queries(&Block {
                             slot: 0,
                             prompt: &prompt,
+                            first: 0,
                             start: range[0],
                             rows: range[1] - range[0],
                         });

@@ -286,7 +286,7 @@ impl StandIn {
     fn prompt(&mut self, before: usize) -> Result<[f64; 2]> {
         let config = self.small.config.clone();
         let tokens: Vec<u32> = (0..before + PROMPT_ROWS).map(|token| (token % config.vocab) as u32).collect();
-        let block = |start| Pass::Prefill(Block { slot: 0, prompt: &tokens, start, rows: PROMPT_ROWS });
+        let block = |start| Pass::Prefill(Block { slot: 0, prompt: &tokens, first: 0, start, rows: PROMPT_ROWS });
         // Warms up, and makes the keys and values that are stored.
         self.pass(&block(0))?;
         let (began, mut times) = (Instant::now(), Vec::new());

@@ -761,7 +761,7 @@ fn masses_of_pages_equal_core() {
                 masses.clear();
                 let mut start = 0;
                 for &rows in &blocks {
-                    let block = Block { slot: 1, prompt: &prompt, start, rows };
+                    let block = Block { slot: 1, prompt: &prompt, first: known, start, rows };
                     if start >= known {
                         // SAFETY: both live until the read below, which waits.
                         unsafe { masses.add_queries(&block, on_device.at(start * heads * d * 2), cached.at(0)) }

@@ -147,7 +147,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     let computed = prompt.len() - first;
     // The first row of the last page, or the first computed row if that is later.
     let last_page = first.max(prompt.len().saturating_sub(1) / G * G);
-    let block = |start: usize, end: usize| Block { slot, prompt, start, rows: block_rows.min(end - start) };
+    let block = |start: usize, end: usize| Block { slot, prompt, first, start, rows: block_rows.min(end - start) };
     if !cursor.embedded {
         for start in (first..prompt.len()).step_by(block_rows) {
             backend.embed(&Pass::Prefill(block(start, prompt.len())))?;

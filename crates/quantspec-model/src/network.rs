@@ -42,6 +42,8 @@ pub struct Block<'a> {
     pub slot: usize,
     /// The whole prompt.
     pub prompt: &'a [u32],
+    /// First row of the prompt that is computed.
+    pub first: usize,
     /// First row of the block.
     pub start: usize,
     /// Rows of the block.

@@ -39,8 +39,6 @@ pub(super) struct HiddenStates {
     here: Range<usize>,
     /// Rows on their way to the other place; none if empty.
     ahead: Range<usize>,
-    /// Rows of the prompt's first block.
-    first: Range<usize>,
 }
 
 impl HiddenStates {
@@ -73,7 +71,6 @@ impl HiddenStates {
             current: 0,
             here: 0..0,
             ahead: 0..0,
-            first: 0..0,
         })
     }
 
@@ -94,12 +91,15 @@ impl HiddenStates {
 
     /// Makes a block the current one, whose rows the work queued next writes.
     pub(super) fn embed(&mut self, block: &Block) -> Result<()> {
-        self.streams = block.prompt.len() * self.pitch > self.rows.bytes();
         let rows = block.start..block.start + block.rows;
-        if self.here.is_empty() || self.here.end != rows.start {
-            (self.first, self.here) = (rows.clone(), 0..0);
+        if block.start == block.first {
+            self.streams = block.prompt.len() * self.pitch > self.rows.bytes();
+            self.here = 0..0;
         }
-        let Some((copies, _)) = self.streamed(block)? else { return Ok(()) };
+        let Some((copies, _)) = self.streamed(block)? else {
+            // Rows of an earlier prompt may still be on their way to this memory.
+            return self.host.as_ref().map_or(Ok(()), |(copies, _)| copies.hold_work());
+        };
         copies.wait_for_work()?;
         self.copy_out(&self.here)?;
         // The other place was copied out before the last block.
@@ -124,12 +124,10 @@ impl HiddenStates {
             copies.note()?;
         }
         copies.hold_work()?;
-        let next = if rows.end < block.prompt.len() {
-            rows.end..(rows.end + self.first.len()).min(block.prompt.len())
-        } else {
-            self.first.clone()
-        };
         let most = self.place / self.pitch;
+        // After the last block of a layer, the first one of the next.
+        let start = if rows.end < block.prompt.len() { rows.end } else { block.first };
+        let next = start..(start + most).min(block.prompt.len());
         let size = most.div_ceil(PIECES);
         for at in (0..most).step_by(size) {
             let piece = |rows: &Range<usize>| (rows.start + at).min(rows.end)..(rows.start + at + size).min(rows.end);
@@ -168,5 +166,46 @@ impl HiddenStates {
         let place = to * self.place + (piece.start - block.start) * self.pitch;
         // SAFETY: as in `copy_out`; the copy waits for copies of what the place held.
         unsafe { copies.to_device((&self.rows, place), (host, piece.start * self.pitch), piece.len() * self.pitch) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+#[allow(clippy::print_stderr, reason = "a skipped test must say so")]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_short_prompt_waits_for_copies_of_a_long_one() {
+        let device = match Device::open(0) {
+            Ok(device) => device,
+            Err(error) => {
+                assert!(std::env::var_os("QUANTSPEC_REQUIRE_GPU").is_none(), "no GPU: {}", error.message);
+                return eprintln!("SKIPPED, no GPU: {}", error.message);
+            }
+        };
+        let config = br#"{"model_type": "llama", "hidden_size": 8192, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 1, "head_dim": 64, "vocab_size": 300, "max_position_embeddings": 16384,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "torch_dtype": "bfloat16"}"#;
+        let config = quantspec_model::config::parse(config, None).unwrap();
+        let options = Options { block_rows: 4096, ..Options::new(1, 16_384) };
+        let limits = Limits { hidden_bytes: 0, ..Limits::default() };
+        let mut hidden = HiddenStates::new(&device, &config, &options, limits).unwrap();
+        let long = vec![0; 16_384];
+        let block = |start| Block { slot: 0, prompt: &long, first: 0, start, rows: 4096 };
+        for blocks in 1..=4 {
+            for start in [0, 4096, 8192, 12_288] {
+                hidden.embed(&block(start)).unwrap();
+            }
+            // 128 MiB are on their way in both directions.
+            (0..blocks).for_each(|index| hidden.enter(&block(index * 4096)).unwrap());
+            hidden.embed(&Block { slot: 0, prompt: &long[..100], first: 0, start: 0, rows: 100 }).unwrap();
+            hidden.rows.fill(0x7f).unwrap();
+            device.synchronize().unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+            let bytes = hidden.rows.read::<u8>(0, hidden.rows.bytes()).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == 0x7f), "after {blocks} blocks of another prompt");
+        }
     }
 }

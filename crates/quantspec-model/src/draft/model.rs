@@ -252,6 +252,10 @@ impl<B: Backend> Drafter for DraftModel<B> {
             steps = steps.max(drafted.gamma);
             (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
         }
+        if turns.iter().any(|turn| turn.sampler.accept == Accept::Rejection) {
+            // Handled above; a GPU would report them again with another slot's next prompt.
+            _ = network.backend.end_chunk();
+        }
         Ok(Proposed { steps, without_token, pages: Some(config.pages), guessed: (0, 0) })
     }
 
