@@ -400,13 +400,13 @@ class Scheduler:
             self._deliver(slot, tokens)
 
     def _round_of_each(self, slots: Sequence[int]) -> None:
-        """Repeats a round, one sequence at a time and without drafts, to find the sequence with non-finite values, or whose
-        grammar takes too much work.
+        """Repeats a round, one sequence at a time, to find the sequence with non-finite values, or whose grammar takes too much
+        work.
         """
         for slot in slots:
             try:
                 with self._engine():
-                    ((_, tokens),) = loop.run_round(self.native, [slot], lambda _: 0)
+                    ((_, tokens),) = loop.run_round(self.native, [slot])
             except QuantspecError as error:
                 self._remove(slot).deliver(error, True)
             else:

@@ -87,6 +87,34 @@ fn rejection(
     Verdict { accepted, token: draw(weights, sampler.noise(position + accepted, Stream::Correct(accepted))) }
 }
 
+/// The verdict of rejection on drafted tokens of which the last leads to a row without a token: NaN, or nothing left to choose.
+/// The text may end there, in the error of that row, but not before its time. So the draft ends there, and the row decides
+/// nothing: if all tokens are accepted, the last one counts as the token after them, and the next round begins with the row.
+///
+/// `q` and `p`: distributions `[vocab]` of each drafted token, of the draft and of the target. `position` is that of the first
+/// one.
+///
+/// # Errors
+/// [`crate::ErrorKind::Internal`] if nothing was drafted, or there are other numbers of distributions or tokens.
+pub fn judge_up_to_failure(
+    drafted: &[u32],
+    q: &[Vec<f32>],
+    p: &[Vec<f32>],
+    sampler: &Sampler,
+    position: usize,
+) -> Result<Verdict> {
+    let known = |rows: &[Vec<f32>]| {
+        rows.len() == drafted.len() && rows.iter().zip(drafted).all(|(row, &token)| row.len() > token as usize)
+    };
+    match drafted.last() {
+        Some(&last) if known(q) && known(p) => {
+            let verdict = rejection(drafted, Q::Kept(q), |i| p[i].clone(), || last, sampler, position);
+            Ok(Verdict { accepted: verdict.accepted.min(drafted.len() - 1), ..verdict })
+        }
+        _ => Err(Error::internal(format!("{} and {} rows of {} drafted tokens", p.len(), q.len(), drafted.len()))),
+    }
+}
+
 /// s_i from s_{i−1} and the drafted token's probabilities. A token that the target excludes has none, whatever q is.
 fn share_after(share: f32, p: f32, q: f32) -> f32 {
     if p > 0.0 { (share * p / q).min(1.0) } else { 0.0 }
@@ -278,6 +306,41 @@ mod tests {
             }
         }
         counts
+    }
+
+    #[test]
+    fn tokens_that_lead_to_failure_are_not_rarer() {
+        // Token 1 is likely, and leads to a row without a token, whatever follows it.
+        let p = [vec![0.2, 1.0, 0.0], vec![0.5, 0.0, 1.0], vec![0.1, 0.2, 0.3]];
+        let q = [vec![0.6, 0.7, 0.1], vec![1.0, 0.5, 0.0]];
+        let sampler = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
+        let warped = |rows: &[Vec<f32>]| rows.iter().map(|row| warp(row, &sampler)).collect::<Vec<_>>();
+        let mut judge = Judge::new();
+        let mut counts = vec![0.0; 3];
+        for round in 0..40_000 {
+            let first = round * 10;
+            let drafted: Vec<u32> = (0..2).map(|i| judge.propose(0, i, first + i, &q[i], &sampler)).collect();
+            let verdict = match drafted.iter().position(|&token| token == 1) {
+                Some(at) => {
+                    let (q, p) = (warped(&q[..=at]), warped(&p[..=at]));
+                    let verdict = judge_up_to_failure(&drafted[..=at], &q, &p, &sampler, first).unwrap();
+                    assert!(verdict.accepted <= at);
+                    verdict
+                }
+                None => {
+                    let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
+                    judge.judge(0, &drafted, DraftDistribution::Kept, &rows, &sampler, first).unwrap()
+                }
+            };
+            let emitted = if verdict.accepted > 0 { drafted[0] } else { verdict.token };
+            counts[emitted as usize] += 1.0;
+        }
+        assert!(misfit(&counts, &warp(&p[0], &sampler)) < 1.0, "{counts:?}");
+        for (drafted, q, p) in [(&[][..], 0, 0), (&[1][..], 2, 1), (&[1][..], 1, 0), (&[9][..], 1, 1)] {
+            let rows = |n| vec![vec![0.3, 0.3, 0.4]; n];
+            let refused = judge_up_to_failure(drafted, &rows(q), &rows(p), &sampler, 0);
+            assert_eq!(refused.err().map(|error| error.kind), Some(ErrorKind::Internal));
+        }
     }
 
     #[test]

@@ -247,16 +247,17 @@ fn a_failing_draft_ends_no_text() {
 
 #[test]
 fn a_failing_drafted_token_ends_no_text() {
+    const TEXTS: u64 = 400;
     let Some(device) = device() else { return };
     // The target fails on token 7. Drafts propose it, and plain decoding may choose another one.
     let checkpoint = Shape { vocab: 32, ..LLAMA }.overflowing(9, 7, [2e4, 0.0]);
-    let options = options(512, 1);
+    let options = Options { rejection: true, ..options(512, 1) };
     let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
     let mut engine = Engine::new(load(&device, &checkpoint, &options), method(None, Policy::fixed(0)), 1, 512, 64);
     // The tokens up to the end, or up to the failure.
-    let mut run = |seed: u64, draft, policy: &Policy| {
+    let mut run = |accept: Accept, seed: u64, draft, policy: &Policy| {
         engine.set_method(method(draft, policy.clone())).unwrap();
-        let sampler = Sampler { temperature: 0.7, seed, accept: Accept::Replay, ..Sampler::greedy() };
+        let sampler = Sampler { temperature: 0.7, seed, accept, ..Sampler::greedy() };
         let slot = engine.add(&prompt, sampler, 30).unwrap();
         let mut text = vec![engine.prefill(slot, &mut |_, _| ()).unwrap()];
         while text.len() < 30 {
@@ -274,13 +275,26 @@ fn a_failing_drafted_token_ends_no_text() {
     };
     let mut finished = 0;
     for seed in 0..60 {
-        let plain = run(seed, None, &Policy::fixed(0));
+        let plain = run(Accept::Replay, seed, None, &Policy::fixed(0));
         finished += usize::from(plain.len() == 30);
         for policy in [Policy::fixed(1), Policy::fixed(5), Policy::auto(8)] {
-            assert_eq!(run(seed, Some(drafting("quantspec")), &policy), plain, "seed {seed}");
+            assert_eq!(run(Accept::Replay, seed, Some(drafting("quantspec")), &policy), plain, "seed {seed}");
         }
     }
     assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
+    // By rejection as many texts end in failure, up to four standard deviations of the difference of two binomials.
+    let mut by_rejection = 0;
+    for seed in 60..TEXTS {
+        finished += usize::from(run(Accept::Replay, seed, None, &Policy::fixed(0)).len() == 30);
+    }
+    for seed in 0..TEXTS {
+        let text = run(Accept::Rejection, seed, Some(drafting("quantspec")), &Policy::fixed(5));
+        by_rejection += usize::from(text.len() == 30);
+    }
+    let (plain, rejection, all) = (finished as f64, by_rejection as f64, TEXTS as f64);
+    let share = (plain + rejection) / (2.0 * all);
+    let deviations = (plain - rejection) / (2.0 * all * share * (1.0 - share)).sqrt();
+    assert!(deviations.abs() < 4.0, "{finished} and {by_rejection} of {TEXTS} texts do without the token");
 }
 
 /// Rounds queued whole and recorded, compared with their steps one after another.

@@ -19,6 +19,7 @@ use quantspec_core::config::{Pages, Sensitive, View, Weights};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use std::ops::Range;
+use std::slice;
 
 /// One decoder layer. `matrices` has a pass for each kind of matrices, in the order of [`Sensitive::KINDS`]; it differs from
 /// `pass` at most in the weights. With tensor parallelism each device would hold a partial sum before
@@ -400,14 +401,24 @@ pub fn draft_now<B: Executor + KvCache>(
                 guesses = None;
                 continue;
             }
-            // A failure of a draft does not affect the text. The tokens drafted before it are verified, and their rows
-            // overwrite the draft's.
+            // A failure of a draft affects neither the text nor the drafts of other turns. The tokens drafted before it are
+            // verified, and their rows overwrite the draft's.
             Err(error) if error.kind.is_of_tokens() => {
-                let unfinished = turns.iter_mut().zip(&drafted).filter(|(turn, at)| turn.drafts(**at));
-                unfinished.for_each(|(turn, &at)| turn.gamma = at);
-                break;
+                let drafting = |own: &Range<usize>| own.start < own.end;
+                let several = offsets.iter().filter(|own| drafting(own)).count() > 1;
+                for (turn, own) in turns.iter_mut().zip(&mut offsets).filter(|(_, own)| drafting(own)) {
+                    let alone = RoundSteps::of_draft(config, slice::from_ref(turn), slice::from_ref(own));
+                    let fails = match alone.filter(|_| several).map(|step| backend.run(&step)) {
+                        Some(Err(error)) if !error.kind.is_of_tokens() => return Err(error),
+                        Some(result) => result.is_err(),
+                        None => true,
+                    };
+                    if fails {
+                        (turn.gamma, own.end) = (own.start, own.start);
+                    }
+                }
             }
-            result => result?,
+            result => _ = result?,
         };
         for (((turn, at), own), guess) in turns.iter_mut().zip(&mut drafted).zip(offsets).zip(guessed) {
             let mut new = own.len().min(1);

@@ -3,7 +3,7 @@
 use crate::network::Step;
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::noise::Stream;
-use quantspec_core::sample::{check_left, choose};
+use quantspec_core::sample::{Sampler, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
@@ -131,6 +131,10 @@ impl<B: SamplesOnHost> TokenSampler for B {
         self.host_sampler().0.judge.distribution(slot, offset).map(<[f32]>::to_vec)
     }
 
+    fn draft_probabilities(&mut self, slot: usize, offset: usize, _: &Sampler) -> Result<Vec<f32>> {
+        self.distribution(slot, offset)
+    }
+
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
         self.host_sampler().0.judge.keep(slot, offset, q.to_vec());
         Ok(())
@@ -148,7 +152,6 @@ mod tests {
     use crate::network::Row;
     use quantspec_core::ErrorKind;
     use quantspec_core::config::{Pages, View, Weights};
-    use quantspec_core::sample::Sampler;
 
     /// A sampler of two slots, and logits of three tokens in two rows: the first row prefers token 2, the second token 1.
     struct Logits(HostSampler, Vec<f32>);

@@ -144,6 +144,12 @@ pub trait TokenSampler: Send {
     /// NaN, and device errors.
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>>;
 
+    /// The probabilities `[vocab]` that a slot's token after `offset` was drawn from. For acceptance by rejection only.
+    ///
+    /// # Errors
+    /// As [`TokenSampler::distribution`].
+    fn draft_probabilities(&mut self, slot: usize, offset: usize, sampler: &Sampler) -> Result<Vec<f32>>;
+
     /// Keeps the distribution of a token that another backend proposed, as [`TokenSampler::propose`] would. Called by
     /// ascending offset.
     ///

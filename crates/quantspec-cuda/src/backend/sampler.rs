@@ -4,6 +4,7 @@ use super::CudaBackend;
 use super::describe::DeviceRow;
 use crate::flags::{check_choice, check_flag};
 use quantspec_core::Result;
+use quantspec_core::sample::{Sampler, warp};
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Step, TokenSampler, Turn};
 
@@ -79,6 +80,12 @@ impl TokenSampler for CudaBackend {
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
         self.sampling.distribution(slot, offset)
+    }
+
+    fn draft_probabilities(&mut self, slot: usize, offset: usize, sampler: &Sampler) -> Result<Vec<f32>> {
+        let mut logits = self.sampling.distribution(slot, offset)?;
+        logits.truncate(self.config.vocab);
+        Ok(warp(&logits, sampler))
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {

@@ -7,10 +7,11 @@ use crate::forward;
 use quantspec_core::cache::{GAMMA_MAX, visible_pages};
 use quantspec_core::forecast::forecasts;
 use quantspec_core::logprob;
-use quantspec_core::sample::Accept;
+use quantspec_core::sample::{Accept, warp};
 use quantspec_core::stats::MethodCounters;
-use quantspec_core::verify::Verdict;
-use quantspec_core::{Error, Result};
+use quantspec_core::verify::{DraftDistribution, Verdict, judge_up_to_failure};
+use quantspec_core::{Error, ErrorKind, Result};
+use std::slice;
 use std::time::Instant;
 
 impl<B: Backend> Engine<B> {
@@ -146,8 +147,8 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Verifies the tokens of the last `draft`, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call. If the verification is not finite, or exceeds the limits of a grammar, it runs a plain step
-    /// without the drafted tokens.
+    /// the order of that call. If the verification is not finite, exceeds the limits of a grammar, or has no token left, it
+    /// is repeated without drafted tokens that may be the cause.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] without a preceding draft, those of the slots' grammars, and those of
@@ -184,7 +185,8 @@ impl<B: Backend> Engine<B> {
         Ok(round)
     }
 
-    /// The verdicts of a round, and when their verification began. Turns of a round that is repeated have γ = 0.
+    /// The verdicts of a round, and when their verification began. If drafted tokens make it fail, it is repeated without them:
+    /// γ becomes smaller.
     fn verdicts(&mut self, turns: &mut [Turn]) -> Result<(Vec<Verdict>, Instant)> {
         let started = Instant::now();
         let target = self.method.target;
@@ -197,17 +199,69 @@ impl<B: Backend> Engine<B> {
                 if let Some((steps, seconds)) = drafted {
                     self.method.policy.observe_draft(seconds + failed_s, steps);
                 }
-                for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
-                    turn.gamma = 0;
+                let mut found = vec![None; turns.len()];
+                for (turn, found) in turns.iter_mut().zip(&mut found).filter(|(turn, _)| turn.gamma > 0) {
                     if !turn.copied {
                         self.method.policy.observe_failure();
                     }
+                    match turn.sampler.accept {
+                        Accept::Greedy | Accept::Replay => turn.gamma = 0,
+                        Accept::Rejection => *found = self.end_at_failure(turn)?,
+                    }
                 }
                 let started = Instant::now();
-                Ok((forward::verify(&mut self.backend, target, turns)?, started))
+                let verdicts = forward::verify(&mut self.backend, target, turns)?;
+                Ok((
+                    found.into_iter().zip(verdicts).map(|(found, verdict)| found.unwrap_or(verdict)).collect(),
+                    started,
+                ))
             }
             verdicts => Ok((verdicts?, started)),
         }
+    }
+
+    /// Ends a draft for rejection before the first row that fails, and returns the verdict on its tokens; `None` if no row
+    /// fails. Drawing a token in place of the drafted ones would make texts that lead to a failure less likely.
+    fn end_at_failure(&mut self, turn: &mut Turn) -> Result<Option<Verdict>> {
+        let (slot, target) = (turn.slot, self.method.target);
+        // The failed round has drafted them.
+        turn.to_draft = None;
+        let mut drafted = self.backend.window(slot, turn.gamma + 1)?.split_off(1);
+        let mut q = Vec::with_capacity(drafted.len());
+        for (offset, &token) in drafted.iter().enumerate() {
+            q.push(match turn.q {
+                DraftDistribution::Kept => match self.backend.draft_probabilities(slot, offset, &turn.sampler) {
+                    // The tokens before this one decide whether it is drawn from NaN.
+                    Err(error) if error.kind == ErrorKind::NotFinite => break,
+                    q => q?,
+                },
+                DraftDistribution::OneHot => {
+                    let mut q = vec![0.0; self.backend.config().vocab];
+                    q[token as usize] = 1.0;
+                    q
+                }
+            });
+        }
+        drafted.truncate(q.len());
+        for gamma in 0..=drafted.len() {
+            turn.gamma = gamma;
+            match forward::verify(&mut self.backend, target, slice::from_ref(turn)) {
+                Err(error) if error.kind.is_of_tokens() && gamma > 0 => {
+                    // Rows before the one that fails; the pass that failed may have left no logits.
+                    (turn.gamma, turn.reads_logits) = (gamma - 1, true);
+                    forward::verify(&mut self.backend, target, slice::from_ref(turn))?;
+                    let p = (0..gamma).map(|row| {
+                        let logits = self.backend.logits(row)?;
+                        Ok(warp(&turn.allowed(&logits, &drafted[..row])?, &turn.sampler))
+                    });
+                    let p = p.collect::<Result<Vec<_>>>()?;
+                    let first = turn.committed + 1;
+                    return judge_up_to_failure(&drafted[..gamma], &q[..gamma], &p, &turn.sampler, first).map(Some);
+                }
+                verdicts => verdicts?,
+            };
+        }
+        Ok(None)
     }
 
     /// Commits a sequence's new tokens, and returns them and the seconds spent on log-probabilities. `row`: its first row in
