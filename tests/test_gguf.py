@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 from tokenizers.models import BPE
 
-from quantspec_cli import fingerprint
+from quantspec_cli import _native, fingerprint
 from quantspec_cli.errors import ModelError
 from quantspec_cli.gguf import models, parts
 from quantspec_cli.model import Model
@@ -388,6 +390,26 @@ def test_texts_are_cut_into_words_by_name(tmp_path: Path, name: str) -> None:
         plain.pre_tokenizer = words
         expected = plain.encode(text).ids
     assert tokenizer.encode(text) == [1] * begins + expected
+
+
+def test_metadata_that_no_tokenizer_has_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of some bytes on disk may have gigabytes of it."""
+    path, names = (
+        tmp_path / "sparse.gguf",
+        [b"tokenizer.ggml.tokens", *(b"tokenizer.%d" % number for number in range(64))],
+    )
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, len(names)))
+        for name in names:
+            elements = 1 if name == names[0] else 16_000_000
+            file.write(struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, 0, elements))  # a list of bytes
+            file.truncate(file.tell() + elements)
+            file.seek(0, os.SEEK_END)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert _native.gguf_metadata(str(path), ["tokenizer.ggml.tokens", "tokenizer.ggml.pre"]) == {
+        "tokenizer.ggml.tokens": [0]
+    }
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:

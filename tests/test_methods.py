@@ -167,6 +167,17 @@ def test_a_draft_model_is_planned() -> None:
     assert both["planned_bytes"] > alone["planned_bytes"] + alone["weights_bytes"]
 
 
+def test_a_draft_models_cache_has_no_planes_that_it_does_not_read() -> None:
+    """The target's nibbles are for drafts of its own, which `auto` may choose."""
+    options: dict[str, Any] = {"method": "auto", "kv_target": "fp16", "draft_pages": 16, "device": "cpu"}
+    plans = [
+        planned(Model.open(None), EngineOptions(**options, draft_model=draft_model), context=8000)
+        for draft_model in (None, str(DEMO))
+    ]
+    assert plans[0]["cache_upper_bytes"] == plans[1]["cache_upper_bytes"] > 0
+    assert plans[0]["cache_full_bytes"] < plans[1]["cache_full_bytes"]
+
+
 @pytest.mark.parametrize("view", ["fp16", "int8", "int4"])
 def test_a_draft_model_keeps_a_cache_of_its_own_view(view: str) -> None:
     options: dict[str, Any] = {"method": "draft-model", "draft_model": str(DEMO), "device": "cpu"}

@@ -278,8 +278,8 @@ class Engine:
 def doctor() -> dict[str, Any]:
     """This machine's cpu, gpu, memory_bytes and kernels."""
 
-def gguf_metadata(path: str) -> dict[str, Any]:
-    """Metadata of a GGUF file with keys that begin with "tokenizer.": texts, numbers, and lists of them."""
+def gguf_metadata(path: str, keys: Sequence[str]) -> dict[str, Any]:
+    """Metadata of a GGUF file with these keys, if it has them: texts, numbers, and lists of them."""
 
 def methods() -> list[dict[str, Any]]:
     """Every method by name: about (its drafter), and the other fields of `options.Method`."""

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 HINT = "fetch the file again, or use another file of this model"
 
+# Metadata that a tokenizer is made of. A damaged file may have any other, of any size.
+_KEYS = [
+    "tokenizer.chat_template",
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "scores", "merges")),
+    *(f"tokenizer.ggml.{name}" for name in ("add_space_prefix", "add_bos_token", "add_eos_token")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown", "padding")),
+]
+
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -101,7 +109,7 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     from . import _native
 
     with native_errors():
-        fields = _Fields(path, _native.gguf_metadata(str(path)))
+        fields = _Fields(path, _native.gguf_metadata(str(path), _KEYS))
     kind = fields.text("tokenizer.ggml.model")
     tokens, types = fields.list("tokenizer.ggml.tokens", str), fields.list("tokenizer.ggml.token_type", int)
     if len(tokens) != len(types):

@@ -42,12 +42,12 @@ mod _native {
     #[pymodule_export]
     use super::signal_watch::PySignalWatch;
 
-    /// `gguf_metadata(path)`: the tokenizer metadata of a GGUF file.
+    /// `gguf_metadata(path, keys)`: the metadata of a GGUF file that these keys name; keys that it lacks are left out.
     #[pyfunction]
-    fn gguf_metadata<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
+    fn gguf_metadata<'py>(py: Python<'py>, path: &str, keys: Vec<String>) -> PyResult<Bound<'py, PyDict>> {
         let gguf = errors::detached(py, || Gguf::open(Path::new(path)))?;
         let out = PyDict::new(py);
-        for (key, &value) in gguf.entries().iter().filter(|(key, _)| key.starts_with("tokenizer.")) {
+        for (key, &value) in gguf.entries().iter().filter(|(key, _)| keys.contains(key)) {
             let value = match value {
                 Value::List { .. } => {
                     let mut items = Vec::new();

@@ -352,9 +352,11 @@ impl EngineArguments {
         let view = draft_model_view.unwrap_or(target);
         let mut windows = pages.iter().map(|&pages| DraftConfig { weights: Weights::Full, view, pages }.window());
         let window = windows.try_fold(0, |longest: usize, window| window.map(|pages| longest.max(pages)));
-        // Other methods may read other pages.
-        let draft_model_cache =
-            DraftModelCache { view: draft_model_view, window: window.filter(|_| !self.every_method) };
+        // Other methods may read other planes and pages. Planes that this one does not read would score replaced pages.
+        let draft_model_cache = DraftModelCache {
+            view: draft_model_view.or_else(|| (!self.every_method).then_some(target)),
+            window: window.filter(|_| !self.every_method),
+        };
         let draft_model = takes_one.then_some(WithDraftModel { entry: method, target, view, weights: wanted, pages });
         let needs = match &drafter {
             Some(drafter) => drafter.needs(),
