@@ -65,7 +65,8 @@ def kernels_s(common: Sequence[str], report: dict[str, Any], new_tokens: int) ->
     prompts = sum(interpolated(sorted(points), tokens) for tokens in lengths)
     together = str(max(1, round(report["stats"]["batch_mean"])))
     depth, new = str(sum(lengths) // len(lengths)), str(new_tokens)
-    rows = quantspec("bench", *common, "-p", "0", "-n", new, "-d", depth, "--batch", together, "--methods", "quantspec")
+    drafting = ("--methods", "quantspec", "--draft-pages", "auto")  # as `batch` drafts
+    rows = quantspec("bench", *common, "-p", "0", "-n", new, "-d", depth, "--batch", together, *drafting)
     (decode,) = (row["tokens_per_s"] for row in rows if row["test"] == "tg")
     # A prompt yields the first token of its answer.
     return prompts, sum(result["new_tokens"] - 1 for result in report["results"]) / decode
