@@ -246,16 +246,16 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def progress(what: str, *, shown: bool, tokens: int | None = None) -> Iterator[OnProgress | None]:
-    """A bar on stderr while the body runs; yields a callable for (done, total), or None if nothing is shown. With `tokens`
-    it also shows tokens/s and the time left.
+def progress(what: str, *, shown: bool, layers: int | None = None) -> Iterator[OnProgress | None]:
+    """A bar on stderr while the body runs; yields a callable for (done, total), or None if nothing is shown. With `layers`,
+    where one token in one layer counts as 1, it also shows tokens/s and the time left.
     """
-    with phases(what, shown=shown, tokens=tokens) as (on_progress,):
+    with phases(what, shown=shown, layers=layers) as (on_progress,):
         yield on_progress
 
 
 @contextmanager
-def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequence[OnProgress | None]]:
+def phases(*names: str, shown: bool, layers: int | None = None) -> Iterator[Sequence[OnProgress | None]]:
     """A bar for several consecutive phases of work; yields a callable, or None, for each."""
     if not shown or not on_terminal():
         yield [None] * len(names)
@@ -283,13 +283,12 @@ def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequ
         """Tokens per second from the start of the work."""
 
         def render(self, task: Any) -> Any:
-            share = task.completed / task.total if task.total else 0
-            elapsed = task.elapsed or 0
-            self.text_format = rate(share * (tokens or 0) / elapsed) if share and elapsed else ""
+            done, elapsed = task.completed / (layers or 1), task.elapsed or 0
+            self.text_format = rate(done / elapsed) if done and elapsed else ""
             return super().render(task)
 
     columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
-    columns += [Rate(""), TimeRemainingColumn(compact=True), TextColumn("left")] if tokens else [TimeElapsedColumn()]
+    columns += [Rate(""), TimeRemainingColumn(compact=True), TextColumn("left")] if layers else [TimeElapsedColumn()]
     bar = Bar(*columns, console=console(), transient=True)
     task = bar.add_task(names[0], total=None)
     try:

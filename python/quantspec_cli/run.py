@@ -283,7 +283,7 @@ def _decode(
     failures: list[QuantspecError] = []
     # Closed when the first text appears, so that no bar is inside an answer.
     with contextlib.ExitStack() as bar:
-        progress = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
+        progress = render.progress("reading the prompt", shown=not quiet, layers=engine.model.info["layers"])
         on_prefill = bar.enter_context(progress)
         batch = engine.start(prompts, options, on_prefill=on_prefill)
         try:
