@@ -99,6 +99,26 @@ def test_a_malformed_line_of_a_list_is_one_error(
     assert not (tmp_path / "out").exists()
 
 
+def test_answers_that_the_shell_names_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+    """`batch docs/* --out docs`, which the shell expands."""
+
+    def batch(*flags: str) -> Any:
+        files = sorted(str(path) for path in docs.iterdir() if path.is_file())
+        return quantspec("batch", *files, "--out", str(docs), "-n", "3", *flags)
+
+    assert batch("--json").json["done"] == 2
+    for _ in range(2):
+        again = batch()
+        assert again.code == 0
+        assert f"left out, as they are answers in {docs}: 2" in again.stderr
+        assert "2 done before" in again.stderr
+    assert sorted(path.name for path in docs.glob("*.md")) == ["a.txt.md", "b.md", "b.md.md"]
+    answer = str(docs / "a.txt.md")
+    quantspec("batch", answer, "--out", str(docs), "-n", "3").assert_error(
+        2, "all documents are answers", "quote a glob"
+    )
+
+
 def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
     command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
     assert quantspec(*command).json["documents"] == 3

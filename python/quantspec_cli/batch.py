@@ -6,6 +6,7 @@ sizes the engine, and `batch_run` decodes.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from .batch_run import Run
 from .batch_work import Fingerprints, find_work
 from .cluster import check_cluster
 from .engine import check_folder
-from .errors import IgnoredError, UsageError
+from .errors import FileError, IgnoredError, UsageError
 from .journal import Journal
 from .model import Model
 
@@ -90,7 +91,7 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
     if arguments.ray is not None and not arguments.dry_run:
         check_cluster(arguments.ray)
     out = Path(arguments.out)
-    found = sources.find(arguments.paths, out)
+    found = _found(arguments, out)
     outputs = {source.name: sources.output_name(source.name, arguments.suffix) for source in found}
     _check_outputs(outputs)
     model = Model.open(
@@ -120,6 +121,29 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
     with Journal(out, replace=not arguments.resume) as kept, report.opened(arguments.report, taken) as page:
         workload = find_work(arguments, places, kept.contents(), fingerprints)
         return Run(arguments, kept, workload, reader, fingerprints, page=page).run(engine_options, found)
+
+
+def _found(arguments: Arguments, out: Path) -> list[sources.Source]:
+    """The documents. A glob that the shell expanded may name files that earlier runs wrote; they are left out."""
+    if not (out / sources.STATE / sources.JOURNAL).is_file():
+        return sources.find(arguments.paths, out)
+    results, folder = os.path.realpath(out / journal.RESULTS), os.path.realpath(out)
+    found = sources.find([path for path in arguments.paths if os.path.realpath(path) != results], out)
+    inside = {source: os.path.relpath(os.path.realpath(source.path), folder) for source in found if source.path}
+    if all(place.startswith("..") for place in inside.values()):
+        return found
+    try:
+        answers = journal.peek(out)[0].answers
+    except FileError:
+        if arguments.resume:
+            raise
+        return found  # the damaged journal will be replaced
+    documents = [source for source in found if inside.get(source) not in answers]
+    if not documents:
+        raise UsageError(f"all documents are answers in {out}", "name documents; quote a glob")
+    if len(documents) < len(found) and not arguments.quiet:
+        render.note(f"left out, as they are answers in {out}: {len(found) - len(documents)}")
+    return documents
 
 
 def _fingerprints(
