@@ -267,6 +267,124 @@ def test_chosen_boxes_of_a_form_are_read() -> None:
     assert text_of(raw) == "Form\n☒ I agree\n☒ status: Single"
 
 
+def form_of(*objects: bytes, annotations: Sequence[int] = (), pages: int = 1) -> prompts.Document:
+    """A document of pages with these annotations; `objects` are numbered from 5."""
+    shown = b"/Annots [%s]" % b" ".join(b"%d 0 R" % number for number in annotations)
+    return prompts.from_bytes("form.pdf", pdf(*[lines("Form")] * pages, more=objects, page=shown))
+
+
+def widget(entries: bytes) -> bytes:
+    return b"<< /Type /Annot /Subtype /Widget /Rect [0 0 9 9] %s >>" % entries
+
+
+def test_fields_inherit_from_the_fields_above_them() -> None:
+    document = form_of(
+        b"<< /FT 16 0 R /T (top) /V 15 0 R /Kids [6 0 R] >>",
+        b"<< /T (middle) /Parent 5 0 R /Kids [7 0 R] >>",
+        widget(b"/Parent 6 0 R"),
+        b"<< /T (field) /V (in the parent) /Kids [9 0 R] >>",
+        widget(b"/FT /Tx /V null /Parent 8 0 R"),
+        b"<< /FT /Btn /Ff 32768 /T (group) /Kids [11 0 R] >>",
+        b"<< /T (status) /Parent 10 0 R /Kids [12 0 R 13 0 R] >>",
+        widget(b"/Parent 11 0 R /AS /Single"),
+        widget(b"/FT /Btn /TU (Married) /Parent 11 0 R /AS /1"),
+        widget(b"/FT /Btn /Ff 0 /T () /Parent 11 0 R /AS /On"),
+        b"(in the\\rgrandparent)",
+        b"/Tx",
+        annotations=[7, 9, 12, 13, 14],
+    )
+    assert document.text.split("\n") == [
+        *("Form", "in the", "grandparent", "in the parent"),
+        *("☒ status: Single", "☒ Married: 1", "☒ status"),
+    ]
+    assert document.warnings == ()
+
+
+def test_all_choices_of_a_list_are_read() -> None:
+    document = form_of(widget(b"/FT /Ch /Ff 2097152 /V [(one) 6 0 R]"), b"(three)", annotations=[5])
+    assert (document.text, document.warnings) == ("Form\none, three", ())
+
+
+def test_a_field_in_several_places_is_read_once() -> None:
+    kid = widget(b"/Parent 5 0 R")
+    agreed = widget(b"/Parent 8 0 R /AS /Yes")
+    document = form_of(
+        b"<< /FT /Tx /V (Jane) /Kids [6 0 R 7 0 R] >>",
+        *(kid, kid),
+        b"<< /FT /Btn /T (agreed) /Kids [9 0 R 10 0 R] >>",
+        *(agreed, agreed),
+        *(widget(b"/FT /Tx /T (a) /V (same)"), widget(b"/FT /Tx /T (b) /V (same)")),
+        annotations=[6, 7, 9, 10, 11, 12],
+        pages=2,
+    )
+    assert document.text == "Form\nJane\n☒ agreed\nsame\nsame\n\nForm"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        b"/FT /Tx /V 5",
+        b"/FT /Tx /V << /A (b) >>",
+        b"/FT /Ch /V [(kept) 7]",
+        b"/FT /Ch /V [(kept) 99 0 R]",
+        b"/FT /Btn /T [5] /AS /Yes",
+    ],
+)
+def test_fields_that_are_not_text_are_a_warning(entries: bytes) -> None:
+    document = form_of(widget(entries), widget(b"/FT /Tx /V (next)"), annotations=[5, 6])
+    assert document.text == ("Form\nkept\nnext" if b"kept" in entries else "Form\nnext")
+    assert any("is not text" in warning for warning in document.warnings)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"null",
+        b"[1 2]",
+        widget(b"/FT /Tx /Parent 5 0 R"),
+        widget(b"/FT /Tx /Parent 6 0 R"),
+        widget(b"/Parent (x)"),
+        widget(b"/FT [/Tx] /V (x)"),
+        widget(b"/FT /Btn /Ff (x) /AS [5] /T (x)"),
+        widget(b"/FT /Sig /V << >>"),
+    ],
+)
+def test_damaged_fields_leave_the_other_text(damaged: bytes) -> None:
+    """A circle of fields ends, and no error of a field loses the page."""
+    circle = widget(b"/Parent 5 0 R")
+    document = form_of(damaged, circle, widget(b"/FT /Tx /V (next)"), annotations=[5, 6, 99, 7])
+    assert document.text == "Form\nnext"
+
+
+@pytest.mark.parametrize("annotations", [b"99 0 R", b"(x)", b"<< >>"])
+def test_a_damaged_list_of_fields_is_a_warning(annotations: bytes) -> None:
+    document = prompts.from_bytes("form.pdf", pdf(lines("Form"), page=b"/Annots " + annotations))
+    assert document.text == "Form"
+    assert document.warnings[0].startswith("page 1 of 1 may be incomplete")
+
+
+def test_an_error_in_a_field_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> str:
+        raise RecursionError
+
+    monkeypatch.setattr("quantspec_cli.documents.form.Form._text", fails)
+    document = form_of(widget(b"/FT /Tx /V (lost)"), annotations=[5])
+    assert document.text == "Form"
+    assert "page 1 of 1 may be incomplete: a form field or note cannot be read (RecursionError)" in document.warnings
+
+
+def test_fields_that_explode_are_left_out_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantspec_cli.documents.form._LENGTH_MAX", 1000)
+    fields = [widget(b"/FT /Tx /V 105 0 R")] * 100
+    document = form_of(*fields, b"(%s)" % (b"word " * 80), annotations=range(5, 105))
+    assert document.text.count("word") == 160
+    assert "more than 1000 characters" in document.warnings[0]
+    # Lists of many references to one text, in many fields.
+    fields = [widget(b"/FT /Ch /V 105 0 R")] * 100
+    document = form_of(*fields, b"[%s]" % (b"106 0 R " * 1000), b"(word)", annotations=range(5, 105))
+    assert (document.text, document.warnings) == ("Form\nword", ())
+
+
 def test_a_form_for_adobe_only_is_refused() -> None:
     raw = pdf(lines("Please wait...")).replace(b"/Type /Catalog", b"/Type /Catalog /NeedsRendering true")
     assert "XFA" in refusal(raw).message
@@ -368,6 +486,10 @@ def p(text: str, properties: str = "") -> str:
     return f"<w:p><w:pPr>{properties}</w:pPr><w:r><w:t>{text}</w:t></w:r></w:p>"
 
 
+def run(text: str, properties: str = "") -> str:
+    return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
+
+
 def test_a_docx_has_paragraphs_tables_and_headings_in_order() -> None:
     document = docx.Document()
     document.add_heading("Contract", 0)
@@ -414,9 +536,6 @@ def test_text_that_python_docx_omits_is_read() -> None:
 
 
 def test_hidden_text_of_a_docx_is_left_out() -> None:
-    def run(text: str, properties: str = "") -> str:
-        return f"<w:r><w:rPr>{properties}</w:rPr><w:t>{text}</w:t></w:r>"
-
     box = f"<w:r><w:rPr><w:vanish/></w:rPr><w:txbxContent>{p('in a box')}</w:txbxContent><w:t>after it</w:t></w:r>"
     mark = "<w:pPr><w:rPr><w:vanish/></w:rPr></w:pPr>"
     body = (
@@ -425,6 +544,86 @@ def test_hidden_text_of_a_docx_is_left_out() -> None:
         + f"{run('on paper', '<w:webHidden/>')}</w:p><w:p>{mark}{run('a hidden mark')}{box}</w:p>"
     )
     assert text_of(word(body)) == "seen shown on paper\n\na hidden mark"
+
+
+STYLES = (
+    f'<w:styles {W}><w:style w:type="paragraph" w:default="1" w:styleId="Normal"/>'
+    '<w:style w:type="character" w:styleId="Hid"><w:rPr><w:vanish/></w:rPr></w:style>'
+    '<w:style w:type="character" w:styleId="HidToo"><w:basedOn w:val="Hid"/></w:style>'
+    '<w:style w:type="character" w:styleId="Seen"><w:basedOn w:val="Hid"/><w:rPr><w:vanish w:val="off"/></w:rPr></w:style>'
+    '<w:style w:type="character" w:styleId="Circle"><w:basedOn w:val="Circle"/></w:style>'
+    '<w:style w:type="paragraph" w:styleId="HP"><w:rPr><w:vanish/></w:rPr></w:style>'
+    '<w:style w:type="paragraph" w:styleId="HPToo"><w:basedOn w:val="HP"/></w:style>'
+    '<w:style w:type="paragraph" w:styleId="Was"><w:rPr><w:rPrChange><w:rPr><w:vanish/></w:rPr></w:rPrChange></w:rPr>'
+    "</w:style>"
+    '<w:style w:type="table" w:styleId="T"><w:tblStylePr><w:rPr><w:vanish/></w:rPr></w:tblStylePr></w:style></w:styles>'
+)
+
+
+def test_text_that_a_style_hides_is_left_out() -> None:
+    def paragraph(style: str, *runs: str) -> str:
+        return f'<w:p><w:pPr><w:pStyle w:val="{style}"/></w:pPr>{"".join(runs)}</w:p>'
+
+    def styled(text: str, style: str, more: str = "") -> str:
+        return run(text, f'<w:rStyle w:val="{style}"/>{more}')
+
+    shown = [run("a"), styled("b", "Seen"), styled("c", "Circle"), styled("d", "None")]
+    shown += [styled("e", "Hid", '<w:vanish w:val="false"/>')]
+    hidden = [styled("HIDDEN", "Hid"), styled("HIDDEN", "HidToo"), styled("HIDDEN", "Seen", "<w:vanish/>")]
+    box = f"<w:r><w:txbxContent>{p('HIDDEN')}</w:txbxContent></w:r>"
+    math = f"<m:oMath {MATH}><m:f><m:num><m:r><m:t>HIDDEN</m:t></m:r></m:num></m:f></m:oMath>"
+    body = paragraph("Normal", *shown, *hidden)
+    body += paragraph("HP", run("HIDDEN"), styled("HIDDEN", "Seen"), run("f", '<w:vanish w:val="0"/>'), box, math)
+    hidden_part = "<m:r><w:rPr><w:vanish/></w:rPr><m:t>HIDDEN</m:t></m:r><m:r><m:t>x+y</m:t></m:r>"
+    body += f"<w:p><m:oMath {MATH}>{hidden_part}</m:oMath></w:p>"
+    # Two levels of styles toggle the property.
+    body += paragraph("HPToo", run("HIDDEN"), styled("g", "HidToo"))
+    body += paragraph("Was", run("h")) + paragraph("T", run("i"))
+    body += f"<w:p><w:r><w:txbxContent>{paragraph('HP', run('HIDDEN'))}{p('in a box')}</w:txbxContent></w:r></w:p>"
+    # A text box of hidden text is hidden, whatever is in it.
+    unhidden = run("HIDDEN", '<w:vanish w:val="0"/>')
+    body += f"<w:p>{styled(f'</w:t><w:txbxContent><w:p>{unhidden}</w:p></w:txbxContent><w:t>', 'Hid')}</w:p>"
+    cells = [paragraph("HP", run("HIDDEN")), p("in a cell")]
+    body += f"<w:tbl>{''.join(f'<w:tr><w:tc>{cell}</w:tc></w:tr>' for cell in cells)}</w:tbl>"
+    header = f"<w:hdr {W}>{paragraph('HP', run('HIDDEN'))}{p('head')}</w:hdr>"
+    assert text_of(word(body, styles=STYLES, header=header)).split("\n\n") == (
+        ["head", "abcde", "f", "x+y", "g", "h", "i", "in a box", "in a cell"]
+    )
+
+
+def test_defaults_may_hide_text() -> None:
+    """Most paragraphs have no style of their own: they have the default one."""
+    shown = run("shown", '<w:vanish w:val="0"/>')
+    body = p("HIDDEN") + p("HIDDEN", '<w:pStyle w:val="None"/>') + f"<w:p>{shown}</w:p>"
+    normal = '<w:style w:type="paragraph" w:default="1" w:styleId="N"><w:rPr><w:vanish/></w:rPr></w:style>'
+    defaults = "<w:docDefaults><w:rPrDefault><w:rPr><w:vanish/></w:rPr></w:rPrDefault></w:docDefaults>"
+    for styles in (normal, defaults):
+        assert text_of(word(body, styles=f"<w:styles {W}>{styles}</w:styles>")) == "shown"
+
+
+def test_hidden_paragraphs_are_not_counted() -> None:
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="0">{level(0, "decimal", "%1.")}</w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
+    )
+    at = '<w:numPr><w:numId w:val="1"/></w:numPr>'
+    by_mark = f"<w:p><w:pPr>{at}<w:rPr><w:vanish/></w:rPr></w:pPr>{run('HIDDEN', '<w:vanish/>')}</w:p>"
+    body = p("one", at) + by_mark + p("HIDDEN", f'<w:pStyle w:val="HP"/>{at}') + p("two", at)
+    # Its mark is shown, and with it the number.
+    body += f"<w:p><w:pPr>{at}</w:pPr>{run('HIDDEN', '<w:vanish/>')}</w:p>" + p("four", at)
+    assert text_of(word(body, numbering=numbering, styles=STYLES)) == "1. one\n2. two\n4. four"
+
+
+def test_notes_of_hidden_and_deleted_text_are_left_out() -> None:
+    def note(identifier: int, properties: str = "") -> str:
+        return f'<w:r><w:rPr>{properties}</w:rPr><w:footnoteReference w:id="{identifier}"/></w:r>'
+
+    hidden = '<w:rStyle w:val="Hid"/>'
+    body = f"<w:p>{run('a')}{note(2, hidden)}<w:del>{note(3)}</w:del>{note(4)}</w:p>"
+    texts = {2: run("HIDDEN"), 3: run("DELETED"), 4: run("seen") + run("HIDDEN", hidden)}
+    notes = "".join(f'<w:footnote w:id="{number}"><w:p>{text}</w:p></w:footnote>' for number, text in texts.items())
+    document = word(body, styles=STYLES, footnotes=f"<w:footnotes {W}>{notes}</w:footnotes>")
+    assert text_of(document) == "a[^1]\n\n[^1]: seen"
 
 
 def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:

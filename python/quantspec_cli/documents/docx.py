@@ -37,7 +37,6 @@ _SYMBOLS = {
     "symbol": dict(zip(bytes.fromhex("a3b3b9bbb0b1b4b7d7a5aede"), "≤≥≠≈°±×•⋅∞→⇒", strict=True)),
 }
 _UNNAMED = re.compile("[\ue000-\uf8ff]")
-_SEPARATORS = {"separator", "continuationSeparator", "continuationNotice"}
 _DEPTH_MAX = 20
 # Parts that may contain text and are not read.
 _UNREAD = {
@@ -78,15 +77,34 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
 
 @dataclass
 class _Style:
-    """Properties of a paragraph style; None and "" if the style does not set them."""
+    """Properties of a style of paragraphs or characters; None and "" if the style does not set them."""
 
     based_on: str = ""
     heading: int | None = None
     number: str | None = None
     level: int | None = None
+    hidden: bool | None = None
 
 
 class _Styles(dict[str, _Style]):
+    """The styles of a document, by id.
+
+    Attributes:
+        default: the style of paragraphs without one.
+        hidden: the document's defaults hide all text.
+    """
+
+    default = ""
+    hidden = False
+
+    def hides(self, paragraph: str, run: str) -> bool:
+        """True if text with these styles is hidden. Each of the two toggles the property, as in Word."""
+        paragraph = paragraph if paragraph in self else self.default
+        return self.hidden or self._sets_hidden(paragraph) != self._sets_hidden(run)
+
+    def _sets_hidden(self, name: str) -> bool:
+        return next((style.hidden for _, style in self.chain(name) if style.hidden is not None), False)
+
     def chain(self, name: str) -> list[tuple[str, _Style]]:
         """A style, followed by the styles it is based on."""
         found: list[tuple[str, _Style]] = []
@@ -99,12 +117,22 @@ class _Styles(dict[str, _Style]):
 def _styles(archive: Archive, paths: list[str]) -> _Styles:
     styles = _Styles()
     current = _Style()
+    path: list[str] = []
 
     def start(tag: str, values: Mapping[str, str]) -> None:
         nonlocal current
         name, value = local(tag), _value(values)
         if name == "style":
-            current = styles.setdefault(_attribute(values, "styleId"), _Style())
+            identifier = _attribute(values, "styleId")
+            current = styles.setdefault(identifier, _Style())
+            if _attribute(values, "type") == "paragraph" and _attribute(values, "default") not in {"", *OFF}:
+                styles.default = identifier
+        elif name == "vanish":
+            # Elsewhere it belongs to a part of a table, or to previous properties.
+            if path[-2:] == ["style", "rPr"]:
+                current.hidden = value not in OFF
+            elif path[-2:] == ["rPrDefault", "rPr"]:
+                styles.hidden = value not in OFF
         elif name == "name" and current.heading is None:
             lower = value.lower()
             if lower.startswith("heading ") and lower[8:].isdecimal():
@@ -119,10 +147,31 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
             current.number = value
         elif name == "ilvl":
             current.level = _integer(value)
+        path.append(name)
 
-    for path in paths:
-        archive.parse(path, start)
+    for part in paths:
+        archive.parse(part, start, lambda _: path.pop())
     return styles
+
+
+@dataclass
+class _Run:
+    """Properties of a run of characters, or of a paragraph's mark; `hidden` is None if only styles set it."""
+
+    hidden: bool | None = None
+    align: str = ""
+    style: str = ""
+    # It is in a text box of hidden text.
+    enclosed: bool = False
+
+    def set(self, name: str, value: str) -> None:
+        """Sets a property by the name of its element."""
+        if name == "w:vanish":
+            self.hidden = value not in OFF
+        elif name == "w:rStyle":
+            self.style = value
+        else:
+            self.align = value
 
 
 @dataclass
@@ -136,21 +185,18 @@ class _Paragraph:
     level: int | None = None
     # The break after it is deleted.
     joins: bool = False
-
-
-@dataclass
-class _Run:
-    """Properties of a run of characters."""
-
-    hidden: bool = False
-    align: str = ""
+    mark: _Run = field(default_factory=_Run)
 
     def set(self, name: str, value: str) -> None:
-        """Sets a property by the name of its element."""
-        if name == "w:vanish":
-            self.hidden = value not in OFF
-        else:
-            self.align = value
+        """Sets a property by the name of its element; others are passed over."""
+        if name == "w:pStyle":
+            self.style = value
+        elif name == "w:outlineLvl":
+            self.heading = _outline(value)
+        elif name == "w:numId":
+            self.number = value
+        elif name == "w:ilvl":
+            self.level = _integer(value)
 
 
 @dataclass
@@ -187,8 +233,8 @@ class _Story:
         # Text of paragraphs whose break is deleted, for the next paragraph.
         self._joined: list[str] = []
         self._in_properties = False
-        # Those around the current element, as a run may have a text box with runs.
-        self._runs: list[_Run] = []
+        # Those around the current element, as a run may have a text box with runs; each with its paragraph's style.
+        self._runs: list[tuple[str, _Run]] = []
         self._control: _Control | None = None
         self._formula: Formula | None = None
 
@@ -220,6 +266,8 @@ class _Story:
             self._taking = True
         elif name.startswith("m:"):
             self._in_formula(local(tag), values)
+            if name == "m:r" and paragraph is not None:
+                self._runs.append((paragraph.style, _Run(enclosed=self._is_hidden())))
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
         elif name in {"w:tbl", "w:tr", "w:tc", "w:gridSpan", "w:footnote", "w:endnote"}:
@@ -241,8 +289,9 @@ class _Story:
         if self._formula is not None:
             self._formula.end(name)
             if name == "oMath":
-                formula, self._formula = self._formula.text(), None
-                self._write(formula)
+                formula, self._formula = self._formula, None
+                if not formula.empty:  # its text may be hidden
+                    self._write(formula.text())
 
     def _in_block(self, name: str, values: Mapping[str, str]) -> None:
         if name == "w:tbl":
@@ -268,23 +317,21 @@ class _Story:
         if name in _INLINE:
             self._write(_INLINE[name])
         elif name == "w:r":
-            self._runs.append(_Run())
-        elif name in {"w:vanish", "w:vertAlign"} and self._runs and not self._in_properties:
-            self._runs[-1].set(name, _value(values))
+            self._runs.append((paragraph.style, _Run(enclosed=self._is_hidden())))
+        elif name in {"w:vanish", "w:rStyle", "w:vertAlign"}:
+            if self._in_properties:
+                paragraph.mark.set(name, _value(values))
+            elif self._runs:
+                self._runs[-1][1].set(name, _value(values))
         elif name in {"w:checkBox", "w:ddList"}:
             self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
             self._write(_symbol(_attribute(values, "font"), _attribute(values, "char")))
         elif name in {"w:footnoteReference", "w:endnoteReference"}:
-            self._write(f"[^{self._number(name.removesuffix('Reference'), _attribute(values, 'id'))}]")
-        elif name == "w:pStyle":
-            paragraph.style = _value(values)
-        elif name == "w:outlineLvl":
-            paragraph.heading = _outline(_value(values))
-        elif name == "w:numId":
-            paragraph.number = _value(values)
-        elif name == "w:ilvl":
-            paragraph.level = _integer(_value(values))
+            if not self._is_hidden():
+                self._write(f"[^{self._number(name.removesuffix('Reference'), _attribute(values, 'id'))}]")
+        else:
+            paragraph.set(name, _value(values))
 
     def end(self, tag: str) -> None:
         """An element ends."""
@@ -305,6 +352,8 @@ class _Story:
             self._taking = False
         elif name.startswith("m:"):
             self._end_in_formula(local(tag))
+            if name == "m:r" and self._runs:
+                self._runs.pop()
         elif name == "mc:AlternateContent":
             self._alternatives.pop()
         elif name == "w:tbl":
@@ -320,23 +369,31 @@ class _Story:
         if self._taking and not self._unseen:
             if self._formula is None:
                 self._write(text)
-            else:
+            elif not self._is_hidden():
                 self._formula.data(text)
 
     def _is_unseen(self, name: str, values: Mapping[str, str]) -> bool:
         if name == "mc:Fallback":  # the same content for programs without support for the newer form
             return bool(self._alternatives) and self._written > self._alternatives[-1]
-        if name in {"w:footnote", "w:endnote"}:
-            return _attribute(values, "type") in _SEPARATORS
+        if name in {"w:footnote", "w:endnote"}:  # Word shows a note only where text that is shown refers to it
+            return (name, _attribute(values, "id")) not in self._notes
         return name in _UNSEEN
 
     def _number(self, kind: str, identifier: str) -> int:
         return self._notes.setdefault((kind, identifier), len(self._notes) + 1)
 
+    def _is_hidden(self) -> bool:
+        """True at hidden text, and in a text box of hidden text."""
+        return bool(self._runs) and (self._runs[-1][1].enclosed or self._hides(*self._runs[-1]))
+
+    def _hides(self, paragraph: str, run: _Run) -> bool:
+        """True if a run, in a paragraph of this style, is hidden."""
+        return self._styles.hides(paragraph, run.style) if run.hidden is None else run.hidden
+
     def _write(self, text: str) -> None:
-        if any(run.hidden for run in self._runs):
+        if self._is_hidden():
             return
-        if self._runs and (align := self._runs[-1].align) in {"superscript", "subscript"}:
+        if self._runs and (align := self._runs[-1][1].align) in {"superscript", "subscript"}:
             text = shifted(text, up=align == "superscript")
         self._written += len(text)
         if self._paragraphs:
@@ -347,12 +404,14 @@ class _Story:
         if paragraph.joins:
             self._joined = paragraph.pieces
             return
+        text = "".join(paragraph.pieces).strip("\n ")
+        if not text.strip() and self._hides(paragraph.style, paragraph.mark):
+            return  # Word does not count it in a list either
         chain = self._styles.chain(paragraph.style)
         heading = paragraph.heading
         if heading is None:
             heading = next((style.heading for _, style in chain if style.heading is not None), 0)
         label, level = self._label(paragraph, chain)
-        text = "".join(paragraph.pieces).strip("\n ")
         if not text.strip():
             return
         text = f"{label} {text}" if label else text

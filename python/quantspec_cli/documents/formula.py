@@ -30,9 +30,14 @@ class _Node:
 
 
 class Formula:
-    """A formula, from the events of a parser; names of elements are without their namespace."""
+    """A formula, from the events of a parser; names of elements are without their namespace.
+
+    Attributes:
+        empty: it has no characters of its own, only signs of its elements.
+    """
 
     def __init__(self) -> None:
+        self.empty = True
         self._open = [_Node("", {})]
         self._deeper = 0
 
@@ -56,6 +61,7 @@ class Formula:
     def data(self, text: str) -> None:
         """Characters that the formula shows."""
         if text:
+            self.empty = False
             self._open[-1].parts.append(text)
 
     def text(self) -> str:

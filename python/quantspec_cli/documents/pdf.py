@@ -1,6 +1,7 @@
 """PDF, by pypdf: the text layer in page order, with blank lines where lines are farther apart than usual.
 
-pypdf logs what it cannot read. These messages become warnings of the document, so nothing is missing silently.
+pypdf logs what it cannot read. These messages and those about form fields become warnings of the document, so nothing
+is missing silently.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .blocks import unread
+from .form import Form
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -37,9 +39,6 @@ _LEFT_TO_RIGHT = re.compile("[A-Za-z0-9\u0660-\u0669\u06f0-\u06f9]")
 _GAP = 1.3
 # A page with a page-sized picture and fewer words than this is probably a scan with a stamp.
 _SCAN_WORDS = 25
-# Flags of a form's buttons.
-_RADIO = 1 << 15
-_PUSH_BUTTON = 1 << 16
 # Messages of pypdf shown in full; the others are counted.
 _MESSAGES_MAX = 3
 
@@ -90,7 +89,8 @@ def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]
         raise InputError(
             f"{name} is a dynamic XFA form, which has no text outside of Adobe's reader", "print it to a new PDF"
         )
-    pages = [_page(number, page, log) for number, page in enumerate(reader.pages, 1)]
+    form = Form(log.messages.append)
+    pages = [_page(number, page, form, log) for number, page in enumerate(reader.pages, 1)]
     texts = [page.text for page in pages if page.text]
     if not texts:
         raise _without_text(name, pages)
@@ -104,12 +104,12 @@ def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]
     return "\n\n".join(texts), (*lost, *_warnings(pages, log), *unread(attached, "attached file"))
 
 
-def _page(number: int, page: PageObject, log: _Log) -> _Page:
+def _page(number: int, page: PageObject, form: Form, log: _Log) -> _Page:
     from pypdf.errors import DependencyError
 
     before = len(log.messages)
     try:
-        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _text(page))
+        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _text(page, form))
     except DependencyError:
         raise
     except Exception as error:  # pypdf fails on damaged pages in many ways
@@ -155,7 +155,7 @@ def _is_mixed(line: str) -> bool:
     return bool(_RIGHT_TO_LEFT.search(line) and _LEFT_TO_RIGHT.search(line))
 
 
-def _text(page: PageObject) -> str:
+def _text(page: PageObject, form: Form) -> str:
     """The text of a page, followed by its filled-in form fields."""
     pieces: list[tuple[str, Any, float]] = []
 
@@ -167,7 +167,7 @@ def _text(page: PageObject) -> str:
     # The pieces give fonts and positions; if they do not contain the whole text, the text is used as it is.
     if "".join(text for text, *_ in pieces).split() == whole.split():
         whole = _paragraphs((_named(text, font), height) for text, font, height in pieces)
-    return "\n".join(filter(None, [whole.strip(), *_filled(page)]))
+    return "\n".join(filter(None, [whole.strip(), *form.texts(page)]))
 
 
 def _named(text: str, font: Any) -> str:
@@ -224,42 +224,6 @@ def _paragraphs(pieces: Iterable[tuple[str, float]]) -> str:
     return "".join(line + end for (line, _), end in zip(kept, [*breaks, ""], strict=False))
 
 
-def _filled(page: PageObject) -> list[str]:
-    """Form fields and typed notes: annotations, which are not part of the page's own text."""
-    found: list[str] = []
-    for reference in page.annotations or ():
-        annotation: Any = reference.get_object()
-        text: object = None
-        if annotation.get("/Subtype") == "/FreeText":
-            text = annotation.get("/Contents")
-        elif annotation.get("/Subtype") == "/Widget":
-            parent: Any = annotation.get("/Parent", {})
-            field = annotation if "/FT" in annotation else parent.get_object() if parent else {}
-            if field.get("/FT") in {"/Tx", "/Ch"}:
-                text = field.get("/V")
-            elif field.get("/FT") == "/Btn":
-                text = _chosen(annotation, field)
-        if isinstance(text, str) and text.strip():
-            found.append(text.strip())
-    return found
-
-
-def _chosen(box: Any, field: Any) -> str:
-    """A check box or radio button that is chosen, with its field's description or name; "" for others."""
-    state, kind = _entry(box, "/AS"), _entry(field, "/Ff")
-    kind = kind if isinstance(kind, int) else 0
-    name = _entry(field, "/TU") or _entry(field, "/T")
-    if state in (None, "/Off") or kind & _PUSH_BUTTON or not name:
-        return ""
-    return f"\N{BALLOT BOX WITH X} {name}" + (f": {str(state).removeprefix('/')}" if kind & _RADIO else "")
-
-
-def _entry(of: Any, key: str) -> Any:
-    """A dictionary's entry, which may be a reference to an object; None if there is none."""
-    entry = of.get(key)
-    return None if entry is None else entry.get_object()
-
-
 def _ranges(numbers: list[int]) -> str:
     """Page ranges for people: "page 3", "pages 3-4, 7"."""
     runs: list[list[int]] = []
@@ -273,7 +237,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 class _Log(logging.Handler):
-    """Collects pypdf's messages of this thread. Installing it keeps Python from printing them."""
+    """Collects pypdf's messages of this thread, and others about text. Installing it keeps Python from printing them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
