@@ -283,13 +283,22 @@ def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[...,
 
 def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
-    outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))
+    outcome = quantspec("eval", "--tokens", "258", "--context", "228", "--output", str(out))
     assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
         *("demo", "target", "fp16", "int8", "int4", "draft", *NETWORKS),
     ]
+
+
+def test_a_text_without_a_quantised_page_is_noted(quantspec: Callable[..., Any]) -> None:
+    """The shortest text with a page has no note, and its views differ."""
+    for tokens, noted in (257, True), (258, False):
+        command = ["eval", "--tokens", str(tokens), "--context", "250"]
+        assert ("has no quantised page" in quantspec(*command).stderr) == noted
+        found = quantspec(*command, "--json")
+        assert (found.json["targets"]["int4"]["kld"] == 0, found.stderr) == (noted, "")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from conftest import DEMO, Outcome, copy_demo
 
 from quantspec_cli import hub
 from quantspec_cli.errors import FileError, InputError, ModelError, QuantspecError, UsageError
+from quantspec_cli.model import Model
 
 Run = Callable[..., Outcome]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -419,6 +420,49 @@ def test_the_demo_model_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # A directory of that name comes first.
     copy_demo(tmp_path / "demo")
     assert hub.resolve("demo") == Path("demo")
+
+
+def test_names_that_cannot_be_on_the_hub_are_not_requested(
+    quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "_from_hub", None)
+    for arguments in (["-m", "demo@x"], ["-m", "demo:Q8_0"], ["-m", "demo", "--revision", "x"]):
+        quantspec("run", *arguments, "--text", "x").assert_error(2, "the demo model has no revisions")
+    (tmp_path / "s.gguf").touch()
+    for name in ("s.gguf:Q8_0", "s.gguf@x", str(tmp_path / "s.gguf:Q8_0")):
+        quantspec("run", "-m", name, "--text", "x").assert_error(2, name, "the file alone")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_download_leaves_the_progress_bars_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = []
+
+    def download(*_: Any, **__: Any) -> str:
+        shown.append(not are_progress_bars_disabled())
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (enable_progress_bars if enabled else disable_progress_bars)()
+    try:
+        for progress in (False, True):
+            with pytest.raises(FileError):
+                hub.resolve("owner/model", progress=progress)
+            assert are_progress_bars_disabled() != enabled
+    finally:
+        enable_progress_bars()
+    assert shown == [False, enabled]
+
+
+def test_a_config_that_is_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json is not a file"):
+        Model.open(str(tmp_path))
 
 
 def test_the_demo_is_complete() -> None:

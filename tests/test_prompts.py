@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Outcome
@@ -61,7 +63,7 @@ def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp
 def test_a_file_without_permission_is_one_error(
     fake: object, quantspec: Run, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> bytes:
+    def refuse(*_: object, **__: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read every file, whatever its mode
@@ -89,6 +91,35 @@ def test_a_stream_without_end_is_refused(fake: object, quantspec: Run, monkeypat
         path = f"/dev/fd/{endless.stdout.fileno()}"
         quantspec("run", "--prompt", path).assert_error(3, "more than 10000000 bytes")
         endless.kill()
+
+
+def test_a_document_is_hashed_whole(
+    fake: object, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = b"\0" + b"x" * (2 << 20)
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.bin").write_bytes(binary)
+
+    def result(out: str) -> Any:
+        (found,) = quantspec("batch", str(folder), "--out", str(tmp_path / out), "-n", "3", "--json").json["results"]
+        assert "a binary file (zero byte at offset 0)" in found["error"]["message"]
+        return found["sha256"]
+
+    assert result("whole") == hashlib.sha256(binary).hexdigest()
+    monkeypatch.setattr(prompts, "BYTES_MAX", 1 << 20)
+    assert result("beyond") is None
+
+
+def test_a_text_of_a_list_may_be_empty_and_has_no_zero(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    listed = tmp_path / "list.jsonl"
+    batch = ("batch", str(listed), "--out", str(tmp_path / "out"), "-n", "3")
+    listed.write_text('{"id": "a\\u0000", "text": "x"}')
+    quantspec(*batch).assert_error(1, "'id' in line 1", "has a zero character", "leave it out")
+    listed.write_text('{"id": "a", "text": ""}\n{"id": "b", "text": "x"}')
+    outcome = quantspec(*batch, "--json")
+    errors = {found["document"]: found["error"] for found in outcome.json["results"]}
+    assert (outcome.code, errors["a"]["message"], errors["b"]) == (4, "a is empty", None)
 
 
 def test_dash_reads_standard_input(start: Callable[..., subprocess.Popen[bytes]]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantspec_cli.errors import ModelError
+from quantspec_cli.sentencepiece import _merges
 from quantspec_cli.tokenizer import Tokenizer
 
 EXAMPLE = (Path(__file__).parent.parent / "examples" / "dracula.txt").read_text()
@@ -55,6 +59,28 @@ TEXTS = [
     "before<|turn|>after",
     EXAMPLE[:2000],
 ]
+
+
+def test_merges_are_all_pairs_of_pieces_that_form_a_piece() -> None:
+    alphabet = "ab"
+    tokens = [*{"".join(letters) for size in range(1, 6) for letters in itertools.product(alphabet, repeat=size)}]
+    rng = random.Random(0)
+    pieces = rng.sample(range(len(tokens)), 40)
+    scores = [float(rng.randrange(9)) for _ in tokens]
+    known = {tokens[id] for id in pieces}
+    every = [
+        (tokens[id][:cut], tokens[id][cut:])
+        for id in sorted(pieces, key=lambda id: -scores[id])
+        for cut in range(1, len(tokens[id]))
+    ]
+    assert _merges(tokens, pieces, scores) == [pair for pair in every if known.issuperset(pair)]
+
+
+def test_a_long_token_takes_little_time() -> None:
+    """Slicing it at every cut would take a minute."""
+    started = time.process_time()
+    assert _merges(["a", "b" * 500_000, "c" * 1000], [0, 1, 2], [0.0] * 3) == []
+    assert time.process_time() - started < 5
 
 
 def test_tokens_of_spaces_are_matched_first(tmp_path: Path) -> None:

@@ -270,6 +270,15 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: st
     assert template.find(tmp_path / "nowhere", {"chat_template": [{"name": "tool_use", "template": "x"}]}) is None
 
 
+@pytest.mark.parametrize("wrong", [5, {"default": CHATML}, [{"name": "default", "template": ["x"]}]])
+def test_a_template_that_is_no_text_is_one_error(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ModelError, match=r"chat_template .* and no text"):
+        template.find(tmp_path, {"chat_template": wrong})
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": wrong}))
+    with pytest.raises(ModelError, match=r"chat_template .* and no text"):
+        template.find(tmp_path, {})
+
+
 def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: Path) -> None:
     from quantspec_cli.model import Model
 

@@ -12,11 +12,15 @@ from . import eval_decode, hub, output, prompts, render, report, settings
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 from .model import Model
 from .options import AXES, GROUPS, PAGES_MAX, PAGES_MIN, TRUNCATE, whole
+from .predict import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .options import EngineOptions
+
+# A query reads a quantised page from position 2 · 128 on (`core::cache::visible_quantised`); the last token is not fed.
+_QUANTISED_FROM = 2 * PAGE_TOKENS + 2
 
 # 1,713 tokens of the demo model: scored in seconds.
 SAMPLE = Path(__file__).with_name("sample.txt")
@@ -271,6 +275,11 @@ def _scores(
             **common,
         )
     render.note_of_drafts(found)
+    if len(ids) < _QUANTISED_FROM and not arguments.as_json:
+        render.note(
+            f"the cache of {len(ids)} tokens has no quantised page, so that all its views are equal: score "
+            f"{_QUANTISED_FROM} tokens or more"
+        )
     return {name: value for name, value in found.items() if name not in {"cached_drafts", "note"}} | sensitivity
 
 

@@ -140,9 +140,20 @@ def _resolve(
     found = files.status(path)
     if found is not None:
         return _of_disk(model, path, revision, is_directory=S_ISDIR(found.st_mode))
-    if model == DEMO and revision is None:
-        return demo()
+    _refuse_suffix_of_file(model, path)
     repository, wanted, pinned = _of_id(model)
+    if repository == DEMO:
+        if revision is not None:
+            raise UsageError(
+                f"--revision {revision} with the demo model", "the demo model has no revisions", option="revision"
+            )
+        if model != DEMO:
+            raise UsageError(
+                f"model {model}, but the demo model has no revisions and no files to choose from",
+                f"give {DEMO} alone",
+                option="model",
+            )
+        return demo()
     if pinned is not None and revision is not None and pinned != revision:
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
     _check_revision(pinned)
@@ -165,6 +176,18 @@ def _of_disk(model: str, path: str, revision: str | None, *, is_directory: bool)
             f"--revision {revision} with the {kind} {model}", f"a {kind} has no revisions", option="revision"
         )
     return _weights_of(model, Path(path)) if is_directory else Path(path)
+
+
+def _refuse_suffix_of_file(model: str, path: str) -> None:
+    """Refuses `FILE:NAME` and `FILE@REVISION`, which would be requested from the hub."""
+    for mark in ":@":
+        file, found, suffix = path.rpartition(mark)
+        if found and files.is_file(Path(file)):
+            raise UsageError(
+                f"model {model} names a file and {mark}{suffix}",
+                f"give the file alone; {mark} selects from a repository of the hub",
+                option="model",
+            )
 
 
 def _of_id(model: str) -> tuple[str, str, str | None]:
@@ -322,12 +345,9 @@ def _fetch(
     """Downloads the files of a repository that match these patterns. Returns their folder."""
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not progress:
-        disable_progress_bars()
     offline = offline or _is_offline()
-    with _download_errors(model, repository, revision, offline=offline):
+    with _bars(shown=progress), _download_errors(model, repository, revision, offline=offline):
         directory = background.run(
             lambda: snapshot_download(
                 repository,
@@ -338,6 +358,21 @@ def _fetch(
             )
         )
     return Path(directory)
+
+
+@contextmanager
+def _bars(*, shown: bool) -> Iterator[None]:
+    """Turns the hub library's progress bars off for a download. The program may use them for its own."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    changed = not (shown or are_progress_bars_disabled())
+    if changed:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if changed:
+            enable_progress_bars()
 
 
 def _is_offline() -> bool:

@@ -113,9 +113,9 @@ class Model:
         from . import _native
 
         directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
-        if not files.is_file(directory) and not files.is_file(directory / "config.json"):
+        if not files.is_file(directory) and not files.is_file(config := directory / "config.json"):
             raise ModelError(
-                f"{directory} has no config.json",
+                f"{directory} has no config.json" if files.status(config) is None else f"{config} is not a file",
                 "give a directory with config, tokenizer and safetensors, or a GGUF file",
             )
         with native_errors():

@@ -352,6 +352,10 @@ def schema_text(schema: object) -> str:
     except (ValueError, TypeError) as error:
         if isinstance(error, TypeError):
             hint = "give a dictionary or JSON text; a pydantic model has model_json_schema()"
+        if "set_int_max_str_digits" in str(error):
+            raise UsageError(
+                "the JSON schema has an integer of thousands of digits", "use a smaller one", option="json_schema"
+            ) from error
         raise UsageError(f"the JSON schema is not valid JSON: {error}", hint, option="json_schema") from error
     if not isinstance(found, dict):
         raise UsageError(f"the JSON schema is {text:.60}, and no object", hint, option="json_schema")

@@ -95,7 +95,7 @@ def read(path: str, absent: str = "check the path") -> Document:
         if sys.stdin is None:  # closed by the parent process
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
         try:
-            raw = read_whole("stdin", sys.stdin.buffer)
+            raw = read_whole("stdin", sys.stdin.buffer, text_only=True)
         except OSError as error:
             raise InputError(
                 f"standard input cannot be read: {reason(error)}", "pipe a document into the command, or name a file"
@@ -105,7 +105,7 @@ def read(path: str, absent: str = "check the path") -> Document:
         raise UsageError("the name of a prompt is empty", "name a file, or - for standard input")
     try:
         with Path(path).open("rb") as file:
-            raw = read_whole(path, file)
+            raw = read_whole(path, file, text_only=True)
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist", absent) from error
     except IsADirectoryError as error:
@@ -118,8 +118,10 @@ def read(path: str, absent: str = "check the path") -> Document:
     return from_bytes(path, raw)
 
 
-def read_whole(name: str, file: BinaryIO) -> bytes:
-    """All bytes of a file, up to the largest possible prompt, because a stream may be endless."""
+def read_whole(name: str, file: BinaryIO, *, text_only: bool = False) -> bytes:
+    """All bytes of a file, up to the largest possible prompt, because a stream may be endless. With `text_only`, of a binary
+    file only the beginning, which `from_bytes` refuses.
+    """
     raw = bytearray()
     read: Callable[[int], bytes | None] = file.read
     while (chunk := read(1 << 20)) != b"":
@@ -128,10 +130,12 @@ def read_whole(name: str, file: BinaryIO) -> bytes:
             continue
         raw += chunk
         if len(raw) > BYTES_MAX:
+            if documents.kind(name, raw) is None:
+                _refuse_binary(name, bytes(raw))
             raise DoesNotFitError(
                 f"{name} has more than {BYTES_MAX} bytes, more than any context holds", "split the document"
             )
-        if b"\0" in chunk and documents.kind(name, raw) is None:
+        if text_only and b"\0" in chunk and documents.kind(name, raw) is None:
             break
     return bytes(raw)
 
@@ -141,6 +145,19 @@ def from_bytes(name: str, raw: bytes) -> Document:
     which = documents.kind(name, raw)
     if which is not None:
         return Document(name, *documents.extract(which, name, raw, BYTES_MAX))
+    _refuse_binary(name, raw)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # Python's position excludes the byte order mark.
+        at = error.start + (len(raw) - len(error.object))
+        line = raw.count(b"\n", 0, at) + 1
+        raise InputError(f"{name} is not UTF-8: byte 0x{raw[at]:02x} at offset {at}, line {line}", _CONVERT) from error
+    return with_content(name, text)
+
+
+def _refuse_binary(name: str, raw: bytes) -> None:
+    """Refuses bytes that are no text in one-byte units."""
     documents.refuse(name, raw)
     for mark, encoding in _MARKS.items():
         if raw.startswith(mark):
@@ -151,14 +168,6 @@ def from_bytes(name: str, raw: bytes) -> Document:
             f"{name} is a binary file (zero byte at offset {zero})",
             "give a PDF, DOCX, EPUB or HTML document, or plain text in UTF-8",
         )
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # Python's position excludes the byte order mark.
-        at = error.start + (len(raw) - len(error.object))
-        line = raw.count(b"\n", 0, at) + 1
-        raise InputError(f"{name} is not UTF-8: byte 0x{raw[at]:02x} at offset {at}, line {line}", _CONVERT) from error
-    return with_content(name, text)
 
 
 def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:

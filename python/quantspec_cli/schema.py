@@ -7,6 +7,7 @@ of the target's distribution, and speculation changes no token.
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,20 @@ _OPTION = "json_schema"
 # Keywords whose values are constants, and those whose keys are names.
 _CONSTANTS = {"const", "enum"}
 _NAMES = {"properties", "patternProperties", "$defs", "definitions"}
+# Remedies by words of llguidance's errors; the first that fits applies.
+_CORRECT = "correct that value; docs/schema.md lists the supported keywords"
+_HINTS = (
+    ("^Unimplemented keys|^Unknown format", "docs/schema.md lists the supported keywords; omit the others"),
+    ("decimal literal invalid", f"use at most {2**32 - 1}"),
+    (
+        "^regex parse error|^lookarounds",
+        "correct the pattern; look-arounds, word boundaries and back-references are not supported",
+    ),
+    ("^oneOf constraints", "use anyOf, or alternatives that exclude each other"),
+    ("^Resource|^Pointer", "a reference names a definition in the same file, such as #/$defs/NAME"),
+    ("^Unsatisfiable schema|^NoExtension|^no text", "change it so that some JSON satisfies it"),
+    ("too (big|large|complex)|limit", "simplify the schema: use fewer alternatives and levels"),
+)
 # Bytes that must be tokens by themselves, so that every JSON can be written.
 _PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
 
@@ -158,16 +173,24 @@ def is_complete(text: str) -> bool:
 
 def _unusable(why: str) -> UsageError:
     # Lines after the first are internal states of the library.
-    why = one_line(why.strip().partition("\n<")[0])
-    if why.startswith("NoExtension"):
+    why = why.strip().partition("\n<")[0]
+    hint = next((hint for words, hint in _HINTS if re.search(words, why)), _CORRECT)
+    # Each message that quotes a regex, which may be the library's own.
+    if "decimal literal invalid" in why:
+        why = "a length, or a repetition in a pattern, is beyond 32 bits"
+    elif why.startswith("regex parse error"):
+        why = f"a pattern is wrong: {why.rpartition('error: ')[2]}"
+    elif why.startswith("lookarounds"):
+        why = "a pattern has a look-around, a word boundary, or an anchor that is not at its ends"
+    elif "Regex is empty" in why:
+        why = "no text has all of its patterns, format and bounds of length"
+    elif why.startswith("NoExtension"):
         why = "no text satisfies it"
-    if why.startswith("oneOf constraints"):
+    elif why.startswith("oneOf constraints"):
         why = "alternatives of oneOf overlap"
-    return UsageError(
-        f"the JSON schema cannot be used: {why:.300}",
-        "docs/schema.md lists the supported keywords; omit the others",
-        option=_OPTION,
-    )
+    elif why.endswith("anyOf is empty"):
+        why = "enum, anyOf or type is an empty list"
+    return UsageError(f"the JSON schema cannot be used: {one_line(why):.300}", hint, option=_OPTION)
 
 
 class _Words:

@@ -134,10 +134,13 @@ def bpe(
 def _merges(tokens: list[str], pieces: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Every pair of pieces that forms a piece, best score first: SentencePiece's order of merges."""
     known = {tokens[id] for id in pieces}
+    # Slicing at every cut would take quadratic time for a token of 10⁵ characters.
+    lengths = set(map(len, known))
     merges = []
     for id in sorted(pieces, key=lambda id: -scores[id]):
         piece = tokens[id]
-        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        cuts = (cut for cut in range(1, len(piece)) if cut in lengths and len(piece) - cut in lengths)
+        halves = ((piece[:cut], piece[cut:]) for cut in cuts)
         merges += [pair for pair in halves if pair[0] in known and pair[1] in known]
     return merges
 

@@ -322,10 +322,13 @@ def _of_line(where: str, line: str, folder: str) -> Source:
     if unknown:
         raise InputError(f"{where} has an unknown field {unknown[0]!r}", example)
     for key, value in entry.items():
-        if not isinstance(value, str) or not value or "\0" in value:
+        # A document without text fails alone, as an empty file does.
+        if not isinstance(value, str) or not (value or key == "text"):
             raise InputError(
                 f"{key!r} in {where} is {json.dumps(value):.60}", f"give a text that is not empty; {example}"
             )
+        if "\0" in value:
+            raise InputError(f"{key!r} in {where} has a zero character: {json.dumps(value):.60}", "leave it out")
     if ("path" in entry) == ("text" in entry):
         raise InputError(f"{where} has {'both path and' if 'path' in entry else 'neither path nor'} text", example)
     if "text" in entry and "id" not in entry:

@@ -53,6 +53,8 @@ def find(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a checkpoint: chat_template.jinja, or that of tokenizer_config.json or of chat_template.json (the
     default if there are several). Models with a vision tower may have it in the last file alone.
     """
+    # Not at the top of the module: the process that renders needs neither.
+    from .options import shown
     from .tokenizer import read_json
 
     file = directory / "chat_template.jinja"
@@ -67,7 +69,12 @@ def find(directory: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         entries = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
         found = entries[-1].get("template") if entries else None
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str | None):
+        raise ModelError(
+            f"the chat_template of {directory} is {shown(found):.60}, and no text",
+            "use the file published with these weights",
+        )
+    return found
 
 
 def messages(document: str, instruction: str | None, system_prompt: str | None) -> list[dict[str, str]]:
