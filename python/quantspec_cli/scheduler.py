@@ -400,7 +400,7 @@ class Scheduler:
             self._deliver(slot, tokens)
 
     def _round_of_each(self, slots: Sequence[int]) -> None:
-        """Repeats a round, one sequence at a time, to find the sequence with non-finite values, or whose grammar takes too much
+        """Repeats a round, one sequence at a time, to find the one with non-finite values, or whose grammar takes too much
         work.
         """
         for slot in slots:
