@@ -8,7 +8,8 @@
 //! copies   0 out, 2 in     1 out, 3 in     2 out, 4 in
 //! ```
 //!
-//! Blocks are copied in pieces, so that both directions of the bus are used at once.
+//! Blocks are copied in pieces, so that both directions of the bus are used at once. Copies may still run after a prompt has
+//! ended or was cancelled, so the work of every prompt waits for them, also of a short one.
 
 use super::workspace::Limits;
 use crate::device::{Buffer, Copies, Device, Pinned};
@@ -98,13 +99,13 @@ impl HiddenStates {
         }
         let Some((copies, _)) = self.streamed(block)? else {
             // Rows of an earlier prompt may still be on their way to this memory.
-            return self.host.as_ref().map_or(Ok(()), |(copies, _)| copies.hold_work());
+            return self.host.as_ref().map_or(Ok(()), |(copies, _)| copies.work_waits());
         };
         copies.wait_for_work()?;
         self.copy_out(&self.here)?;
         // The other place was copied out before the last block.
-        copies.hold_work()?;
-        copies.note()?;
+        copies.work_waits()?;
+        copies.record()?;
         (self.current, self.here, self.ahead) = (1 - self.current, rows, 0..0);
         Ok(())
     }
@@ -121,9 +122,9 @@ impl HiddenStates {
         let other = 1 - self.current;
         if self.ahead != rows {
             self.copy_in(other, &rows, &rows)?;
-            copies.note()?;
+            copies.record()?;
         }
-        copies.hold_work()?;
+        copies.work_waits()?;
         let most = self.place / self.pitch;
         // After the last block of a layer, the first one of the next.
         let start = if rows.end < block.prompt.len() { rows.end } else { block.first };
@@ -132,10 +133,10 @@ impl HiddenStates {
         for at in (0..most).step_by(size) {
             let piece = |rows: &Range<usize>| (rows.start + at).min(rows.end)..(rows.start + at + size).min(rows.end);
             self.copy_out(&piece(&self.here))?;
-            copies.wait_for_host()?;
+            copies.uploads_wait_for_downloads()?;
             self.copy_in(self.current, &next, &piece(&next))?;
         }
-        copies.note()?;
+        copies.record()?;
         (self.current, self.here, self.ahead) = (other, rows, next);
         Ok(())
     }

@@ -51,26 +51,26 @@ impl Copies {
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
-    pub fn wait_for_host(&self) -> Result<()> {
+    pub fn uploads_wait_for_downloads(&self) -> Result<()> {
         self.device.bind()?;
         note(self.to_host, &self.left)?;
         after(self.to_device, &self.left)
     }
 
-    /// Notes the copies queued so far for [`Copies::hold_work`].
+    /// Marks the copies queued so far as those that [`Copies::work_waits`] is about.
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
-    pub fn note(&self) -> Result<()> {
-        self.wait_for_host()?;
+    pub fn record(&self) -> Result<()> {
+        self.uploads_wait_for_downloads()?;
         note(self.to_device, &self.copied)
     }
 
-    /// Later work begins after the noted copies.
+    /// Later work begins after the marked copies.
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
-    pub fn hold_work(&self) -> Result<()> {
+    pub fn work_waits(&self) -> Result<()> {
         self.device.bind()?;
         after(self.device.stream, &self.copied)
     }
