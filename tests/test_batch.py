@@ -109,7 +109,7 @@ def test_finished_documents_are_skipped_and_changed_ones_repeated(
     assert (everything["done"], everything["skipped"]) == (4, 0)
     monkeypatch.setattr(fingerprint, "__version__", "9")
     newer = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.")
-    assert "the options or quantspec changed: 4\n" in newer.stderr
+    assert "to repeat, as the document, the model, the options or quantspec changed: 4\n" in newer.stderr
     assert "deleted" not in newer.stderr
     assert "4 done, 0 failed, 0 done before" in newer.stderr
 
@@ -120,8 +120,8 @@ def test_a_missing_answer_is_no_change_of_its_document(fake: Any, quantspec: Run
     quantspec(*command)
     (out / "b.md.md").unlink()
     again = quantspec(*command)
-    assert [line for line in again.stderr.splitlines() if "done again" in line] == [
-        "done again, as the answer was deleted or moved: 1"
+    assert [line for line in again.stderr.splitlines() if "to repeat" in line] == [
+        "to repeat, as the answer was deleted or moved: 1"
     ]
     assert "1 done, 0 failed, 2 done before" in again.stderr
     (out / "b.md.md").unlink()

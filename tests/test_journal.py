@@ -58,6 +58,8 @@ def test_a_run_of_few_documents_keeps_earlier_rates(
     (docs / "more.txt").write_text("One more.")
     assert rates(10.0) == {100.0}
     assert rates(50.0, "--seed", "1", "--temperature", "1") == {50.0}
+    # Other drafts have another speed.
+    assert rates(30.0, "--seed", "2", "--temperature", "1", "--gamma", "2") == {50.0, 30.0}
 
 
 def test_rates_that_cannot_be_kept_cost_no_report(

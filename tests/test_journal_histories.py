@@ -50,7 +50,9 @@ class History:
 
         found = [sources.Source(name, str(self.documents / name)) for name in NAMES]
         places = {source: sources.output_name(source.name, suffix) for source in found}
-        prints = Fingerprints("model", *(f"{kind} {options}" for kind in ("answer", "shortened", "split", "failure")))
+        prints = Fingerprints(
+            "model", "speed", *(f"{kind} {options}" for kind in ("answer", "shortened", "split", "failure"))
+        )
         arguments: Any = SimpleNamespace(out=str(self.out), resume=resume, retry_failed=True, quiet=True)
         with journal.Journal(self.out, replace=not resume) as kept:
             work = find_work(arguments, places, kept.contents(), prints)

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantspec_cli import batch_view, batch_work, engine, journal, mapreduce, sources, tokenizer
-from quantspec_cli.errors import DoesNotFitError, FileError
+from quantspec_cli.errors import DoesNotFitError, FileError, InputError
 from quantspec_cli.generation import Generation
 
 Run = Callable[..., Outcome]
@@ -182,14 +183,130 @@ def test_a_partial_answer_that_was_cut_is_counted(fake: Any, quantspec: Run, tmp
     """The whole answer may end well without what was cut."""
     (tmp_path / "docs").mkdir()
     for number in range(8):
-        (tmp_path / f"docs/{number}.txt").write_text(f"{number} " + "word " * 2700)
+        (tmp_path / f"docs/{number}.txt").write_text("word " * (2600 + 13 * number))
     outcome = quantspec(
         "batch", str(tmp_path / "docs"), *SPLIT, "--stop", " a", "--json", "--out", str(tmp_path / "out")
     )
     trees = [[result["tree"], *result["tree"]["parts"]] for result in outcome.json["results"]]
     cut = [[call["stop_reason"] == "length" for call in tree] for tree in trees]
-    assert sum(map(any, cut)) > sum(last for last, *_ in cut)
-    assert f"{sum(map(any, cut))} answers were cut" in outcome.stderr
+    last, partial = sum(last for last, *_ in cut), sum(any(partial) for _, *partial in cut)
+    assert partial > last > 1
+    assert f'{last} answers were cut at 20 tokens (-n): stop_reason "length" in results.jsonl\n' in outcome.stderr
+    note = f'partial answers of {partial} documents were cut at 20 tokens (-n): see "tree" in results.jsonl\n'
+    assert outcome.stderr.endswith(note)
+
+
+def test_only_partial_answers_are_limited_to_a_quarter(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    """The last answer gets what its prompt leaves, as the answer to a whole document does."""
+    (tmp_path / "long.txt").write_text("word " * 1000)
+    fake.answer = [45] * 1000
+    command = ["batch", str(tmp_path / "long.txt"), *SPLIT[:4], "-c", "700", "--json", "--out", str(tmp_path / "out")]
+    outcome = quantspec(*command)
+    (result,) = outcome.json["results"]
+    (most,) = {part["new_tokens"] for part in result["tree"]["parts"]}
+    assert 165 < most < 175
+    assert result["new_tokens"] == 256 < 700 - result["prompt_tokens"]
+    assert "1 answer was cut at 256 tokens (-n): stop_reason" in outcome.stderr
+    assert outcome.stderr.endswith(
+        f'partial answers of 1 document were cut at {most} tokens: see "tree" in results.jsonl\n'
+    )
+    # Two partial answers leave less than the default.
+    short = quantspec(*command, "-c", "500")
+    (result,) = short.json["results"]
+    assert result["new_tokens"] == 500 - result["prompt_tokens"] < 256
+    assert max(part["new_tokens"] for part in result["tree"]["parts"]) < result["new_tokens"]
+    assert "1 answer was cut at the end of the context: " in short.stderr
+    fake.answer = [45, 2]
+    assert "cut at" not in quantspec(*command, "--no-resume").stderr
+
+
+def test_partial_answers_of_incomplete_json_are_counted(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 1000)
+    (tmp_path / "schema.json").write_text('{"type": "array"}')
+    command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--json-schema", str(tmp_path / "schema.json")]
+    note = 'partial answers of 1 document were cut at 20 tokens (-n){}, so JSON is incomplete: see "tree" in results.jsonl\n'
+    assert quantspec(*command, "--out", str(tmp_path / "a")).stderr.endswith(note.format(""))
+    stopped = quantspec(*command, "--stop", "zzz", "--out", str(tmp_path / "b")).stderr
+    assert stopped.endswith(note.format(" or a string of --stop"))
+
+
+def test_a_kept_answer_has_the_limit_of_its_call(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of an interrupted run may be the only one later, when its answer is the document's."""
+    text = "word " * 500
+    (tmp_path / "long.txt").write_text(text + "\n\n" + text)
+    fake.answer = [45] * 1000
+    with monkeypatch.context() as patch:
+        patch.setattr(mapreduce, "split", lambda *_: [text, text + "."])
+        fake.fail, fake.fail_after = ("device", "the device fell off", "plug it in"), 100
+        command = ["batch", str(tmp_path / "long.txt"), *SPLIT[:4], "-c", "700", "--json", "--parallel", "1"]
+        assert quantspec(*command, "--out", str(tmp_path / "out")).json["results"] == []
+    fake.fail = None
+    monkeypatch.setattr(mapreduce, "split", lambda *_: [text, "\n\n"])
+    (result,) = quantspec(*command, "--out", str(tmp_path / "out")).json["results"]
+    assert result["prompt_tokens"] + result["new_tokens"] == 700
+
+
+MUTE = "mute "
+
+
+@pytest.fixture
+def mute(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Answers to prompts with this word are empty. Returns the texts of all prompts."""
+    decode, prompts = batch_work.RunningCall.decode, list[str]()
+
+    def decoded(self: Any, used: Any, prompt: Any, *others: Any) -> Generation:
+        text = b"".join(map(used.model.tokenizer.token_bytes, prompt.ids)).decode()
+        prompts.append(text)
+        found = decode(self, used, prompt, *others)
+        return replace(found, text="\n", tokens=[], stop_reason="eos") if MUTE in text else found
+
+    monkeypatch.setattr(batch_work.RunningCall, "decode", decoded)
+    return prompts
+
+
+def test_empty_partial_answers_are_named(fake: Any, quantspec: Run, tmp_path: Path, mute: list[str]) -> None:
+    (tmp_path / "long.txt").write_text("word " * 900 + MUTE + "word " * 1800)
+    command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--out", str(tmp_path / "out")]
+    outcome = quantspec(*command)
+    assert outcome.code == 0
+    (result,) = lines(tmp_path / "out")
+    parts = result["tree"]["parts"]
+    (empty,) = [number for number, part in enumerate(parts, 1) if part["text"] == "\n"]
+    warning = f"part {empty} of {len(parts)} has an empty answer"
+    assert result["warnings"] == [warning]
+    assert outcome.stderr.count(f"warning: long.txt: {warning}\n") == 1
+    assert result["calls"] == len(parts) + 1
+    assert mute[-1].count("Part ") == len(parts) - 1
+    # A run that skips the document repeats the warning.
+    assert f"warning: long.txt: {warning}\n" in quantspec(*command).stderr
+
+
+def test_a_document_of_empty_partial_answers_fails(fake: Any, quantspec: Run, tmp_path: Path, mute: list[str]) -> None:
+    """The model would make up an answer to them."""
+    (tmp_path / "long.txt").write_text((MUTE + "word ") * 1000)
+    command = ["batch", str(tmp_path / "long.txt"), *SPLIT, "--json", "--out", str(tmp_path / "out")]
+    outcome = quantspec(*command)
+    (result,) = outcome.json["results"]
+    assert (outcome.code, result["status"], result["error"]["kind"]) == (4, "failed", "input")
+    assert re.fullmatch(r"long.txt: its \d partial answers are empty", result["error"]["message"])
+    assert result["error"]["hint"] == "use another instruction or another model"
+    assert not any("Part 1" in prompt for prompt in mute)
+    assert not (tmp_path / "out/long.txt.md").exists()
+
+
+def test_a_single_part_with_text_is_no_whole_document(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    """Its answer depends on the size of parts, and without --long there is none."""
+    (tmp_path / "long.txt").write_text("word " * 50 + "\n \n" * 3000)
+    command = ["batch", str(tmp_path / "long.txt"), "--out", str(tmp_path / "out"), "--json"]
+    split, plain = [*command, *SPLIT], [*command, "--instruction", "Sum up.", "-n", "20", "-c", "700"]
+    (result,) = quantspec(*split).json["results"]
+    assert (result["calls"], "tree" in result) == (1, False)
+    assert quantspec(*split).json["skipped"] == 1
+    report = quantspec(*plain).json
+    assert (report["skipped"], report["failed"]) == (0, 1)
+    assert quantspec(*split).json["skipped"] == 1
 
 
 @pytest.mark.slow
@@ -398,7 +515,7 @@ def test_a_part_without_text_is_not_asked_about() -> None:
 
     asked: list[str] = []
 
-    def call(texts: Sequence[str]) -> list[Generation]:
+    def call(texts: Sequence[str], last: bool) -> list[Generation]:
         asked.extend(texts)
         return [Generation(1, [1], "short", "eos") for _ in texts]
 
@@ -417,13 +534,17 @@ def test_a_failed_document_is_named_once(capsys: pytest.CaptureFixture[str], rea
 
 def test_partial_answers_are_reduced_as_often_as_needed() -> None:
     calls: list[str] = []
+    ends: list[tuple[int, bool]] = []
 
-    def call(texts: Sequence[str]) -> list[Generation]:
+    def call(texts: Sequence[str], last: bool) -> list[Generation]:
         calls.extend(texts)
+        ends.append((len(texts), last))
         return [Generation(words(text), [1], f"answer {len(calls)}", "eos") for text in texts]
 
     tree = mapreduce.answer("it", "word " * 2000, budget=30, count=words, call=call)
     assert len(list(tree.tree())) == len(calls)
+    assert [last for _, last in ends] == [False] * (len(ends) - 1) + [True]
+    assert ends[-1] == (1, True)
     depth, node = 0, tree
     while node.parts:
         depth, node = depth + 1, node.parts[0]
@@ -434,10 +555,76 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
             "word " * 100,
             budget=30,
             count=words,
-            call=lambda texts: [Generation(1, [1], "long " * 20, "length") for _ in texts],
+            call=lambda texts, _: [Generation(1, [1], "long " * 20, "length") for _ in texts],
         )
     with pytest.raises(DoesNotFitError, match="one character"):
         mapreduce.split("it", "word " * 10, 5, lambda text: 6 + len(text))
+
+
+def tree_of(*answers: str, budget: int = 12, cut: bool = False) -> tuple[mapreduce.Call, list[tuple[list[str], bool]]]:
+    """The tree of calls for a document whose parts have these answers, and the inputs of each level. An input of `empty` has
+    an empty answer, any other is answered by its words.
+    """
+    levels: list[tuple[list[str], bool]] = []
+
+    def call(texts: Sequence[str], last: bool) -> list[Generation]:
+        levels.append((list(texts), last))
+        replies = (
+            answers if len(levels) == 1 else ["" if "empty" in text else " ".join(text.split()[2::3]) for text in texts]
+        )
+        return [
+            Generation(words(text), [1], reply, "length" if cut else "eos")
+            for text, reply in zip(texts, replies, strict=True)
+        ]
+
+    text = " ".join("x" * 10 for _ in answers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapreduce, "split", lambda *_: text.split())
+        return mapreduce.answer("it", text, budget=budget, count=words, call=call), levels
+
+
+def test_the_last_call_is_the_one_whose_answer_ends_the_tree() -> None:
+    """Of three answers two fit together: that call is the only one of its level, and not the last."""
+    tree, levels = tree_of("a", "b", "c", budget=10)
+    assert [(len(texts), last) for texts, last in levels] == [(3, False), (1, False), (1, True)]
+    assert len(list(tree.tree())) == 5
+    assert list(tree.warnings()) == []
+    assert tree_of("a")[1] == [(["x" * 10], True)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "warning"),
+    [
+        ("a", None),
+        ("a,,c", "part 2 of 3 has an empty answer"),
+        (",b, ,,e,", "parts 1, 3-4 and 6 of 6 have empty answers"),
+        (",,c", "parts 1-2 of 3 have empty answers"),
+        # Three fit together. The answer to the first three is empty, too.
+        ("a,empty,c,,e,f", "parts 1-4 of 6 have empty answers"),
+    ],
+)
+def test_empty_partial_answers_are_no_input(answers: str, warning: str | None) -> None:
+    tree, levels = tree_of(*answers.split(","))
+    assert list(tree.warnings()) == ([] if warning is None else [warning])
+    assert len(list(tree.tree())) == sum(len(texts) for texts, _ in levels), "the tree has all calls"
+    for texts, _ in levels[1:]:
+        assert all(re.fullmatch(r"(Part \d:\n\w[\w ]*(\n\n)?)+", text) for text in texts), texts
+
+
+def test_no_call_is_made_for_empty_answers_alone() -> None:
+    with pytest.raises(InputError, match="it: its 3 partial answers are empty") as found:
+        tree_of("", " ", "\n")
+    assert found.value.hint == "use another instruction or another model"
+    # A thinking block may take all tokens.
+    with pytest.raises(InputError, match="its 2 partial answers are empty") as found:
+        tree_of("", "", cut=True)
+    assert found.value.hint == "raise -n or -c"
+    # Also after another level.
+    with pytest.raises(InputError, match="its 2 partial answers are empty"):
+        tree_of("empty", "b", "c", "empty", budget=9)
+    # An answer that does not even fit alone.
+    with pytest.raises(DoesNotFitError, match="two partial answers"):
+        tree_of("", "", "long " * 20)
 
 
 def test_a_huge_document_is_counted_in_pieces(

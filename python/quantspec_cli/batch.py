@@ -113,7 +113,7 @@ def batch(arguments: Arguments, engine_options: EngineOptions, options: Generate
         workload = find_work(arguments, places, known, fingerprints)
         todo = {job.source.name: job.output for job in workload.todo}
         workload.foreign = set(journal.foreign(out, todo, known.sizes())) if arguments.resume else set()
-        return dry_run(arguments, engine_options, workload, reader, rates.get(fingerprints.model, {}))
+        return dry_run(arguments, engine_options, workload, reader, rates.get(fingerprints.speed, {}))
     taken = [arguments.schema, *hub.files_on_disk(arguments.model, engine_options.draft_model), *arguments.paths]
     taken += [str(source.path) for source in found if source.path]
     taken += [str(out / place) for place in (journal.RESULTS, *outputs.values())]
@@ -167,7 +167,14 @@ def _fingerprints(
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     failure = of(answer, **split, device=engine_options.device, packages=packages)
-    return Fingerprints(model_print, answer, of(answer, **in_context), of(answer, **split), failure)
+    return Fingerprints(
+        model=model_print,
+        speed=fingerprint.of_speed(model_print, engine_options),
+        answer=answer,
+        shortened=of(answer, **in_context),
+        split=of(answer, **split),
+        failure=failure,
+    )
 
 
 def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:

@@ -82,16 +82,16 @@ class Reader:
         return None
 
     def new_tokens(self, prompt_tokens: int) -> int:
-        """Most tokens of the answer to a whole document. Without --long they do not depend on the memory of this machine."""
+        """Most tokens of an answer to a document. Without --long they do not depend on the memory of this machine."""
         return self.options.new_tokens(prompt_tokens, self.context if self.may_split else self._whole_context)
 
     def shortens(self, prompt_tokens: int) -> bool:
-        """True if the context leaves the answer to a whole document less than the default."""
+        """True if the context leaves an answer to a document less than the default."""
         return self.new_tokens(prompt_tokens) < self.options.max_new_tokens
 
     @property
     def part_tokens(self) -> int:
-        """Most tokens of the answer to a part, or to partial answers. By default at most a quarter of what the instruction
+        """Most tokens of an answer that is an input of another call. By default at most a quarter of what the instruction
         leaves of the context, so that two of these answers and their answer fit.
         """
         most = self.options.max_new_tokens

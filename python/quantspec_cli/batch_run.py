@@ -103,8 +103,8 @@ class Outcome:
         }
         if generation and generation.thinking is not None:
             result["thinking"] = generation.thinking
-        if self.job.warnings:
-            result["warnings"] = list(self.job.warnings)
+        if warnings := [*self.job.warnings, *(self.answer.warnings() if self.answer else ())]:
+            result["warnings"] = warnings
         if self.answer and self.answer.parts:
             result["tree"] = self.answer.to_json()
         return result
@@ -143,8 +143,9 @@ class Run:
             longest=reader.options.max_new_tokens,
             shown=not arguments.quiet,
         )
-        # Answers that were cut, by their limit.
+        # Answers that were cut, by their limit, and documents with partial answers that were.
         self._cut_at: Counter[str] = Counter()
+        self._cut_in_parts = 0
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
@@ -157,10 +158,10 @@ class Run:
                 )
             if workload.again:
                 render.note(
-                    f"done again, as the document, the model, the options or quantspec changed: {workload.again}"
+                    f"to repeat, as the document, the model, the options or quantspec changed: {workload.again}"
                 )
             if workload.missing:
-                render.note(f"done again, as the answer was deleted or moved: {workload.missing}")
+                render.note(f"to repeat, as the answer was deleted or moved: {workload.missing}")
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
@@ -306,7 +307,8 @@ class Run:
             return self._in_parts(engine, job, text)
         job.tokens = len(prompt.ids)
         reader.check(prompt)
-        return mapreduce.Call(self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids))))
+        generation = self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids)))
+        return mapreduce.Call(generation, whole=True)
 
     def _in_parts(self, engine: Engine | Cluster, job: Job, document: str) -> mapreduce.Call:
         """The answer to a document that is split unless it fits."""
@@ -317,28 +319,29 @@ class Run:
                 raise KeyboardInterrupt
             return reader.tokens(name, text)
 
-        def call(texts: Sequence[str]) -> Sequence[Generation]:
+        def call(texts: Sequence[str], last: bool) -> Sequence[Generation]:
             if texts == [document]:
                 prompt = reader.prompt(name, document)
                 return [self._generate(engine, job, prompt, reader.new_tokens(len(prompt.ids)))]
-            return self._level(engine, job, texts)
+            return self._level(engine, job, texts, last=last)
 
         return mapreduce.answer(name, document, budget=reader.budget, count=count, call=call)
 
-    def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str]) -> Sequence[Generation]:
+    def _level(self, engine: Engine | Cluster, job: Job, parts: Sequence[str], *, last: bool) -> Sequence[Generation]:
         """The answers to texts that do not depend on each other, in order. They decode together. If some fail, the error of
-        the first text in order is raised: texts begin in order, and all that have begun are awaited.
+        the first text in order is raised: texts begin in order, and all that have begun are awaited. `last`: the answer is
+        that to the document.
         """
         job.known_calls += len(parts)
         if len(parts) == 1:
-            return [self._call(engine, job, parts[0])]
+            return [self._call(engine, job, parts[0], last=last)]
         answers: list[Future[Generation]] = []
         threads: list[threading.Thread] = []
         failed = threading.Event()
 
         def work(part: str, answer: Future[Generation]) -> None:
             try:
-                answer.set_result(self._call(engine, job, part))
+                answer.set_result(self._call(engine, job, part, last=last))
             except BaseException as error:
                 answer.set_exception(error)
                 failed.set()
@@ -363,17 +366,20 @@ class Run:
             thread.join()
         return [answer.result() for answer in answers]
 
-    def _call(self, engine: Engine | Cluster, job: Job, part: str) -> Generation:
-        """The answer to a part of a document, which an interrupted run may have decoded already."""
+    def _call(self, engine: Engine | Cluster, job: Job, part: str, *, last: bool) -> Generation:
+        """The answer to a part of a document, which an interrupted run may have decoded already. `last` as in `_level`."""
         if self._stopping.is_set():
             raise KeyboardInterrupt
-        key = (job.source.name, self._fingerprints.split, part)
+        prompt = self.reader.prompt(job.source.shown, part)
+        new_tokens = self.reader.new_tokens(len(prompt.ids)) if last else self.reader.part_tokens
+        # A context that memory shortens is not in the fingerprint, and may change the limit.
+        key = (job.source.name, f"{self._fingerprints.split} {new_tokens}", part)
         with self._writing:
             known = self.journal.kept_call(*key)
             if known is not None:
                 job.count(known["prompt_tokens"])
                 return Generation(**known)
-        found = self._generate(engine, job, self.reader.prompt(job.source.shown, part), self.reader.part_tokens)
+        found = self._generate(engine, job, prompt, new_tokens)
         # A full disk is reported when the document's answer is written. A part that is not kept may be decoded twice.
         with self._writing, suppress(FileError):
             self.journal.keep_call(*key, asdict(found))
@@ -424,24 +430,35 @@ class Run:
                     error.hint = "free some space and run the command again: it resumes"
                     raise
                 outcome = Outcome(job, outcome.seconds, None, error)
-        if outcome.answer is not None and _is_cut(outcome.answer, self.reader.options):
-            self._cut_at[self._limit(outcome.answer)] += 1
+        if outcome.answer is not None:
+            self._count_cuts(outcome.answer)
         result = outcome.to_json()
-        basis = self._fingerprints.of(result, self.reader)
+        basis = self._fingerprints.of(outcome.answer, self.reader)
         if isinstance(outcome.error, FileError | BeyondMemoryError):
             basis = ""  # the next run may have space or memory for the same document and options
         path = job.source.path and os.path.realpath(job.source.path)
         self.journal.finish(job.source.name, job.output, result, basis, size=size, path=path)
         return result
 
-    def _limit(self, answer: mapreduce.Call) -> str:
-        """What limits the tokens of an answer, or of its parts."""
-        reader, most = self.reader, self.reader.options.max_new_tokens
-        if answer.parts:
-            shorter, end = reader.part_tokens < most, "a quarter of the context"
-        else:
-            shorter, end = reader.shortens(answer.generation.prompt_tokens), "the end of the context"
-        return end if shorter else f"{render.count(most, 'token')} (-n)"
+    def _count_cuts(self, answer: mapreduce.Call) -> None:
+        """Counts an answer if its limit cut it, and its document if one cut a partial answer."""
+        reader, options = self.reader, self.reader.options
+        last, *partial = (call.generation for call in answer.tree())
+        if _is_cut(last, options):
+            shorter = reader.shortens(last.prompt_tokens)
+            self._cut_at["the end of the context" if shorter else _of_flag(options.max_new_tokens)] += 1
+        self._cut_in_parts += any(_is_cut(generation, options) for generation in partial)
+
+    def _note_of_cut_parts(self) -> None:
+        """As `batch_view.note_of_cuts`, of partial answers."""
+        if not self._cut_in_parts:
+            return
+        most, options = self.reader.part_tokens, self.reader.options
+        at = _of_flag(most) if most == options.max_new_tokens else render.count(most, "token")
+        if options.json_schema is not None:
+            at += f"{' or a string of --stop' if options.stop else ''}, so JSON is incomplete"
+        documents = render.count(self._cut_in_parts, "document")
+        render.note(f'partial answers of {documents} were cut at {at}: see "tree" in results.jsonl')
 
     def _stop(self) -> None:
         """Ends running work; the next run repeats documents that were decoding."""
@@ -529,6 +546,7 @@ class Run:
             without = "" if self.arguments.resume else " without --no-resume"
             render.note(f"interrupted; run the same command{without} to continue")
         batch_view.note_of_cuts(self._cut_at, self.reader.options)
+        self._note_of_cut_parts()
 
     def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
         """Keeps the rates of this run for later predictions of `--dry-run`."""
@@ -536,7 +554,7 @@ class Run:
         if not all(rates.values()):
             return
         try:
-            self.journal.keep_rates(device, self._fingerprints.model, rates, replace=replace)
+            self.journal.keep_rates(device, self._fingerprints.speed, rates, replace=replace)
         except FileError as error:
             if not self.arguments.quiet:
                 render.note(f"warning: the rates of this run are not kept: {error.message}")
@@ -553,12 +571,15 @@ def _switching() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _is_cut(answer: mapreduce.Call, options: GenerateOptions) -> bool:
-    """True if the token limit cut the answer or a partial answer. JSON is cut if it is incomplete."""
-    calls = [call.generation for call in answer.tree()]
+def _is_cut(answer: Generation, options: GenerateOptions) -> bool:
+    """True if the token limit cut the answer. JSON is cut if it is incomplete."""
     if options.json_schema is not None:
-        return any(call.stop_reason != "eos" and not is_complete(call.text) for call in calls)
-    return any(call.stop_reason == "length" for call in calls)
+        return answer.stop_reason != "eos" and not is_complete(answer.text)
+    return answer.stop_reason == "length"
+
+
+def _of_flag(tokens: int) -> str:
+    return f"{render.count(tokens, 'token')} (-n)"
 
 
 def _cluster(

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import render
 from .errors import FileError, QuantspecError, one_line
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .generation import Generation
     from .journal import Answer, Contents, Row
+    from .mapreduce import Call
     from .model import Prompt
     from .options import GenerateOptions
 
@@ -225,13 +226,15 @@ class Fingerprints:
 
     Attributes:
         model: the model's.
-        answer: of everything that an answer in one call depends on.
+        speed: of everything that the speed on one device depends on.
+        answer: of everything that the answer to a whole document depends on.
         shortened: the same of one that the context shortens.
-        split: of everything that an answer in several calls depends on, but for a context that memory shortens.
+        split: of everything that the answer to a document in parts depends on, but for a context that memory shortens.
         failure: of everything that a failure depends on.
     """
 
     model: str
+    speed: str
     answer: str
     shortened: str
     split: str
@@ -246,10 +249,10 @@ class Fingerprints:
         """True if the document would fail again."""
         return row.failed and row.fingerprint == self.failure and row.sha256 == job.sha256 is not None
 
-    def of(self, result: Mapping[str, Any], reader: Reader) -> str:
-        """The fingerprint of a result of this run."""
-        if result["status"] != "done":
+    def of(self, answer: Call | None, reader: Reader) -> str:
+        """The fingerprint of an answer of this run, or of a failure."""
+        if answer is None:
             return self.failure
-        if "tree" in result:
+        if not answer.whole:
             return self.split
-        return self.shortened if reader.shortens(result["prompt_tokens"]) else self.answer
+        return self.shortened if reader.shortens(answer.generation.prompt_tokens) else self.answer

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from . import __version__, files, gguf
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .model import Model
     from .options import EngineOptions, GenerateOptions
 
@@ -34,6 +36,11 @@ def of_model(model: Model) -> str:
     for path in found:
         digest.update(f"{path.name}\0{_of_file(path)}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def of_speed(model: str, engine: EngineOptions) -> str:
+    """Hash of what the speed on one device depends on. `model` is the result of `of_model`."""
+    return _digest({"model": model, **vars(engine)})
 
 
 def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **request: Any) -> str:
@@ -61,6 +68,10 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
             fields |= {"draft_model": engine.draft_model, "draft_model_kv": engine.view_of_draft_model}
         fields |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
         fields |= {"draft_refresh": engine.draft_refresh}
+    return _digest(fields)
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 

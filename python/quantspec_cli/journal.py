@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS calls ( -- answers to parts of documents that are not
     answer TEXT, -- in JSON
     PRIMARY KEY (name, fingerprint, part)
 ) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
+CREATE TABLE IF NOT EXISTS rates (device TEXT, speed TEXT, name TEXT, value REAL, PRIMARY KEY (device, speed, name));
 """
 
 
@@ -349,12 +349,14 @@ class Journal:
                 "check the folder, its permissions and the space on its disk",
             ) from error
 
-    def keep_rates(self, device: str, model: str, rates: Mapping[str, float], *, replace: bool) -> None:
-        """Stores measured rates for the predictions of later runs. Earlier ones are kept unless `replace`."""
+    def keep_rates(self, device: str, speed: str, rates: Mapping[str, float], *, replace: bool) -> None:
+        """Stores measured rates for the predictions of later runs on this device with this fingerprint of the speed. Earlier
+        ones are kept unless `replace`.
+        """
         with self._reported(), self._transaction():
             self._connection.executemany(
                 f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO rates VALUES (?, ?, ?, ?)",
-                [(device, model, name, value) for name, value in rates.items()],
+                [(device, speed, name, value) for name, value in rates.items()],
             )
 
     def results(self, names: Iterable[str], status: str | None = None) -> list[dict[str, Any]]:
@@ -540,7 +542,9 @@ def _size(path: Path) -> int | None:
 
 
 def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
-    """Contents and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
+    """Contents and rates (by fingerprint of the speed, and device) of a folder's journal. Neither locks the folder nor writes
+    to it.
+    """
     path = out / STATE / JOURNAL
     if not path.is_file():
         return Contents({}, {}), {}
@@ -550,8 +554,8 @@ def peek(out: Path) -> tuple[Contents, dict[str, dict[str, dict[str, float]]]]:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?{how}", uri=True)) as connection:
             _check_version(connection, path)
-            for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
-                rates.setdefault(model, {}).setdefault(device, {})[name] = value
+            for device, speed, name, value in connection.execute("SELECT device, speed, name, value FROM rates"):
+                rates.setdefault(speed, {}).setdefault(device, {})[name] = value
             return _contents(connection), rates
     except sqlite3.Error as error:
         raise FileError(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import DoesNotFitError
+from .errors import DoesNotFitError, InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,17 +32,39 @@ class Call:
 
     Attributes:
         generation: the call's answer.
-        parts: the calls whose answers were its input; empty if the input was a part of the document.
+        parts: the calls whose answers were its input; empty if the input was the document or a part of it.
+        whole: the input was the whole document.
     """
 
     generation: Generation
     parts: Sequence[Call] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def text(self) -> str:
+        """The answer as an input of another call."""
+        return self.generation.text.strip()
 
     def tree(self) -> Iterator[Call]:
         """This call, and all that its input depends on."""
         yield self
         for part in self.parts:
             yield from part.tree()
+
+    def warnings(self) -> Iterator[str]:
+        """Names the parts of the document that had no influence on this answer, because a partial answer is empty."""
+        parts = [without for call in self.parts for without in call._without_text()]
+        if empty := [number for number, without in enumerate(parts, 1) if without]:
+            some, have = ("part", "has an empty answer") if len(empty) == 1 else ("parts", "have empty answers")
+            yield f"{some} {_ranges(empty)} of {len(parts)} {have}"
+
+    def _without_text(self) -> Iterator[bool]:
+        """For each part of the document that this call depends on: True if its answer, or one made from it, is empty."""
+        if not self.parts:
+            yield not self.text
+        for part in self.parts:
+            for without in part._without_text():
+                yield without or not self.text
 
     def to_json(self) -> dict[str, Any]:
         """The node for results.jsonl. It includes the texts of partial answers, which have no files."""
@@ -63,7 +86,7 @@ def answer(
     *,
     budget: int,
     count: Callable[[str], int],
-    call: Callable[[Sequence[str]], Sequence[Generation]],
+    call: Callable[[Sequence[str], bool], Sequence[Generation]],
 ) -> Call:
     """The answer to a text that may exceed the context.
 
@@ -72,17 +95,23 @@ def answer(
         text: the document.
         budget: most tokens of a call's prompt.
         count: tokens of the prompt made from a text.
-        call: runs the model on texts whose prompts are within the budget; returns the answers in their order.
+        call: runs the model on texts whose prompts are within the budget; returns the answers in their order. The flag is
+            True if the answer, to one text, is that to the document.
 
     Raises:
         DoesNotFitError: two partial answers do not fit in one prompt.
+        InputError: all partial answers are empty.
     """
+    parts = split(name, text, budget, count)
+    whole = len(parts) == 1
     # A model would make up an answer to a part without text.
-    parts = [part for part in split(name, text, budget, count) if not part.isspace()]
-    calls = list(map(Call, call(parts)))
+    parts = [part for part in parts if not part.isspace()]
+    calls = [Call(generation, whole=whole) for generation in call(parts, len(parts) == 1)]
     while len(calls) > 1:
+        if not any(part.text for part in calls):  # as above
+            raise _all_empty(name, calls)
         groups = _groups(name, calls, budget, count)
-        answers = iter(call([_joined(group) for group in groups if len(group) > 1]))
+        answers = iter(call([_joined(group) for group in groups if len(group) > 1], len(groups) == 1))
         calls = [Call(next(answers), group) if len(group) > 1 else group[0] for group in groups]
     return calls[0]
 
@@ -187,7 +216,7 @@ def _beginning(text: str, length: int) -> str:
 
 
 def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> list[list[Call]]:
-    """Groups of adjacent calls whose answers fit together in one prompt."""
+    """Groups of adjacent calls whose answers fit together in one prompt. An empty answer takes no place in it."""
     groups: list[list[Call]] = []
     for call in calls:
         if groups and count(_joined([*groups[-1], call])) <= budget:
@@ -203,9 +232,26 @@ def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str]
     return groups
 
 
+def _all_empty(name: str, calls: Sequence[Call]) -> InputError:
+    # A thinking block may take all tokens.
+    cut = any(call.generation.stop_reason == "length" for call in calls)
+    return InputError(
+        f"{name}: its {len(calls)} partial answers are empty",
+        "raise -n or -c" if cut else "use another instruction or another model",
+    )
+
+
 def _joined(calls: Sequence[Call]) -> str:
-    return _numbered([call.generation.text.strip() for call in calls])
+    return _numbered([call.text for call in calls if call.text])
 
 
 def _numbered(answers: Sequence[str]) -> str:
     return "\n\n".join(f"Part {number}:\n{answer}" for number, answer in enumerate(answers, 1))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers for people: "2, 5-7 and 9"."""
+    # In a run of consecutive numbers, number and index grow together.
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])]
+    *others, last = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"{', '.join(others)} and {last}" if others else last
