@@ -188,8 +188,9 @@ DEV Work work_at(const AttendArgs& p, int index, int warpgroup) {
   const int all = span.listed >= 0 ? span.listed : min(visible_quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.split_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - warpgroup + C::WARPGROUPS - 1) / C::WARPGROUPS;
-  // Recent step u belongs to split u modulo the number of splits, and to the warpgroups in turn, from the
-  // one with the fewest pages on.
+  // Recent step u, counted from the start of the text, belongs to split u % splits, and there to warpgroup
+  // (page steps + u / splits) % WARPGROUPS: after the pages, the warpgroups take turns. Neither depends on the span's
+  // first row, so a row's sums have one order. Here u is the span's first step of this split.
   const int first = span.first_block * C::SUB;
   const int u = first + (w.split + span.splits - first % span.splits) % span.splits;
   const int taker = (span.split_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.splits) % C::WARPGROUPS;

@@ -392,7 +392,6 @@ impl Scoring<'_> {
         let scores = targets.iter().flat_map(|score| [score.nll, score.kld]);
         let scores = scores.chain(self.drafts.iter().map(|draft| draft.score.acceptance));
         if !scores.chain(weights.map(|score| score.kld)).all(f64::is_finite) {
-            // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
             return Err(Error::not_finite("logits are NaN or infinite"));
         }
         let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {

@@ -47,7 +47,7 @@ pub trait KvCache: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if the slot is not open, the page is beyond it or shared, or a thread panicked.
-    /// [`quantspec_core::ErrorKind::NotFinite`] if the page cannot be quantised; a GPU reports this in
-    /// [`crate::sampler::TokenSampler::judge`]. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
+    /// [`quantspec_core::ErrorKind::NotFinite`] if the page cannot be quantised; a GPU reports this later
+    /// ([`crate::network::Network`]). Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn flush(&mut self, slot: usize, page: usize) -> Result<()>;
 }

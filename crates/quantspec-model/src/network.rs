@@ -100,6 +100,10 @@ impl DraftConfig {
 }
 
 /// The network's operations, in the order of [`crate::forward::step`] and [`crate::forward::prefill`].
+///
+/// A GPU queues its work. It reports values that are not finite with the next result that the host reads:
+/// [`crate::sampler::TokenSampler::first`], [`crate::sampler::TokenSampler::judge`],
+/// [`crate::sampler::TokenSampler::logits`] or [`Network::end_chunk`].
 pub trait Network: Send {
     /// The model's shape.
     fn config(&self) -> &ModelConfig;
@@ -125,8 +129,7 @@ pub trait Network: Send {
     /// A step stores keys and values in the buffer, where they overwrite drafted ones; a prefill block in the layer's scratch.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values overflow f16; a GPU reports this in
-    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`].
+    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values overflow f16; a GPU reports this later.
     /// [`quantspec_core::ErrorKind::Internal`] for a block without preparation, or if a thread panicked. Device errors of a
     /// GPU, and those of [`crate::backend::Hooks::poll`].
     fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()>;
@@ -172,9 +175,9 @@ pub trait Network: Send {
     /// prompt sees.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this in
-    /// [`crate::sampler::TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] if the slot is not open or holds
-    /// fewer tokens, or if a thread panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
+    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this later.
+    /// [`quantspec_core::ErrorKind::Internal`] if the slot is not open or holds fewer tokens, or if a thread panicked. Device
+    /// errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
     /// Ends a chunk of an unfinished prefill, or steps outside a round: waits for them and reports their errors, so that they
@@ -190,9 +193,8 @@ pub trait Network: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] if [`quantspec_core::sample::check_finite`] refuses a row; −∞ masks a token
-    /// and is allowed. A GPU reports this in [`crate::sampler::TokenSampler::first`] or
-    /// [`crate::sampler::TokenSampler::judge`]. [`quantspec_core::ErrorKind::Internal`] if a thread panicked. Device errors
-    /// of a GPU.
+    /// and is allowed. A GPU reports this later. [`quantspec_core::ErrorKind::Internal`] if a thread panicked. Device errors of
+    /// a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
     /// Called between operations. An [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll as
