@@ -237,13 +237,13 @@ def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_longest_one(driver: Driver) -> None:
-    outcome = driver(*DECODE, says="free=40")
+    outcome = driver(*DECODE, says="free=60")
     outcome.assert_error(3, "cuda:0 memory needed", "the longest context that fits is")
     # Nothing was allocated for it, so the hint can be followed.
     longest = int(outcome.stderr.split("fits is ")[1].split()[0])
     assert driver.report().get("cuMemAlloc", 0) == 0
     shorter = DOCUMENT.read_text(encoding="utf-8")[: longest * 2]
-    found = driver("run", "--device", "cuda", "--text", shorter, "-n", "8", "--json", says="free=40").json
+    found = driver("run", "--device", "cuda", "--text", shorter, "-n", "8", "--json", says="free=60").json
     assert found["results"][0]["prompt_tokens"] + 8 <= longest
     driver.report()
 

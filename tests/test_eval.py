@@ -437,7 +437,7 @@ def test_the_prompt_is_not_overwritten(quantspec: Callable[..., Any], document: 
 
 @pytest.mark.slow
 def test_progress_shows_on_a_terminal_only() -> None:
-    command = [sys.executable, "-m", "quantspec_cli", "eval", "--tokens", "150", "--device", "cpu"]
+    command = [sys.executable, "-m", "quantspec_cli", "eval", "--tokens", "300", "--device", "cpu"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     piped = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert piped.stderr == b""
