@@ -275,8 +275,8 @@ def folder() -> str:
     tokens = found["prompt_tokens"]
     return "\n".join(
         (
-            f"* {found['documents']} documents of {tokens:,} tokens in all, with answers of {found['new_tokens']:,} in all, in "
-            f"{found['wall_s']:.1f} s: {found['documents_per_hour']:,.0f} documents an hour.",
+            f"* {found['documents']} documents of {tokens:,} tokens in all, with answers of {found['new_tokens']:,} in all, "
+            f"in {found['wall_s']:.1f} s: {found['documents_per_hour']:,.0f} documents an hour.",
             f"* The kernels alone, each prompt by itself and answers at the batch's size, need "
             f"{100 * found['kernels_share']:.0f} % of that time.",
             f"* The GPU idles {100 * found['idle_share_after_load']:.1f} % of the time after loading, "
