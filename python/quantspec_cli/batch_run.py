@@ -449,17 +449,6 @@ class Run:
             self._cut_at["the end of the context" if shorter else _of_flag(options.max_new_tokens)] += 1
         self._cut_in_parts += any(_is_cut(generation, options) for generation in partial)
 
-    def _note_of_cut_parts(self) -> None:
-        """As `batch_view.note_of_cuts`, of partial answers."""
-        if not self._cut_in_parts:
-            return
-        most, options = self.reader.part_tokens, self.reader.options
-        at = _of_flag(most) if most == options.max_new_tokens else render.count(most, "token")
-        if options.json_schema is not None:
-            at += f"{' or a string of --stop' if options.stop else ''}, so JSON is incomplete"
-        documents = render.count(self._cut_in_parts, "document")
-        render.note(f'partial answers of {documents} were cut at {at}: see "tree" in results.jsonl')
-
     def _stop(self) -> None:
         """Ends running work; the next run repeats documents that were decoding."""
         self._stopping.set()
@@ -546,7 +535,10 @@ class Run:
             without = "" if self.arguments.resume else " without --no-resume"
             render.note(f"interrupted; run the same command{without} to continue")
         batch_view.note_of_cuts(self._cut_at, self.reader.options)
-        self._note_of_cut_parts()
+        if self._cut_in_parts:
+            most = self.reader.part_tokens
+            limit = _of_flag(most) if most == self.reader.options.max_new_tokens else render.count(most, "token")
+            batch_view.note_of_cut_parts(self._cut_in_parts, limit, self.reader.options)
 
     def _keep_rates(self, device: str, stats: dict[str, Any], *, replace: bool) -> None:
         """Keeps the rates of this run for later predictions of `--dry-run`."""

@@ -10,7 +10,7 @@ from . import render
 from .errors import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from .batch_work import Job, RunningCall
@@ -263,15 +263,26 @@ def note_of_cuts(answers: Mapping[str, int], options: GenerateOptions) -> None:
     if answers:
         count = sum(answers.values())
         what = f"{render.count(count, 'answer')} {'was' if count == 1 else 'were'}"
-        ends, reason, so = list(answers), '"length"', ""
-        if options.json_schema is not None:
-            so = ", so JSON is incomplete"
-            if options.stop:
-                ends.append("a string of --stop")
-                reason += ' or "stop"'
-        *others, last = ends
-        at = f"{', '.join(others)} or {last}" if others else last
-        render.note(f"{what} cut at {at}{so}: stop_reason {reason} in results.jsonl")
+        by_string = options.json_schema is not None and options.stop
+        reason = '"length" or "stop"' if by_string else '"length"'
+        render.note(f"{what} cut at {_ends(answers, options)}: stop_reason {reason} in results.jsonl")
+
+
+def note_of_cut_parts(documents: int, limit: str, options: GenerateOptions) -> None:
+    """As `note_of_cuts`, of partial answers of some documents."""
+    of = render.count(documents, "document")
+    render.note(f'partial answers of {of} were cut at {_ends([limit], options)}: see "tree" in results.jsonl')
+
+
+def _ends(limits: Iterable[str], options: GenerateOptions) -> str:
+    """What ended answers: these limits, and what follows for JSON."""
+    ends, so = list(limits), ""
+    if options.json_schema is not None:
+        so = ", so JSON is incomplete"
+        if options.stop:
+            ends.append("a string of --stop")
+    *others, last = ends
+    return (f"{', '.join(others)} or {last}" if others else last) + so
 
 
 def dry_run_lines(document: Mapping[str, Any], *, splits: bool) -> Iterator[str]:

@@ -131,8 +131,8 @@ class Workload:
     Attributes:
         taken: places of answers, by name, to skipped documents of which the last result is another one: an answer at the
             place of another --suffix, or a failure of a run with other options or without the document.
-        again: number of documents that are done again because of a change.
-        missing: number of documents that are done again because their answers are missing.
+        again: number of documents to repeat because of a change.
+        missing: number of documents to repeat because their answers are missing.
         edited: documents whose answers were changed after they were written.
         foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
     """

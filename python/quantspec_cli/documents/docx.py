@@ -76,13 +76,28 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
 
 
 @dataclass
-class _Style:
-    """Properties of a style of paragraphs or characters; None and "" if the style does not set them."""
+class _Place:
+    """Place of paragraphs in headings and lists; None if it is not set."""
 
-    based_on: str = ""
     heading: int | None = None
     number: str | None = None
     level: int | None = None
+
+    def set(self, name: str, value: str) -> None:
+        """Sets a property by the name of its element; others are passed over."""
+        if name == "outlineLvl":
+            self.heading = _outline(value)
+        elif name == "numId":
+            self.number = value
+        elif name == "ilvl":
+            self.level = _integer(value)
+
+
+@dataclass
+class _Style(_Place):
+    """Properties of a style of paragraphs or characters; None and "" if the style does not set them."""
+
+    based_on: str = ""
     hidden: bool | None = None
 
 
@@ -141,12 +156,8 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
                 current.heading = 1
         elif name == "basedOn":
             current.based_on = value
-        elif name == "outlineLvl":
-            current.heading = _outline(value)
-        elif name == "numId":
-            current.number = value
-        elif name == "ilvl":
-            current.level = _integer(value)
+        else:
+            current.set(name, value)
         path.append(name)
 
     for part in paths:
@@ -175,28 +186,21 @@ class _Run:
 
 
 @dataclass
-class _Paragraph:
+class _Paragraph(_Place):
     """A paragraph as it grows."""
 
     pieces: list[str] = field(default_factory=list)
     style: str = ""
-    heading: int | None = None
-    number: str | None = None
-    level: int | None = None
     # The break after it is deleted.
     joins: bool = False
     mark: _Run = field(default_factory=_Run)
 
     def set(self, name: str, value: str) -> None:
         """Sets a property by the name of its element; others are passed over."""
-        if name == "w:pStyle":
+        if name == "pStyle":
             self.style = value
-        elif name == "w:outlineLvl":
-            self.heading = _outline(value)
-        elif name == "w:numId":
-            self.number = value
-        elif name == "w:ilvl":
-            self.level = _integer(value)
+        else:
+            super().set(name, value)
 
 
 @dataclass
@@ -245,7 +249,7 @@ class _Story:
 
     def _release(self) -> None:
         """Adds text that no paragraph follows."""
-        self._finish(_Paragraph(self._joined))
+        self._finish(_Paragraph(pieces=self._joined))
         self._joined = []
 
     def start(self, tag: str, values: Mapping[str, str]) -> None:
@@ -258,7 +262,7 @@ class _Story:
             self._unseen += 1
             return
         if name == "w:p":
-            self._paragraphs.append(_Paragraph(self._joined))
+            self._paragraphs.append(_Paragraph(pieces=self._joined))
             self._joined = []
         elif name == "w:pPr":
             self._in_properties = True
@@ -330,8 +334,8 @@ class _Story:
         elif name in {"w:footnoteReference", "w:endnoteReference"}:
             if not self._is_hidden():
                 self._write(f"[^{self._number(name.removesuffix('Reference'), _attribute(values, 'id'))}]")
-        else:
-            paragraph.set(name, _value(values))
+        elif name.startswith("w:"):
+            paragraph.set(name.removeprefix("w:"), _value(values))
 
     def end(self, tag: str) -> None:
         """An element ends."""
