@@ -389,17 +389,15 @@ fn a_failing_drafted_token_ends_no_text() {
             assert!(text.len() == 30 || text.last() == Some(&(bad as u32)), "{text:?}");
         }
         assert!((5..35).contains(&finished), "{finished} of 40 texts do without the token");
-        // By rejection as many texts end in failure, up to four standard deviations of the difference of two binomials.
+        // By rejection as many texts end in failure.
         for seed in 40..TEXTS {
             finished += usize::from(run(Accept::Replay, seed, None, Policy::fixed(0)).len() == 30);
         }
         for seed in 0..TEXTS {
             by_rejection += usize::from(run(Accept::Rejection, seed, Some(plan), Policy::fixed(5)).len() == 30);
         }
-        let (plain, rejection, all) = (finished as f64, by_rejection as f64, TEXTS as f64);
-        let share = (plain + rejection) / (2.0 * all);
-        let deviations = (plain - rejection) / (2.0 * all * share * (1.0 - share)).sqrt();
-        assert!(deviations.abs() < 4.0, "{finished} and {by_rejection} of {TEXTS} texts do without the token");
+        let apart = random::deviations([finished, by_rejection], TEXTS);
+        assert!(apart.abs() < 4.0, "{finished} and {by_rejection} of {TEXTS} texts do without the token");
     }
 }
 

@@ -282,7 +282,7 @@ fn a_failing_drafted_token_ends_no_text() {
         }
     }
     assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
-    // By rejection as many texts end in failure, up to four standard deviations of the difference of two binomials.
+    // By rejection as many texts end in failure.
     let mut by_rejection = 0;
     for seed in 60..TEXTS {
         finished += usize::from(run(Accept::Replay, seed, None, &Policy::fixed(0)).len() == 30);
@@ -291,10 +291,8 @@ fn a_failing_drafted_token_ends_no_text() {
         let text = run(Accept::Rejection, seed, Some(drafting("quantspec")), &Policy::fixed(5));
         by_rejection += usize::from(text.len() == 30);
     }
-    let (plain, rejection, all) = (finished as f64, by_rejection as f64, TEXTS as f64);
-    let share = (plain + rejection) / (2.0 * all);
-    let deviations = (plain - rejection) / (2.0 * all * share * (1.0 - share)).sqrt();
-    assert!(deviations.abs() < 4.0, "{finished} and {by_rejection} of {TEXTS} texts do without the token");
+    let apart = random::deviations([finished, by_rejection], TEXTS);
+    assert!(apart.abs() < 4.0, "{finished} and {by_rejection} of {TEXTS} texts do without the token");
 }
 
 /// Rounds queued whole and recorded, compared with their steps one after another.

@@ -37,6 +37,14 @@ impl Noise {
     }
 }
 
+/// Difference of two counts of `all` trials each, in standard deviations of a difference of two binomials.
+#[allow(dead_code, reason = "not every test that includes this file counts")]
+pub(crate) fn deviations(counts: [usize; 2], all: u64) -> f64 {
+    let [a, b] = counts.map(|count| count as f64);
+    let share = (a + b) / (2.0 * all as f64);
+    (a - b) / (2.0 * all as f64 * share * (1.0 - share)).sqrt()
+}
+
 impl Shape {
     /// A model small enough for the reference, with the parts that `family` and `biases` imply.
     pub(crate) const fn new(family: &'static str, dtype: &'static str, heads: (usize, usize, usize)) -> Shape {
