@@ -872,6 +872,16 @@ def test_formulas_are_on_one_line() -> None:
     assert math(of("nary", naryPr='<m:chr m:val="∑"/>', sub=r("i=1"), sup=r("9"), e=r("i"))) == "∑_(i=1)⁹ i"
     assert math(of("rad", deg=r("3"), e=r("x+1")) + of("func", fName=r("sin"), e=r("t"))) == "³√(x+1)sin t"
     assert math(of("m", mr=f"<m:e>{r('1')}</m:e><m:e>{r('0')}</m:e>")) == "[1, 0]"
+    rows = "".join(f"<m:e>{r(row)}</m:e>" for row in ("0, &amp;x&lt;5", "10,&amp;x≥5"))
+    assert math(of("d", dPr='<m:begChr m:val="{"/><m:endChr m:val=""/>', e=f"<m:eqArr>{rows}</m:eqArr>")) == (
+        "{0, x<5; 10, x≥5"
+    )
+    assert math(of("limLow", e=r("lim"), lim=r("x→0")) + of("limUpp", e=r("y"), lim=r("2"))) == "lim_(x→0)y²"
+    assert math(of("acc", e=r("x")) + of("acc", accPr='<m:chr m:val="\u20d7"/>', e=r("a+b"))) == "x\u0302(a+b)\u20d7"
+    assert math(of("bar", e=r("x")) + of("bar", barPr='<m:pos m:val="top"/>', e=r("y"))) == "x\u0332y\u0305"
+    assert math(of("f", fPr='<m:type m:val="noBar"/>', num=r("5"), den=r("2"))) == "C(5, 2)"
+    # The scripts are not those of the 2.
+    assert math(r("2") + of("sPre", sub=r("6"), sup=r("14"), e=r("C"))) == "2 ₆¹⁴C"
 
     def page_math(xml: str) -> str:
         return page(f"<p>A <math>\n {xml}</math> b").removeprefix("A ").removesuffix(" b")
@@ -882,6 +892,15 @@ def test_formulas_are_on_one_line() -> None:
         page_math("<semantics><mroot><mi>x</mi><mn>3</mn></mroot><annotation>x^{1/3}</annotation></semantics>") == "³√x"
     )
     assert page_math("<mfenced open='['><mi>a</mi><mi>b</mi></mfenced><msqrt><mn>2</mn></msqrt>") == "[a,b)√2"
+    assert page_math("<mfrac linethickness='0px'><mn>5</mn><mn>2</mn></mfrac>") == "C(5, 2)"
+    assert page_math("<mfrac linethickness='0.5px'><mn>5</mn><mn>2</mn></mfrac>") == "5/2"
+    before = "<mprescripts/><mn>6</mn><mn>14</mn>"
+    assert page_math(f"<mn>2</mn><mmultiscripts><mi>C</mi><none/><mn>4</mn>{before}</mmultiscripts>") == "2 ₆¹⁴C⁴"
+    after = "<mn>1</mn><none/><mn>2</mn><mi>k</mi>"
+    before = "<mprescripts/><mi>i</mi><none/>"
+    assert page_math(f"<mmultiscripts><mi>R</mi>{after}{before}</mmultiscripts>") == "_i R_(1, 2)^k"
+    row = "<mtd><mn>1</mn></mtd><mtd><mn>2</mn></mtd>"
+    assert page_math(f"<mtable><mtr>{row}</mtr><mlabeledtr>{row}</mlabeledtr></mtable>") == "[1, 2; 1, 2]"
     # No word is lost in a formula that does not end, or in one that is not as it should be.
     assert page("<p>a <math><mfrac><mn>1<p>b <msup>c</math> d") == "a 1/\n\nb c d"
     assert page("<math>" * 3000 + "deep" + "<mrow>" * 3000 + "er</math> end") == "deeper end"

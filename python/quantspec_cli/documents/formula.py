@@ -1,4 +1,5 @@
-"""Formulas of Word (OMML) and of web pages (MathML) on one line: fractions with /, powers and indices, roots, brackets.
+"""Formulas of Word (OMML) and of web pages (MathML) on one line: fractions with /, binomials as C(n, k), powers and indices,
+roots, brackets.
 
 Without them 1/2 would be read as 12.
 """
@@ -20,6 +21,8 @@ _DEPTH_MAX = 40
 # Elements of MathML whose characters are not shown: other forms of the formula, and room for them.
 _UNSEEN = frozenset({"annotation", "annotation-xml", "mphantom"})
 _SIMPLE = re.compile(r"\w+|[\d.,]+|")
+# Widths of a fraction's bar that is not drawn.
+_NO_BAR = re.compile(r"0+(\.0*)?([a-z]+|%)?")
 
 
 @dataclass
@@ -81,11 +84,19 @@ def _row(node: _Node | str) -> str:
 
 def _fraction(node: _Node) -> str:
     above, below = _shown(node, 2)
+    if _property(node, "fPr", "type", "") == "noBar" or _NO_BAR.fullmatch(node.values.get("linethickness", "")):
+        return f"C({above}, {below})"
     return f"{_grouped(above)}/{_grouped(below)}"
 
 
 def _with_scripts(base: str, sub: str, sup: str) -> str:
     return base + _script(sub, up=False) + _script(sup, up=True)
+
+
+def _with_prescripts(scripts: str, base: str) -> str:
+    """Scripts before their base, apart from the text before them: 2 ¹⁴C is not 2¹⁴C."""
+    apart = " " if {"_", "^"} & set(scripts) else ""
+    return f" {scripts}{apart}{base}" if scripts else base
 
 
 def _script(text: str, *, up: bool) -> str:
@@ -125,6 +136,29 @@ def _of_word(node: _Node) -> str:
     return _with_scripts(_named(node, "e"), _named(node, "sub"), _named(node, "sup"))
 
 
+def _prescripted_of_word(node: _Node) -> str:
+    return _with_prescripts(_with_scripts("", _named(node, "sub"), _named(node, "sup")), _named(node, "e"))
+
+
+def _limit(node: _Node, *, up: bool) -> str:
+    return _named(node, "e") + _script(_named(node, "lim"), up=up)
+
+
+def _accented(node: _Node) -> str:
+    return _grouped(_named(node, "e")) + _property(node, "accPr", "chr", "\N{COMBINING CIRCUMFLEX ACCENT}")
+
+
+def _barred(node: _Node) -> str:
+    above = _property(node, "barPr", "pos", "bot") == "top"
+    return _grouped(_named(node, "e")) + ("\N{COMBINING OVERLINE}" if above else "\N{COMBINING LOW LINE}")
+
+
+def _equations(node: _Node) -> str:
+    # & aligns the equations, and is not shown.
+    rows = (" ".join(row.replace("&", " ").split()) for row in map(_row, node.parts))
+    return "; ".join(filter(None, rows))
+
+
 def _sum(node: _Node) -> str:
     sign = _property(node, "naryPr", "chr", "\N{INTEGRAL}")
     return _with_scripts(sign, _named(node, "sub"), _named(node, "sup")) + " " + _named(node, "e")
@@ -162,6 +196,17 @@ def _twice_scripted(node: _Node) -> str:
     return _with_scripts(base, sub, sup)
 
 
+def _multiscripted(node: _Node) -> str:
+    texts = list(map(_row, node.parts)) or [""]
+    names = ["" if isinstance(part, str) else part.name for part in node.parts]
+    end = names.index("mprescripts") if "mprescripts" in names else len(texts)
+    after, before = (
+        _with_scripts("", ", ".join(filter(None, pairs[::2])), ", ".join(filter(None, pairs[1::2])))
+        for pairs in (texts[1:end], texts[end + 1 :])
+    )
+    return _with_prescripts(before, texts[0] + after)
+
+
 def _root(node: _Node) -> str:
     base, index = _shown(node, 2)
     return _script(index, up=True) + "\N{SQUARE ROOT}" + _grouped(base)
@@ -175,7 +220,13 @@ def _fenced(node: _Node) -> str:
 _FORMS: dict[str, Callable[[_Node], str]] = {
     # OMML.
     "f": _fraction,
-    **dict.fromkeys(("sSub", "sSup", "sSubSup", "sPre"), _of_word),
+    **dict.fromkeys(("sSub", "sSup", "sSubSup"), _of_word),
+    "sPre": _prescripted_of_word,
+    "limLow": partial(_limit, up=False),
+    "limUpp": partial(_limit, up=True),
+    "acc": _accented,
+    "bar": _barred,
+    "eqArr": _equations,
     "nary": _sum,
     "rad": _root_of_word,
     "d": _brackets,
@@ -188,8 +239,9 @@ _FORMS: dict[str, Callable[[_Node], str]] = {
     **dict.fromkeys(("msup", "mover"), partial(_scripted, up=True)),
     **dict.fromkeys(("msubsup", "munderover"), _twice_scripted),
     "msqrt": lambda node: "\N{SQUARE ROOT}" + _grouped("".join(map(_row, node.parts))),
+    "mmultiscripts": _multiscripted,
     "mroot": _root,
     "mfenced": _fenced,
     "mtable": _table,
-    "mtr": _cells,
+    **dict.fromkeys(("mtr", "mlabeledtr"), _cells),
 }
