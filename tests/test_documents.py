@@ -935,6 +935,37 @@ def test_html_is_decoded_by_what_it_declares() -> None:
     assert "binary" in refusal(b"<p>a\0b", "x.html").message
 
 
+@pytest.mark.parametrize(
+    ("label", "encoding", "words"),
+    [
+        ("Shift_JIS", "cp932", "①㈱髙"),
+        ("x-sjis", "cp932", "①日本"),
+        ("windows-31j", "cp932", "①日本"),
+        ("euc-kr", "cp949", "똠방각하"),
+        ("windows-949", "cp949", "똠방각하"),
+        ("Big5", "big5hkscs", "着"),
+        ("tis-620", "cp874", "ไทย – €"),
+        ("windows-874", "cp874", "ไทย – €"),
+        ("iso-8859-8-i", "iso8859-8", "שלום"),
+    ],
+)
+def test_labels_of_encodings_are_those_of_browsers(label: str, encoding: str, words: str) -> None:
+    assert text_of(f"<meta charset={label}><p>{words}".encode(encoding), "x.html") == words
+
+
+def test_a_page_that_cannot_be_decoded_has_a_hint_that_fits() -> None:
+    def hint(raw: bytes) -> str:
+        return refusal(raw, "x.html").hint
+
+    for head in (b"", b"<meta charset=UTF-8>"):
+        assert "CP1252" in hint(head + b"<p>\xe9")
+    assert hint(b"<meta charset=Shift_JIS><p>\x82 ") == (
+        "it declares Shift_JIS, which it is not: convert it from its true encoding to UTF-8"
+    )
+    assert hint(b"<meta charset=klingon><p>\xe9").startswith("it declares klingon, which is no known encoding:")
+    assert "mark is that of utf-16" in hint(b"\xff\xfea")
+
+
 def test_html_with_nothing_is_refused() -> None:
     for raw in (b"", b"<html><body></body></html>", b"<title>t</title><script>x</script>", b"<p>&nbsp;<p> "):
         assert "no text" in refusal(raw, "x.html").message

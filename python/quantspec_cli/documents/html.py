@@ -42,15 +42,25 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?\b(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_.:-]+)""", re.I)
-# Encodings that browsers use for these labels.
-_WINDOWS = {"iso8859-1": "cp1252", "ascii": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
+# Encodings that browsers use for these labels, or for these encodings of Python.
+_WINDOWS = {
+    **dict.fromkeys(("iso8859-1", "ascii"), "cp1252"),
+    "iso8859-9": "cp1254",
+    **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
+    **dict.fromkeys(("shift_jis", "x-sjis", "windows-31j"), "cp932"),
+    **dict.fromkeys(("euc_kr", "windows-949"), "cp949"),
+    "big5": "big5hkscs",
+    **dict.fromkeys(("tis-620", "iso8859-11", "windows-874"), "cp874"),
+    "iso-8859-8-i": "iso8859-8",
+}
 _FAMILIES = ("utf-8", "iso8859", "iso2022", "cp", "koi8", "gb", "big5", "euc", "shift_jis", "mac", "ascii", "tis")
 
 
 def decode(name: str, raw: bytes) -> str:
     """The decoded page: by its byte order mark, its declaration, or UTF-8. Invalid bytes are not replaced."""
     encoding = next((encoding for mark, encoding in _MARKS if raw.startswith(mark)), None)
-    encodings = ["utf-8-sig" if encoding == "utf-8" else encoding] if encoding else [*_declared(raw), "utf-8"]
+    label = "" if encoding else _declared(raw)
+    encodings = ["utf-8-sig" if encoding == "utf-8" else encoding] if encoding else [*_known(label), "utf-8"]
     failure: UnicodeDecodeError | None = None
     for candidate in encodings:
         try:
@@ -65,18 +75,31 @@ def decode(name: str, raw: bytes) -> str:
     assert failure is not None
     at = failure.start
     raise InputError(
-        f"{name} is not {failure.encoding}: byte 0x{failure.object[at]:02x} at offset {at}",
-        "convert it to UTF-8, for example: iconv -f CP1252 -t UTF-8 FILE",
+        f"{name} is not {failure.encoding}: byte 0x{failure.object[at]:02x} at offset {at}", _hint(encoding, label)
     ) from failure
 
 
-def _declared(raw: bytes) -> list[str]:
-    """Text encodings that a page declares."""
+def _hint(mark: str | None, label: str) -> str:
+    """What to do with a page that is not in the encoding of its mark or its label."""
+    if mark:
+        return f"its byte order mark is that of {mark}; copy or download it again"
+    known = _known(label)
+    if not label or known == ["utf-8"]:
+        return "convert it to UTF-8, for example: iconv -f CP1252 -t UTF-8 FILE"
+    problem = f"it declares {label}, which {'it is not' if known else 'is no known encoding'}"
+    return f"{problem}: convert it from its true encoding to UTF-8"
+
+
+def _declared(raw: bytes) -> str:
+    """The encoding that a page declares; "" if there is none."""
     found = _DECLARED.search(raw[:4096])
-    if found is None:
-        return []
+    return found[1].decode("ascii") if found else ""
+
+
+def _known(label: str) -> list[str]:
+    """Python's name of a text encoding, if it has one."""
     try:
-        encoding = codecs.lookup(found[1].decode("ascii")).name
+        encoding = codecs.lookup(_WINDOWS.get(label.lower(), label)).name
     except LookupError:
         return []
     return [_WINDOWS.get(encoding, encoding)] if encoding.startswith(_FAMILIES) else []
