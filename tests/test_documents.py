@@ -822,6 +822,29 @@ def test_html_lists_have_the_numbers_that_a_browser_shows() -> None:
     assert page("<ul><li value=3>a</ul><p>or<ol start=x><li value=y>b</ol><li value=2>c") == "- a\n\nor\n\n1. b\n- c"
 
 
+def test_items_that_begin_with_another_block_keep_their_number() -> None:
+    assert page("<ol><li><h3>Head</h3><p>text</p><li>two</ol><ul><li><h4>Head</h4></ul>") == (
+        "### 1. Head\n\ntext\n\n2. two\n\n#### Head"
+    )
+    assert page("<ol><li><pre> code</pre><p>then</p><li><pre>\n  a\n b</pre><li>c</ol>") == (
+        "1. code\n\nthen\n\n2.\n  a\n b\n3. c"
+    )
+
+
+def test_a_formula_of_katex_is_read_once() -> None:
+    def katex(mathml: str, drawn: str = "<span>2<span>10</span></span>") -> str:
+        return f'a <span class="katex">{mathml}<span aria-hidden="true" class="katex-html x">{drawn}</span></span> b'
+
+    mathml = '<span class="katex-mathml"><math><msup><mn>2</mn><mn>10</mn></msup></math></span>'
+    assert page(f"<p>{katex(mathml)}") == "a 2¹⁰ b"
+    assert page(f"<p>{katex(mathml)} {katex('', '2')}") == "a 2¹⁰ b a 2 b"
+    assert page(f"<p>{katex(mathml, '<span>2<span>10')}</p>c") == "a 2¹⁰\n\nc"
+
+
+def test_templates_in_templates_are_no_text() -> None:
+    assert page("a<template><p>b<template>c</template>d</template>e") == "ae"
+
+
 def test_wide_and_high_cells_keep_the_columns() -> None:
     head = "<tr><th rowspan=2>Year<th colspan=2>Q1<th>Q2<tr><th>in<th>out<th>in"
     assert page(f"<table>{head}<tr><td>2024<td>1<td>2<td>3<tr><td colspan=9>all</table>") == (
@@ -843,6 +866,10 @@ def test_raised_numbers_are_not_joined_to_others() -> None:
         "10⁶, m⁻², H₂O, 4th, xi"
     )
     assert page("a<sup><p>1</p></sup>b</sup>") == "a\n\n1\n\nb"
+    # In several pieces, and with other levels, whose numbers stay apart.
+    assert page("10<sup><span>−</span>6</sup>, 10<sup><b>1</b><i>2</i></sup>, 2<sup>n<sub>1</sub></sup>") == (
+        "10⁻⁶, 10¹², 2n₁"
+    )
 
     def run(text: str, align: str = "baseline") -> str:
         return f'<w:r><w:rPr><w:vertAlign w:val="{align}"/></w:rPr><w:t>{text}</w:t></w:r>'

@@ -32,6 +32,8 @@ _SHIFTED = frozenset({"sup", "sub"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
 # Not part of the page. A title is shown in the window frame; an unclosed element ends with the head.
 _UNSEEN = frozenset({"script", "style", "template", "title"})
+# Tags that end an unseen element which is not closed.
+_ENDS = {"title": frozenset({"head", "body"}), "span": _BREAKING}
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 
 _MARKS = (
@@ -125,11 +127,15 @@ class _Reader(HTMLParser):
         self._prefix = ""
         self._heading = 0
         self._lists: list[_List] = []
+        # The element that is not shown, and how many of its name are open.
         self._unseen = ""
+        self._unseen_depth = 0
         self._preformatted = 0
-        # Where each open superscript or subscript of the paragraph begins.
-        self._shifted: list[int] = []
+        # Where the innermost superscript or subscript begins in the paragraph.
+        self._shifted: int | None = None
         self._formula: Formula | None = None
+        # KaTeX draws a formula with spans after its MathML.
+        self._has_mathml = False
 
     def text(self) -> str:
         """What a page shows."""
@@ -147,18 +153,18 @@ class _Reader(HTMLParser):
             self._pieces.append(data.replace("\r\n", "\n") if self._preformatted else _SPACE.sub(" ", data))
 
     def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
-        if self._unseen:
-            if tag != "body" or self._unseen != "title":
-                return
-            self._unseen = ""
+        if self._is_unseen(tag, opened=True):
+            return
         if tag in _BREAKING:
             self._flush()
         if tag in _UNSEEN:
-            self._unseen = tag
+            self._unseen, self._unseen_depth = tag, 1
         elif self._formula is not None:
             self._formula.start(tag, {name: value or "" for name, value in attrs})
         elif tag in _SHIFTED:
-            self._shifted.append(len(self._pieces))
+            self._shifted = len(self._pieces)
+        elif tag == "span":
+            self._span((dict(attrs).get("class") or "").split())
         elif tag in {"br", "img"}:
             self._pieces.append("\n" if tag == "br" else _SPACE.sub(" ", dict(attrs).get("alt") or ""))
         elif tag in _PREFORMATTED:
@@ -173,9 +179,7 @@ class _Reader(HTMLParser):
             self._table(tag, dict(attrs))
 
     def handle_endtag(self, tag: str) -> None:
-        if self._unseen:
-            if tag == self._unseen or (tag == "head" and self._unseen == "title"):
-                self._unseen = ""
+        if self._is_unseen(tag, opened=False):
             return
         if tag in _BREAKING:
             self._flush()
@@ -183,10 +187,10 @@ class _Reader(HTMLParser):
             self._end_in_formula(tag)
         elif tag in _PREFORMATTED:
             self._preformatted = max(0, self._preformatted - 1)
-        elif tag in _SHIFTED and self._shifted:
-            at = self._shifted.pop()
-            if len(self._pieces) == at + 1:
-                self._pieces[at] = shifted(self._pieces[at], up=tag == "sup")
+        elif tag in _SHIFTED and self._shifted is not None:
+            inner = "".join(self._pieces[self._shifted :])
+            self._pieces[self._shifted :] = [shifted(inner, up=tag == "sup")]
+            self._shifted = None
         elif tag in _LISTS:
             self._prefix = ""
             if self._lists:
@@ -197,6 +201,26 @@ class _Reader(HTMLParser):
             self._heading = 0
         else:
             self._end_of_table(tag)
+
+    def _is_unseen(self, tag: str, *, opened: bool) -> bool:
+        """True at a tag within an element that is not shown, or at its end."""
+        if not self._unseen:
+            return False
+        if tag in _ENDS.get(self._unseen, ()):
+            self._unseen = ""
+            return False
+        # A title has no elements.
+        if tag == self._unseen and not (opened and tag == "title"):
+            self._unseen_depth += 1 if opened else -1
+            if not self._unseen_depth:
+                self._unseen = ""
+        return True
+
+    def _span(self, classes: Sequence[str]) -> None:
+        if "katex" in classes:
+            self._has_mathml = False
+        elif "katex-html" in classes and self._has_mathml:
+            self._unseen, self._unseen_depth = "span", 1
 
     def _table(self, tag: str, values: Mapping[str, str | None]) -> None:
         if tag == "table":
@@ -212,7 +236,9 @@ class _Reader(HTMLParser):
         if self._formula is not None and tag != "math":
             self._formula.end(tag)
         elif self._formula is not None:
-            self._pieces.append(self._formula.text())
+            text = self._formula.text()
+            self._pieces.append(text)
+            self._has_mathml = bool(text)
             self._formula = None
 
     def _end_of_table(self, tag: str) -> None:
@@ -240,21 +266,31 @@ class _Reader(HTMLParser):
     def _flush(self) -> None:
         """Ends a paragraph, and a formula in it."""
         self._end_in_formula("math")
-        whole, self._pieces, self._shifted = "".join(self._pieces), [], []
+        whole, self._pieces, self._shifted = "".join(self._pieces), [], None
         if self._preformatted:
-            self._blocks.add(whole)
+            self._flush_preformatted(whole.strip("\n"))
             return
         lines = [re.sub(" +", " ", line).strip(" ") for line in whole.split("\n")]
         text = without_blank_runs("\n".join(lines)).strip("\n")
         if not text.strip():
             return
         if self._heading:
-            self._blocks.add(f"{'#' * self._heading} {' '.join(text.split(chr(10)))}", flat=False)
+            number = "" if self._prefix.strip() == "-" else self._prefix.lstrip()
+            self._blocks.add(f"{'#' * self._heading} {number}{' '.join(text.split(chr(10)))}", flat=False)
         elif self._prefix:
             self._blocks.add(self._prefix + text, group="list")
         else:
             self._blocks.add(text)
         self._prefix = ""
+
+    def _flush_preformatted(self, text: str) -> None:
+        if self._prefix and text.strip():
+            # The number on a line of its own leaves the columns as they are.
+            text = f"{self._prefix}\n{text}" if "\n" in text else self._prefix + text.lstrip()
+            self._prefix = ""
+            self._blocks.add(text, group="list")
+        else:
+            self._blocks.add(text)
 
 
 @dataclass
