@@ -754,6 +754,24 @@ def test_choices_in_a_form_are_read() -> None:
     assert text_of(word(body)).split("\n\n") == ["☒ on", "☐ off", "☒ default", "Oslo town", "Rome first", "none"]
 
 
+def test_fields_show_their_results_and_not_their_instructions() -> None:
+    def mark(kind: str) -> str:
+        return f'<w:r><w:fldChar w:fldCharType="{kind}"/></w:r>'
+
+    def field(instruction: str, result: str) -> str:
+        return mark("begin") + instruction + mark("separate") + result + mark("end")
+
+    code = "<w:r><w:instrText>CODE</w:instrText></w:r>"
+    inner = field(code, run("CODE"))
+    outer = field(code + inner + code, run("Mr ") + field(code, run("Smith")))
+    box = '<w:r><w:fldChar w:fldCharType="begin"><w:ffData><w:checkBox/></w:ffData></w:fldChar></w:r>'
+    without_result = mark("begin") + code + inner + mark("end")
+    body = f"<w:p>{run('Dear ')}{outer}{without_result}{run(', ')}{box}{code}{mark('end')}</w:p>"
+    # Two fields that are not well formed hide nothing.
+    body += f"<w:p>{mark('end')}{mark('separate')}{run('a')}{mark('begin')}{code}{run('b')}</w:p>{p('c')}"
+    assert text_of(word(body)) == "Dear Mr Smith, ☐\n\nab\n\nc"
+
+
 def test_a_docx_without_text_is_refused() -> None:
     assert "no text" in refusal(saved(docx.Document())).message
     assert "OCR" in refusal(word("<w:p/>")).hint

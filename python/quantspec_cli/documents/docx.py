@@ -219,6 +219,39 @@ class _Control:
         return self.entries[index] if index < len(self.entries) else ""
 
 
+class _Fields:
+    """The open fields, of which each shows its result and not its instruction. Fields in an instruction have results, too.
+
+    A field that does not end has no instruction, so that no text is lost.
+    """
+
+    def __init__(self) -> None:
+        # True before the result.
+        self._open: list[bool] = []
+        self._instructions = 0
+        # Text in instructions: where it is.
+        self._places: list[tuple[list[str], int]] = []
+
+    def note(self, pieces: list[str]) -> None:
+        """The last piece may be part of an instruction."""
+        if self._instructions:
+            self._places.append((pieces, len(pieces) - 1))
+
+    def mark(self, kind: str) -> None:
+        """A field begins, has its result next ("separate"), or ends."""
+        if kind == "begin":
+            self._open.append(True)
+            self._instructions += 1
+        elif self._open:
+            self._instructions -= self._open.pop()
+            if kind == "separate":
+                self._open.append(False)
+            if not self._instructions:
+                for pieces, index in self._places:
+                    pieces[index] = ""
+                self._places = []
+
+
 class _Story:
     """One part: body, notes, a header or a footer."""
 
@@ -241,6 +274,8 @@ class _Story:
         self._runs: list[tuple[str, _Run]] = []
         self._control: _Control | None = None
         self._formula: Formula | None = None
+        self._fields = _Fields()
+        self._field_mark = ""
 
     def text(self) -> str:
         """The text, at the end of the part."""
@@ -327,6 +362,8 @@ class _Story:
                 paragraph.mark.set(name, _value(values))
             elif self._runs:
                 self._runs[-1][1].set(name, _value(values))
+        elif name == "w:fldChar":
+            self._field_mark = _attribute(values, "fldCharType")
         elif name in {"w:checkBox", "w:ddList"}:
             self._control = _Control(box=name == "w:checkBox")
         elif name == "w:sym":
@@ -352,6 +389,9 @@ class _Story:
         elif self._control is not None and name in {"w:checkBox", "w:ddList"}:
             self._write(self._control.shown())
             self._control = None
+        elif name == "w:fldChar":
+            # Only here, as a box or choice in it is not part of its instruction.
+            self._fields.mark(self._field_mark)
         elif name == "w:t":
             self._taking = False
         elif name.startswith("m:"):
@@ -360,7 +400,11 @@ class _Story:
                 self._runs.pop()
         elif name == "mc:AlternateContent":
             self._alternatives.pop()
-        elif name == "w:tbl":
+        else:
+            self._end_of_block(name)
+
+    def _end_of_block(self, name: str) -> None:
+        if name == "w:tbl":
             self.blocks.close_table()
         elif name == "w:tr":
             self.blocks.close_row()
@@ -401,7 +445,9 @@ class _Story:
             text = shifted(text, up=align == "superscript")
         self._written += len(text)
         if self._paragraphs:
-            self._paragraphs[-1].pieces.append(text)
+            pieces = self._paragraphs[-1].pieces
+            pieces.append(text)
+            self._fields.note(pieces)
 
     def _finish(self, paragraph: _Paragraph) -> None:
         """Adds a paragraph with its prefix: the number, or the mark of a list, a heading or a note."""
