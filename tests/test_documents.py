@@ -877,6 +877,17 @@ def test_wide_and_high_cells_keep_the_columns() -> None:
     assert text_of(word(f"<w:tbl>{''.join(f'<w:tr>{row}</w:tr>' for row in rows)}</w:tbl>")) == (
         "Q1 |  | Q2\nin | out | in\nall"
     )
+    # Rows that begin further right, and previous properties of a row and a cell.
+    was = '<w:trPrChange><w:trPr><w:gridBefore w:val="1"/></w:trPr></w:trPrChange>'
+    wide = '<w:tcPrChange><w:tcPr><w:gridSpan w:val="2"/></w:tcPr></w:tcPrChange>'
+    head = cell("A") + f"<w:tc><w:tcPr>{wide}</w:tcPr>{p('B')}</w:tc>" + cell("C")
+    rows = tuple(
+        f'<w:trPr><w:gridBefore w:val="{columns}"/>{was}</w:trPr>{cells}'
+        for columns, cells in ((0, head), (1, cell("2") + cell("3")), (2, cell("3")))
+    )
+    assert text_of(word(f"<w:tbl>{''.join(f'<w:tr>{row}</w:tr>' for row in rows)}</w:tbl>")) == (
+        "A | B | C\n| 2 | 3\n|  | 3"
+    )
 
 
 def test_raised_numbers_are_not_joined_to_others() -> None:

@@ -28,7 +28,12 @@ _MATH = (
 )
 _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
 # Elements whose content is not shown: deletions, previous properties, tab stops, field codes.
-_UNSEEN = frozenset({"w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tabs", "w:instrText", "w:delText"})
+_UNSEEN = frozenset(
+    {
+        *("w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:trPrChange", "w:tcPrChange"),
+        *("w:tabs", "w:instrText", "w:delText"),
+    }
+)
 _INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
 # Characters of symbol fonts, by their number in the font: boxes, ticks and arrows of forms, and signs of arithmetic.
 _SYMBOLS = {
@@ -309,7 +314,7 @@ class _Story:
                 self._runs.append((paragraph.style, _Run(enclosed=self._is_hidden())))
         elif name == "mc:AlternateContent":
             self._alternatives.append(self._written)
-        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridSpan", "w:footnote", "w:endnote"}:
+        elif name in {"w:tbl", "w:tr", "w:tc", "w:gridBefore", "w:gridSpan", "w:footnote", "w:endnote"}:
             self._in_block(name, values)
         elif self._control is not None:
             self._in_control(self._control, name, values)
@@ -340,6 +345,10 @@ class _Story:
             self.blocks.open_row()
         elif name == "w:tc":
             self.blocks.open_cell()
+        elif name == "w:gridBefore":
+            if columns := _integer(_value(values), 1000):
+                self.blocks.open_cell(columns)
+                self.blocks.close_cell()
         elif name != "w:gridSpan":
             self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
         else:
