@@ -730,7 +730,10 @@ def test_symbols_of_a_form_are_read() -> None:
     boxes = [symbol("Wingdings", code) for code in ("F0A8", "F0FE", "00FD")] + [symbol("Wingdings 2", "F052")]
     raw = word(f"<w:p>{''.join(boxes)}{symbol('Symbol', 'F0B3')}</w:p>")
     assert prompts.from_bytes("x", raw) == prompts.Document("x", "☐☑☒☑≥")
-    assert prompts.from_bytes("x", word(f"<w:p>{symbol('Webdings', 'F0FE')}</w:p>")).warnings == ("1 symbol not read",)
+    for code in ("F061", "0061"):
+        unknown = prompts.from_bytes("x", word(f"<w:p>{symbol('Webdings', code)}</w:p>"))
+        assert (unknown.text, unknown.warnings) == ("\uf061", ("1 symbol not read",))
+    assert text_of(word(f"<w:p>{symbol('Arial', '0061')}</w:p>")) == "a"
 
 
 def test_choices_in_a_form_are_read() -> None:
@@ -905,6 +908,31 @@ def test_raised_numbers_are_not_joined_to_others() -> None:
 
     body = run("10") + run("6", "superscript") + run(" CO") + run("2", "subscript") + run("no", "superscript")
     assert text_of(word(f"<w:p>{body}</w:p>")) == "10⁶ CO₂no"
+
+
+def test_numbers_that_a_style_or_a_distance_raises_are_not_joined_to_others() -> None:
+    up = '<w:rPr><w:vertAlign w:val="superscript"/></w:rPr>'
+    styles = (
+        f'<w:styles {W}><w:style w:styleId="Up">{up}</w:style><w:style w:styleId="UpToo"><w:basedOn w:val="Up"/></w:style>'
+        f'<w:style w:styleId="Raised"><w:rPr><w:position w:val="8"/></w:rPr></w:style>'
+        f'<w:style w:type="paragraph" w:styleId="P">{up}</w:style>'
+        f'<w:style w:styleId="Was"><w:rPr><w:rPrChange>{up}</w:rPrChange></w:rPr></w:style></w:styles>'
+    )
+
+    def after(text: str, properties: str) -> str:
+        return run(text) + run("6", properties)
+
+    body = [
+        after("a", '<w:rStyle w:val="Up"/>') + after(" b", '<w:rStyle w:val="UpToo"/>'),
+        after("c", '<w:rStyle w:val="Up"/><w:vertAlign w:val="baseline"/>') + after("d", '<w:rStyle w:val="Was"/>'),
+        after("e", '<w:rStyle w:val="Raised"/>') + run("7", '<w:position w:val="8"/>'),
+        # Moved to its line or its cell, not to a number.
+        after("f", '<w:position w:val="2"/>') + after("g", '<w:position w:val="-8"/>'),
+        after("h ", '<w:position w:val="8"/>'),
+        run("500", '<w:position w:val="8"/>'),
+    ]
+    document = word("".join(f"<w:p>{runs}</w:p>" for runs in body) + p("1", '<w:pStyle w:val="P"/>'), styles=styles)
+    assert text_of(document).split("\n\n") == ["a⁶ b⁶", "c6d6", "e⁶⁷", "f6g6", "h 6", "500", "¹"]
 
 
 def test_formulas_are_on_one_line() -> None:

@@ -41,6 +41,9 @@ _SYMBOLS = {
     "wingdings 2": dict(zip(bytes.fromhex("a3515354524f50"), "☐☒☒☒☑✗✓", strict=True)),
     "symbol": dict(zip(bytes.fromhex("a3b3b9bbb0b1b4b7d7a5aede"), "≤≥≠≈°±×•⋅∞→⇒", strict=True)),
 }
+_SYMBOL_FONTS = {*_SYMBOLS, "wingdings 3", "webdings", "zapfdingbats", "mt extra"}
+# Half points by which a superscript is raised at least. Less adjusts text to a line.
+_RAISED = 6
 _UNNAMED = re.compile("[\ue000-\uf8ff]")
 _DEPTH_MAX = 20
 # Parts that may contain text and are not read.
@@ -104,6 +107,7 @@ class _Style(_Place):
 
     based_on: str = ""
     hidden: bool | None = None
+    align: str = ""
 
 
 class _Styles(dict[str, _Style]):
@@ -124,6 +128,11 @@ class _Styles(dict[str, _Style]):
 
     def _sets_hidden(self, name: str) -> bool:
         return next((style.hidden for _, style in self.chain(name) if style.hidden is not None), False)
+
+    def align(self, paragraph: str, run: str) -> str:
+        """The vertical alignment of text with these styles; "" if none sets it."""
+        paragraph = paragraph if paragraph in self else self.default
+        return next((style.align for name in (run, paragraph) for _, style in self.chain(name) if style.align), "")
 
     def chain(self, name: str) -> list[tuple[str, _Style]]:
         """A style, followed by the styles it is based on."""
@@ -153,6 +162,9 @@ def _styles(archive: Archive, paths: list[str]) -> _Styles:
                 current.hidden = value not in OFF
             elif path[-2:] == ["rPrDefault", "rPr"]:
                 styles.hidden = value not in OFF
+        elif name in {"vertAlign", "position"}:
+            if path[-2:] == ["style", "rPr"]:
+                current.align = _align(name, value) or current.align
         elif name == "name" and current.heading is None:
             lower = value.lower()
             if lower.startswith("heading ") and lower[8:].isdecimal():
@@ -187,7 +199,7 @@ class _Run:
         elif name == "w:rStyle":
             self.style = value
         else:
-            self.align = value
+            self.align = _align(name.removeprefix("w:"), value) or self.align
 
 
 @dataclass
@@ -366,7 +378,7 @@ class _Story:
             self._write(_INLINE[name])
         elif name == "w:r":
             self._runs.append((paragraph.style, _Run(enclosed=self._is_hidden())))
-        elif name in {"w:vanish", "w:rStyle", "w:vertAlign"}:
+        elif name in {"w:vanish", "w:rStyle", "w:vertAlign", "w:position"}:
             if self._in_properties:
                 paragraph.mark.set(name, _value(values))
             elif self._runs:
@@ -450,13 +462,26 @@ class _Story:
     def _write(self, text: str) -> None:
         if self._is_hidden():
             return
-        if self._runs and (align := self._runs[-1][1].align) in {"superscript", "subscript"}:
+        align = self._align()
+        if align in {"superscript", "subscript"}:
             text = shifted(text, up=align == "superscript")
         self._written += len(text)
         if self._paragraphs:
             pieces = self._paragraphs[-1].pieces
             pieces.append(text)
             self._fields.note(pieces)
+
+    def _align(self) -> str:
+        """The vertical alignment of the current text."""
+        if not self._runs:
+            return ""
+        style, run = self._runs[-1]
+        align = run.align or self._styles.align(style, run.style)
+        if align != "raised":
+            return align
+        # Raised text with a place of its own, such as a cell, is no power.
+        before = self._paragraphs[-1].pieces[-1:] if self._paragraphs else []
+        return "superscript" if before and not before[0][-1:].isspace() else ""
 
     def _finish(self, paragraph: _Paragraph) -> None:
         """Adds a paragraph with its prefix: the number, or the mark of a list, a heading or a note."""
@@ -526,11 +551,20 @@ def _outline(text: str) -> int:
     return int(text) + 1 if text.isascii() and text.isdecimal() and int(text[:4]) < 9 else 0
 
 
+def _align(name: str, value: str) -> str:
+    """A vertical alignment by one of two properties: superscript, subscript, baseline or raised; "" for a small distance."""
+    if name == "vertAlign":
+        return value
+    return "raised" if _integer(value, 999) >= _RAISED else ""
+
+
 def _symbol(font: str, code: str) -> str:
     """A character of a symbol font, by its number in hexadecimal: as it is shown, if known."""
     try:
-        number = int(code, 16)
+        number, font = int(code, 16), font.lower()
         # Word adds 0xF000 to most numbers.
-        return _SYMBOLS.get(font.lower(), {}).get(number % 0xF000) or chr(number)
+        if 0 <= number < 0x100 and font in _SYMBOL_FONTS:
+            number += 0xF000
+        return _SYMBOLS.get(font, {}).get(number - 0xF000) or chr(number)
     except (ValueError, OverflowError):
         return "\N{REPLACEMENT CHARACTER}"
