@@ -678,6 +678,31 @@ def test_clauses_have_the_numbers_that_word_shows() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "start", "numbers"),
+    [
+        ("cardinalText", 1, ["One", "Two"]),
+        ("cardinalText", 20, ["Twenty", "Twenty-one"]),
+        ("cardinalText", 99, ["Ninety-nine", "100"]),
+        ("ordinalText", 1, ["First", "Second"]),
+        ("ordinalText", 8, ["Eighth", "Ninth"]),
+        ("ordinalText", 20, ["Twentieth", "Twenty-first"]),
+        ("ordinal", 1, ["1st", "2nd"]),
+        ("ordinal", 12, ["12th", "13th"]),
+        ("ordinal", 111, ["111th", "112th"]),
+        ("ordinal", 22, ["22nd", "23rd"]),
+    ],
+)
+def test_numbers_may_be_words_and_ordinals(form: str, start: int, numbers: list[str]) -> None:
+    of = level(0, form, "Article %1.").replace('<w:start w:val="1"/>', f'<w:start w:val="{start}"/>')
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="0">{of}</w:abstractNum>'
+        '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num></w:numbering>'
+    )
+    body = p("a", '<w:numPr><w:numId w:val="1"/></w:numPr>') * 2
+    assert text_of(word(body, numbering=numbering)).split("\n") == [f"Article {number}. a" for number in numbers]
+
+
 def test_lists_that_refer_to_a_style_or_change_a_level_are_counted() -> None:
     numbering = (
         f'<w:numbering {W}><w:abstractNum w:abstractNumId="0"><w:styleLink w:val="Legal"/>'

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 OFF = {"0", "false", "off"}
 _LEVELS = 9
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
+_ONES = (
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
+    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+# Ordinals that are more than a cardinal and "th".
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth"}
+_ORDINALS |= {"twelve": "twelfth"}
 _ROMAN_ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
 
 
@@ -160,16 +168,33 @@ def _number(text: str, most: int = 32767) -> int:
 
 
 def _formatted(value: int, form: str) -> str:
-    """A count in one of Word's formats; formats of other scripts become digits."""
+    """A count in one of Word's formats, with words in English; formats of other scripts become digits."""
     if form in {"lowerLetter", "upperLetter"} and value > 0:
         letters = chr(ord("a") + (value - 1) % 26) * ((value - 1) // 26 + 1)
         return letters.upper() if form == "upperLetter" else letters
     if form in {"lowerRoman", "upperRoman"} and value > 0:
         digits = roman(value)
         return digits.upper() if form == "upperRoman" else digits
+    if form in {"cardinalText", "ordinalText"} and 0 < value < 100:
+        return _words(value, ordinal=form == "ordinalText").capitalize()
+    if form == "ordinal":
+        teens = value % 100 in {11, 12, 13}
+        return str(value) + ("th" if teens else {1: "st", 2: "nd", 3: "rd"}.get(value % 10, "th"))
     if form == "none":
         return ""
     return f"{value:02}" if form == "decimalZero" else str(value)
+
+
+def _words(value: int, *, ordinal: bool) -> str:
+    """A number from 1 to 99: twenty-one, twenty-first."""
+    tens, ones = divmod(value, 10) if value >= 20 else (0, value)
+    words = [_TENS[tens - 2]] if tens else []
+    if ones:
+        words.append(_ONES[ones - 1])
+    if ordinal:
+        last = words.pop()
+        words.append(_ORDINALS.get(last) or re.sub("y$", "ie", last) + "th")
+    return "-".join(words)
 
 
 def roman(value: int) -> str:
