@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import io
 import json
@@ -1309,7 +1310,11 @@ def test_content_decides_before_the_name() -> None:
         (b"\x89PNG\r\n\x1a\n\0\0", ["binary", "PNG", "OCR"]),
         (b"\xff\xd8\xff\xe0", ["binary", "JPEG"]),
         (b"II*\0", ["binary", "TIFF"]),
-        (b"RIFF\0\0\0\0WEBP", ["binary", "WebP"]),
+        (b"RIFF\0\0\0\0WEBPVP8 ", ["binary", "WebP"]),
+        (b"GIF89a\x01\0\x01\0\x80\0\0", ["binary", "GIF"]),
+        (b"AT&TFORM\0\0\0\0DJVU", ["binary", "DjVu"]),
+        (bz2.compress(b"x"), ["bzip2", "unpack"]),
+        (bz2.compress(b""), ["bzip2", "unpack"]),
         (b"\x1f\x8b\x08\0", ["gzip", "unpack"]),
         (b"MZ\0\0", ["binary", "offset 2", "PDF"]),
         (b"%PDF-", ["damaged"]),
@@ -1323,6 +1328,20 @@ def test_unsupported_files_are_one_error(
     path = tmp_path / "book"
     path.write_bytes(raw)
     quantspec("run", "--prompt", str(path)).assert_error(1, str(path), *words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BZhang Corp. reports",
+        "GIF89a is a format of images.",
+        "{\\rtf begins RTF.",
+        "AT&TFORM 12",
+        "RIFF and WEBP files",
+    ],
+)
+def test_words_that_begin_like_a_binary_file_are_text(text: str) -> None:
+    assert text_of(text.encode()) == text
 
 
 # Commands ----------------------------------------------------------------------------------------------------------
