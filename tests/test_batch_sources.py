@@ -135,6 +135,39 @@ def test_answers_of_another_batch_are_not_documents(fake: Any, quantspec: Run, d
     assert quantspec(*glob).json["done"] == 3
 
 
+@pytest.mark.parametrize("out", ["out", "deep/out"])
+def test_a_glob_enters_no_output_folder(docs: Path, tmp_path: Path, out: str) -> None:
+    (docs / out / ".quantspec").mkdir(parents=True)
+    (docs / out / "inner").mkdir()
+    (docs / out / ".quantspec" / "journal.sqlite").touch()
+    for answer in ("a.txt.md", "inner/c.txt.md"):
+        (docs / out / answer).write_text("An answer.")
+
+    def found(pattern: str) -> list[str]:
+        try:
+            return [source.name for source in sources.find([str(docs / pattern)], tmp_path / "elsewhere")]
+        except InputError:
+            return []
+
+    for pattern in (
+        "**",
+        "*/*",
+        "*/*/*",
+        "*/*/*/*",
+        "**/out/*",
+        "**/inner/*",
+        "*/**",
+        "*/**/*",
+        "*/out/**",
+        "d*/o*/*/*",
+    ):
+        assert [name for name in found(pattern) if name.endswith("txt.md")] == [], pattern
+    assert found("*/er/*") == ["deep/er/c.txt"]
+    # A folder that is named without a wildcard is meant.
+    assert found(f"{out}/*") == ["a.txt.md"]
+    assert found(f"{out}/**") == ["a.txt.md", "inner/c.txt.md"]
+
+
 def test_a_document_of_a_list_is_named_with_its_path(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text('{"id": "lease-7", "path": "contracts/lse.txt"}\n{"path": "other.txt"}\n')
     report = quantspec("batch", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "out"), "-n", "3", "--json").json

@@ -215,15 +215,18 @@ def _fixed(pattern: str) -> tuple[str, Sequence[str]]:
 
 def _expanded(folder: str, parts: Sequence[str], left_out: str | None) -> Iterator[tuple[str, QuantspecError | None]]:
     """Paths that a glob's parts match below a folder, and folders that `**` cannot enter, with the reason. The standard
-    library's `**` would follow a link to a folder above it 40 times.
+    library's `**` would follow a link to a folder above it 40 times. Output folders of batches are left out.
     """
     if "**" not in parts:
         for path in glob.glob(os.path.join(glob.escape(folder), *parts)):
-            yield path, None
+            if not _enters_output(folder, os.path.dirname(path)):
+                yield path, None
         return
     at = parts.index("**")
     # With an empty last part, a glob matches folders only.
     for start in glob.glob(os.path.join(glob.escape(folder), *parts[:at], "")):
+        if _enters_output(folder, start):
+            continue
         for below, entries in _folders(start, left_out, ()):
             if isinstance(entries, QuantspecError):
                 yield below, entries
@@ -287,6 +290,15 @@ def _folders(
 def _is_output(folder: str) -> bool:
     """Whether a folder below the documents is the output folder of a batch."""
     return os.path.isfile(os.path.join(folder, STATE, JOURNAL))
+
+
+def _enters_output(folder: str, below: str) -> bool:
+    """Whether a folder below another is the output folder of a batch, or in one."""
+    while (below := below.rstrip(os.sep)) != folder.rstrip(os.sep):
+        if _is_output(below):
+            return True
+        below = os.path.dirname(below)
+    return False
 
 
 def _is_by_product(name: str) -> bool:
