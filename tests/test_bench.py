@@ -17,7 +17,7 @@ import fake_native
 import pytest
 from conftest import copy_demo
 
-from quantspec_cli import _native, hub, render
+from quantspec_cli import _native, hub, predict, render
 from quantspec_cli.bench import grid, samples, tables
 from quantspec_cli.bench import measure as measuring
 from quantspec_cli.bench.grid import Variant
@@ -247,6 +247,17 @@ def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
     ngram = decoding[1024, "ngram", "int8"]
     rounds = ngram["bytes_per_token"] * (ngram["mean_acceptance_length"] or 1)
     assert rounds == pytest.approx(read[1024, "ar", "int8"], rel=0.03)
+
+
+def test_a_prompt_has_the_operations_of_its_plan(rows: list[dict[str, Any]]) -> None:
+    model = Model.open("demo")
+    traffic = _native.traffic(str(model.directory), 0, 64, "auto", "cpu")
+    load = predict.Load.of(model.info, traffic, 0, 64, weights="checkpoint", kv_target="int8")
+    planned = predict.prompt(predict.Machine(1.0, {}, {}, {}, 0.0, 0.0, 1.0, 1.0), load)
+    found = {row["n_depth"]: row["flops_per_token"] * 64 for row in rows if row["test"] == "pp"}
+    assert found[0] == pytest.approx(sum(operation.flops for operation in planned))
+    # After 1024 tokens, each token sees them as well, in all layers but the last.
+    assert found[1024] - found[0] == pytest.approx(64 * 4 * 5 * 2 * 128 * 1024)
 
 
 def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:

@@ -428,7 +428,7 @@ LOAD = Load(
     recent_bytes=0.0,
     matrix_flops=8e9,
     attention_flops=1e9,
-    prompt_shares=(0.9, 0.75),
+    prompt_flops=(7.2e12, 0.4e12),
     context=1000,
 )
 # What `_native.rates` says of a CPU: seconds of matrices and attention by rows, and of the first and later steps of drafts.
@@ -506,8 +506,7 @@ def test_a_selection_has_at_most_two_thirds_of_the_pages() -> None:
 def test_operations_by_hand() -> None:
     machine = Machine.of(CPU, LOAD)
     matrices, attention = predict.prompt(machine, LOAD)
-    assert matrices.seconds == pytest.approx(8e9 * 0.9 * 1000 / 1e12)
-    assert attention.seconds == pytest.approx(1e9 * 0.75 * 1000 / 2 / 2e12)
+    assert (matrices.seconds, attention.seconds) == (7.2, 0.2)
     matrices, attention = predict.step(machine, LOAD, TARGET, rows=2, batch=1, name="verify")
     assert (matrices.name, matrices.flops, matrices.bytes, matrices.seconds) == ("verify matrices", 16e9, 8e9, 9.0)
     assert (attention.flops, attention.bytes, attention.seconds) == (2e9, 2e9, 3.0)
@@ -527,7 +526,9 @@ def test_the_last_layer_computes_keys_and_values_of_a_prompt() -> None:
     traffic = {"weights_bytes": 0, "pages": 0, "buffer_tokens": 0, "token_bytes": 0}
     traffic |= {"upper_page_bytes": 0, "lower_page_bytes": 0, "full_page_bytes": 0}
     load = Load.of(info, traffic, 0, 1000, weights="checkpoint", kv_target="int8")
-    assert load.prompt_shares == (pytest.approx((400 + 96) / 1600), 0.5)
+    # A token sees half of the 1,000 new tokens and those before them, with 8 channels of one layer.
+    assert load.prompt_flops == (2 * (1000 * (400 + 96) + 800), 4 * 8 * 500 * 1000)
+    assert predict.prompt_flops(info, 1000, 2000) == (load.prompt_flops[0], 5 * load.prompt_flops[1])
 
 
 def test_the_best_gamma_by_hand() -> None:

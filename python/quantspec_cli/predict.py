@@ -89,10 +89,15 @@ def _layer(info: Mapping[str, Any]) -> int:
     return weights
 
 
-def _prompt_shares(info: Mapping[str, Any], matrix_flops: float) -> tuple[float, float]:
-    """`Load.prompt_shares`. The queries of the last layer are computed with the keys and values."""
+def prompt_flops(info: Mapping[str, Any], tokens: int, depth: int = 0) -> tuple[float, float]:
+    """Floating-point operations of a prompt's `tokens` after `depth`: of its matrices and of its attention. Of the last layer
+    only queries, keys and values are computed, except for the prompt's last token, which alone has the head.
+    """
     before, width = info["layers"] - 1, (info["heads"] + 2 * info["kv_heads"]) * info["head_dim"]
-    return 2.0 * (before * _layer(info) + info["hidden"] * width) / matrix_flops, before / info["layers"]
+    weights = tokens * (before * _layer(info) + info["hidden"] * width) + info["hidden"] * info["vocab"]
+    # On average a token sees half of the new tokens.
+    visible = depth + tokens / 2
+    return 2.0 * weights, 4.0 * before * info["heads"] * info["head_dim"] * visible * tokens
 
 
 class Draft(NamedTuple):
@@ -157,8 +162,7 @@ class Load:
         recent_bytes: of the recent tokens.
         matrix_flops: floating-point operations of the matrices for one row.
         attention_flops: the same for attention.
-        prompt_shares: parts of `matrix_flops` and `attention_flops` that most rows of a prompt take: neither the head nor, in
-            the last layer, more than keys and values.
+        prompt_flops: the operations of a prompt that fills the context, of its matrices and of its attention.
         context: tokens.
     """
 
@@ -173,7 +177,7 @@ class Load:
     recent_bytes: float
     matrix_flops: float
     attention_flops: float
-    prompt_shares: tuple[float, float]
+    prompt_flops: tuple[float, float]
     context: int
 
     @classmethod
@@ -201,7 +205,7 @@ class Load:
             recent_bytes=traffic["buffer_tokens"] * traffic["token_bytes"],
             matrix_flops=matrix,
             attention_flops=attention,
-            prompt_shares=_prompt_shares(info, matrix),
+            prompt_flops=prompt_flops(info, max(context, 1)),
             context=context,
         )
 
@@ -340,11 +344,7 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
     """Prefill of a prompt that fills the context; empty if the machine's rate is unknown."""
     if machine.prompt_matrix is None or machine.prompt_attention is None:
         return []
-    tokens = max(load.context, 1)
-    of_matrices, of_attention = load.prompt_shares
-    matrix = load.matrix_flops * of_matrices * tokens
-    # On average a token sees half of the context.
-    attention = load.attention_flops * of_attention / 2 * tokens
+    matrix, attention = load.prompt_flops
     return [
         Operation("prompt matrices", matrix, load.weights_bytes, matrix / machine.prompt_matrix, machine.read),
         Operation(

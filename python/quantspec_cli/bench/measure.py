@@ -101,9 +101,8 @@ class Bench:
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
                 samples.append(Sample(seconds, read, (before, self._bandwidth()), processed=tokens))
-        matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
         row = self._row(samples, test)
-        row["flops_per_token"] = matrix + attention
+        row["flops_per_token"] = sum(predict.prompt_flops(self._model.info, tokens, depth)) / tokens
         # Prefill is in full precision, so it does not depend on the decoding method.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
