@@ -122,6 +122,27 @@ def test_a_pdf_in_double_spacing_is_one_paragraph() -> None:
     assert text_of(pdf(lines("one", "two", "three", leading=28))) == "one\ntwo\nthree"
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        # As TeX, Word, a browser and reportlab write them.
+        (b"/F 12 Tf (of 10) Tj /F 8 Tf 27 4.4 Td (-) Tj /F 8 Tf 3 0 Td (6) Tj /F 12 Tf 4 -4.4 Td ( m) Tj", "of 10⁻⁶ m"),
+        (b"(of 10) Tj ET BT /F 8 Tf 1 0 0 1 99 704 Tm (6) Tj ET BT /F 12 Tf 1 0 0 1 104 700 Tm ( m) Tj", "of 10⁶ m"),
+        (b"(10) Tj ET q 2 0 0 -2 0 0 cm BT /F 5 Tf 1 0 0 -1 43 -352 Tm (6) Tj ET Q BT /F 12 Tf", "10⁶"),
+        (b"(of 10) Tj /F 8 Tf 4 Ts (6) Tj /F 12 Tf 0 Ts ( m) Tj", "of 10⁶ m"),
+        (b"(at 1) Tj /F 8 Tf 20 4 Td (st) Tj", "at 1st"),
+        # Not smaller, hardly higher, with a space before them, or of a line above.
+        (b"(of 10) Tj /F 12 Tf 27 4.4 Td (6) Tj", "of 106"),
+        (b"(of 10) Tj /F 8 Tf 27 1 Td (6) Tj", "of 106"),
+        (b"(of ) Tj /F 8 Tf 19 4 Td (6) Tj", "of 6"),
+        (b"(of 10) Tj /F 8 Tf 27 -4 Td (6) Tj", "of 106"),
+        (b"(10) Tj /F 8 Tf 13 14 Td (6) Tj", "10\n6"),
+    ],
+)
+def test_raised_numbers_of_a_pdf_are_superscripts(content: bytes, text: str) -> None:
+    assert text_of(pdf(b"BT /F 12 Tf 72 700 Td " + content + b" ET")) == text
+
+
 def pdf_in_unicode(words: str) -> bytes:
     """A page of one line; its glyphs are drawn in the order of these characters."""
     codes = {character: index for index, character in enumerate(dict.fromkeys(words), 1)}

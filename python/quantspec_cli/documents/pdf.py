@@ -12,12 +12,12 @@ import re
 import statistics
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .blocks import unread
+from .blocks import shifted, unread
 from .form import Form
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ _RIGHT_TO_LEFT = re.compile("[\u0590-\u065f\u066a-\u06ef\u06fa-\u08ff\ufb1d-\ufd
 _LEFT_TO_RIGHT = re.compile("[A-Za-z0-9\u0660-\u0669\u06f0-\u06f9]")
 # Factor over the page's usual line distance from which a gap separates paragraphs.
 _GAP = 1.3
+# Factors over the size of the text before a superscript: its own size is at most the first, and it is raised by more than the
+# second and less than the third.
+_SMALLER, _RAISED, _ABOVE = 0.85, 0.2, 0.7
 # A page with a page-sized picture and fewer words than this is probably a scan with a stamp.
 _SCAN_WORDS = 25
 # Messages of pypdf shown in full; the others are counted.
@@ -66,6 +69,30 @@ def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
         ) from error
     finally:
         logger.removeHandler(log)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A text as the page draws it.
+
+    Attributes:
+        text: not empty.
+        font: of a resource of the page.
+        height: of its line.
+        base: its own height, which a superscript may have above its line.
+        size: of its font.
+    """
+
+    text: str
+    font: Any
+    height: float
+    base: float
+    size: float
+
+    def is_below(self, other: _Piece) -> bool:
+        """True if the other piece may be a superscript to this one."""
+        raised = other.base - self.base
+        return other.size <= _SMALLER * self.size and _RAISED * self.size < raised < _ABOVE * self.size
 
 
 @dataclass(frozen=True)
@@ -157,17 +184,43 @@ def _is_mixed(line: str) -> bool:
 
 def _text(page: PageObject, form: Form) -> str:
     """The text of a page, followed by its filled-in form fields."""
-    pieces: list[tuple[str, Any, float]] = []
+    pieces: list[_Piece] = []
+    rise = shown = 0.0
 
-    def visit(text: str, matrix: list[float], at: list[float], font: Any, *_: object) -> None:
+    def operate(operator: bytes, operands: list[Any], *_: object) -> None:
+        nonlocal rise, shown
+        if operator == b"Ts" and operands and isinstance(operands[0], (int, float)):
+            rise = float(operands[0])
+        elif operator in {b"Tj", b"TJ", b"'", b'"'}:
+            shown = rise
+
+    def visit(text: str, matrix: list[float], at: list[float], font: Any, size: float) -> None:
         if text:
-            pieces.append((text, font, at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]))
+            scale = at[2] * matrix[1] + at[3] * matrix[3]
+            height = at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]
+            pieces.append(_Piece(text, font, height, height + scale * shown, abs(scale * size)))
 
-    whole = page.extract_text(visitor_text=visit)
+    whole = page.extract_text(visitor_operand_before=operate, visitor_text=visit)
     # The pieces give fonts and positions; if they do not contain the whole text, the text is used as it is.
-    if "".join(text for text, *_ in pieces).split() == whole.split():
-        whole = _paragraphs((_named(text, font), height) for text, font, height in pieces)
+    if "".join(piece.text for piece in pieces).split() == whole.split():
+        whole = _paragraphs(
+            _with_superscripts([replace(piece, text=_named(piece.text, piece.font)) for piece in pieces])
+        )
     return "\n".join(filter(None, [whole.strip(), *form.texts(page)]))
+
+
+def _with_superscripts(pieces: Iterable[_Piece]) -> Iterator[tuple[str, float]]:
+    """Texts and heights, with raised numbers as superscripts where they follow other text: ten to the sixth is not 106."""
+    before: _Piece | None = None
+    end = " "
+    for piece in pieces:
+        text = piece.text
+        if before is not None and before.is_below(piece):
+            text = text if end.isspace() else shifted(text, up=True)
+        elif text.strip():
+            before = piece
+        end = text[-1]
+        yield text, piece.height
 
 
 def _named(text: str, font: Any) -> str:
