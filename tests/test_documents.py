@@ -1358,7 +1358,7 @@ def test_unsupported_files_are_one_error(
         "GIF89a is a format of images.",
         "{\\rtf begins RTF.",
         "AT&TFORM 12",
-        "RIFF and WEBP files",
+        "RIFF, a WEBP file",
     ],
 )
 def test_words_that_begin_like_a_binary_file_are_text(text: str) -> None:

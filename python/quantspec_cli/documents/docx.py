@@ -239,7 +239,7 @@ class _Control:
 class _Fields:
     """The open fields, of which each shows its result and not its instruction. Fields in an instruction have results, too.
 
-    A field that does not end has no instruction, so that no text is lost.
+    A field that does not end has no instruction, and text of an earlier paragraph stays, so that no text is lost.
     """
 
     def __init__(self) -> None:
