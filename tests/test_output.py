@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -83,6 +84,19 @@ def test_the_first_open_answer_streams_and_the_others_wait() -> None:
     answers.push(0, "A2")
     answers.end(0)
     assert page.text == "==> a <==\nA1A2\n\n==> b <==\nB1\n"
+
+
+def test_a_heading_comes_with_the_first_text() -> None:
+    """Not before: a prompt takes minutes, and Ctrl-C would leave the heading alone."""
+    page = Page()
+    answers = Answers(page, ["a", "b", "c"])
+    answers.push(0, "")
+    assert page.text == ""
+    answers.push(0, "A")
+    answers.end(0)
+    assert page.text == "==> a <==\nA\n"
+    answers.end(1)
+    assert page.text == "==> a <==\nA\n\n==> b <==\n"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text("xy\n", max_size=3)), max_size=30), st.permutations([0, 1, 2]))
@@ -338,9 +352,29 @@ def test_names_of_files_cannot_move_the_cursor(fake: type, quantspec: Run, tmp_p
     assert quantspec("run", "-p", str(path), "-n", "3", "--json").json["results"][0]["prompt"] == str(path)
 
 
-def test_an_answer_that_cannot_be_written_is_one_document(fake: type, quantspec: Run) -> None:
-    outcome = quantspec("run", "--text", "x", "-n", "3", "--json", "-o", "/dev/full")
-    assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io")
+def test_a_file_that_cannot_be_written_costs_no_answer_of_the_document(
+    fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run", "--text", "x", "--text", "y", "-n", "30", "--json"]
+    whole = quantspec(*command).json
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = [quantspec(*command, "-o", place) for place in ("/dev/full", f"/dev/fd/{writer}")]
+    os.close(writer)
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    found.append(quantspec(*command, "-o", str(path)))
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["out.txt"])
+    for outcome in found:
+        document = outcome.json
+        assert (outcome.code, document.pop("error")["kind"]) == (1, "io")
+        assert document["results"] == whole["results"]
+        assert (document.keys(), document["stats"].keys()) == (whole.keys(), whole["stats"].keys())
 
 
 def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: Run, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import stat
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO, TypeVar
 
@@ -16,7 +17,7 @@ from .errors import EXIT_DONE, FileError, QuantspecError, UsageError, reason
 from .signals import SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 Item = TypeVar("Item")
@@ -199,6 +200,35 @@ class AtomicFile:
             ) from error
 
 
+class Copy:
+    """A file with results that a document or stream has, too: its errors wait until the file is complete."""
+
+    def __init__(self, file: AtomicFile) -> None:
+        self._file = file
+        self._failure: FileError | None = None
+
+    def write(self, text: str) -> None:
+        """Adds text, unless the file has failed."""
+        self._attempt(partial(self._file.write, text))
+
+    def complete(self) -> FileError | None:
+        """Puts the file into its place; or leaves the place as it was, and returns the first error."""
+        self._attempt(self._file.commit)
+        if self._failure is not None:
+            self._file.discard()
+        return self._failure
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            step()
+        except FileError as error:
+            self._failure = error
+        except BrokenPipeError:
+            self._failure = FileError("the file is a pipe that nobody reads", "name a file")
+
+
 @contextlib.contextmanager
 def opened(path: str | None, inputs: Iterable[str | None]) -> Iterator[AtomicFile | None]:
     """The file of `--output` while the body runs, None if there is none. Refuses to overwrite an input: a prompt, a schema, a
@@ -216,8 +246,8 @@ def opened(path: str | None, inputs: Iterable[str | None]) -> Iterator[AtomicFil
 class Answers:
     """Writes the answers of several prompts in their order: the first unfinished one as it grows, later ones whole.
 
-    Several answers have headings, as `head` prints for several files; `headings` gives one to a single answer, too. Every
-    answer ends with a line break.
+    Several answers have headings, as `head` prints for several files; `headings` gives one to a single answer, too. A
+    heading is written with the answer's first text, or at the end of an empty answer. Every answer ends with a line break.
     """
 
     def __init__(self, sink: Sink, names: Sequence[str], *, headings: bool = False) -> None:
@@ -228,6 +258,7 @@ class Answers:
         self._given = [0] * len(names)
         self._ended = [False] * len(names)
         self._open = -1
+        self._heading = ""
         self._at_line_start = True
         self._next()
 
@@ -235,10 +266,10 @@ class Answers:
         """Text of one answer."""
         # Counted before the write: a signal during the write must not cause a second one.
         self._given[index] += len(text)
-        if index == self._open:
-            self._write(text)
-        else:
+        if index != self._open:
             self._waiting[index] += text
+        elif text:
+            self._write(text)
 
     def push_rest(self, index: int, whole: str) -> None:
         """Writes the rest of one answer: a signal may arrive between a piece and its `push`."""
@@ -248,8 +279,7 @@ class Answers:
         """An answer is complete."""
         self._ended[index] = True
         while self._open < len(self._names) and self._ended[self._open]:
-            if not self._at_line_start:
-                self._write("\n")
+            self._write("" if self._at_line_start else "\n")
             self._next()
 
     def close(self) -> None:
@@ -261,10 +291,13 @@ class Answers:
         self._open += 1
         if self._open < len(self._names):
             if self._headings:
-                self._write(("" if self._open == 0 else "\n") + f"==> {self._names[self._open]} <==\n")
-            self._write(self._waiting[self._open])
+                self._heading = ("" if self._open == 0 else "\n") + f"==> {self._names[self._open]} <==\n"
+            if self._waiting[self._open]:
+                self._write(self._waiting[self._open])
 
     def _write(self, text: str) -> None:
+        """Writes text after the answer's heading, if that is not written yet."""
+        text, self._heading = self._heading + text, ""
         if text:
             # Set first: Ctrl-C often arrives during the write, when the text has just appeared.
             self._at_line_start = text.endswith("\n")

@@ -99,10 +99,14 @@ def _run(
             render.note_of_weights(engine_options.weights, model, engine.info)
             render.note_of_emulation([engine_options.method])
 
-        sink: output.Sink = file or (stdout if stdout is not None and not arguments.as_json else output.NullSink())
+        # The document of `--json` has the answers even if the file fails.
+        copy = output.Copy(file) if file is not None and arguments.as_json else None
+        printed = None if arguments.as_json else stdout
+        sink: output.Sink = copy or file or printed or output.NullSink()
         shown = [one_line(document.name) for document in documents if document.error is None]
         answers = output.Answers(sink, shown, headings=len(documents) > 1)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=arguments.quiet)
+        unwritten = None if copy is None else copy.complete()
     if failure is None and not arguments.quiet:
         render.note_of_prompts(engine)
     # The file is complete first, so that errors of other output cannot lose the answer.
@@ -110,6 +114,9 @@ def _run(
     if failure is not None:
         failure.kept = {"results": results(model, documents, generations)}
         raise failure
+    if unwritten is not None:
+        unwritten.kept = report(engine, options, documents, generations)
+        raise unwritten
     code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
     if arguments.as_json:
         return output.Done(code, report(engine, options, documents, generations))

@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from .. import output
-from ..errors import FileError, QuantspecError, UsageError
+from ..errors import FileError, UsageError
 from .benchmark import bench
 from .documents import batch
 from .evaluation import evaluation
@@ -21,18 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["batch", "bench", "evaluation", "opened", "written"]
 
 
-def written(page: output.AtomicFile, text: str) -> QuantspecError | None:
+def written(page: output.AtomicFile, text: str) -> FileError | None:
     """Completes the page. An error is returned, so that the caller can show its results before it raises the error."""
-    try:
-        page.write(text)
-        page.commit()
-    except QuantspecError as error:
-        page.discard()
-        return error
-    except BrokenPipeError:
-        page.discard()
-        return FileError("the report is a pipe that nobody reads", "name a file")
-    return None
+    copy = output.Copy(page)
+    copy.write(text)
+    return copy.complete()
 
 
 @contextlib.contextmanager
