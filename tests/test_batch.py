@@ -18,7 +18,7 @@ from typing import Any
 import fake_native
 import pypdf
 import pytest
-from conftest import Outcome, answers, lines, rest_of
+from conftest import Outcome, answers, chat_model, ids_of, lines, rest_of
 
 from quantspec_cli import batch, batch_reader, engine, fingerprint, journal
 
@@ -57,6 +57,29 @@ def test_cut_answers_are_counted(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert quantspec(*command, "--ignore-eos").stderr.endswith(f"1 answer was {note}")
     fake.answer = [17, 2]
     assert "(-n)" not in quantspec(*command).stderr
+
+
+def test_an_empty_answer_is_done_with_a_warning(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", "{% for m in messages %}{{ m.content }}{% endfor %}<think>")
+    command = ["batch", str(docs / "a.txt"), "-m", model, "--instruction", "Sum up."]
+
+    def warning(*flags: str) -> str:
+        """Of the run, and of the next one, which skips the document."""
+        out = tmp_path / flags[-1]
+        for _ in range(2):
+            outcome = quantspec(*command, "--out", str(out), *flags)
+            (result,) = lines(out)
+            (words,) = result["warnings"]
+            assert (outcome.code, result["status"], answers(out)) == (0, "done", {"a.txt.md": b""})
+            assert outcome.stderr.count(f"warning: a.txt: {words}\n") == 1
+        return str(words)
+
+    fake.answer = ids_of("A thought without an end.")
+    assert warning("-n", "3") == "the answer is empty: it was cut inside its thinking block (raise -n or -c)"
+    fake.answer = ids_of("Hm.</think>END of it")
+    assert warning("--stop", "END") == "the answer is empty: it begins with a stop string"
+    fake.answer = [2]
+    assert warning("--seed", "1") == "the answer is empty"
 
 
 def test_one_of_a_thing_is_singular(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

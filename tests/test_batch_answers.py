@@ -180,6 +180,7 @@ def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, 
     command = ["batch", str(docs), "--out", str(out), "--json"]
     quantspec(*command, "-n", "3")
     (out / "b.md.md").write_text("corrected by hand")
+    assert "quantspec changed: 2\n" in quantspec(*command[:-1], "-n", "6").stderr
     for flags in (["-n", "4"], ["-n", "5"]):
         report = quantspec(*command, *flags).json
         assert (report["done"], report["failed"]) == (2, 1)
@@ -351,6 +352,7 @@ def test_documents_of_equal_name_in_two_folders(fake: Any, quantspec: Run, tmp_p
         (tmp_path / year / "lease.txt").write_text(f"The lease of {year}.")
     command = ["batch", "--out", str(tmp_path / "out"), "-n", "3", "--json"]
     assert quantspec(*command, str(tmp_path / "2023")).json["done"] == 1
+    assert "to repeat" not in quantspec(*command[:-1], str(tmp_path / "2024")).stderr
     answer = (tmp_path / "out/lease.txt.md").read_bytes()
     for _ in range(2):
         (result,) = quantspec(*command, str(tmp_path / "2024")).json["results"]

@@ -150,18 +150,11 @@ class Run:
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
         """Decodes the pending documents and reports on all."""
         arguments, workload = self.arguments, self.workload
-        quiet = arguments.quiet
-        if not quiet:
+        if not arguments.quiet:
             for name in workload.edited:
                 render.note(
                     f"warning: the answer to {one_line(name)} was changed after it was written; it stays as it is"
                 )
-            if workload.again:
-                render.note(
-                    f"to repeat, as the document, the model, the options or quantspec changed: {workload.again}"
-                )
-            if workload.missing:
-                render.note(f"to repeat, as the answer was deleted or moved: {workload.missing}")
         started = time.perf_counter()
         todo = {job.source.name: job.output for job in workload.todo}
         finished = {source.name: "done" for source in workload.skipped}
@@ -171,6 +164,8 @@ class Run:
         # Opened during the count: creating a GPU's context takes as long as counting some hundred thousand tokens.
         opening = Opening(self.reader.model, engine_options) if workload.todo and arguments.ray is None else None
         ready = self._examined(opening)
+        if not arguments.quiet:
+            self._note_of_repeated(ready)
         self._count_s = time.perf_counter() - started
         engine: Engine | Cluster | None = None
         interrupted, failure = False, None
@@ -191,6 +186,14 @@ class Run:
         finally:
             if engine is not None:
                 engine.close()
+
+    def _note_of_repeated(self, ready: Sequence[Job]) -> None:
+        """Notes how many of the documents have an earlier answer, and why that is not enough."""
+        names = {job.source.name for job in ready}
+        if again := len(names & self.workload.again):
+            render.note(f"to repeat, as the document, the model, the options or quantspec changed: {again}")
+        if missing := len(names & self.workload.missing):
+            render.note(f"to repeat, as the answer was deleted or moved: {missing}")
 
     def _opened(
         self, engine_options: EngineOptions, opening: Opening | None, ready: Sequence[Job]

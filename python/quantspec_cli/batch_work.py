@@ -131,8 +131,8 @@ class Workload:
     Attributes:
         taken: places of answers, by name, to skipped documents of which the last result is another one: an answer at the
             place of another --suffix, or a failure of a run with other options or without the document.
-        again: number of documents to repeat because of a change.
-        missing: number of documents to repeat because their answers are missing.
+        again: names of pending documents that have changed, or whose model, options or version have.
+        missing: names of pending documents whose answers are missing.
         edited: documents whose answers were changed after they were written.
         foreign: names of pending documents whose output is a file that the batch did not write; it is not replaced.
     """
@@ -141,8 +141,8 @@ class Workload:
     skipped: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
     taken: dict[str, str] = field(default_factory=dict)
-    again: int = 0
-    missing: int = 0
+    again: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
     edited: list[str] = field(default_factory=list)
     foreign: set[str] = field(default_factory=set)
 
@@ -176,8 +176,7 @@ def find_work(
                     workload.failed.append(source)
                     continue
                 if row.status == "done":
-                    workload.missing += missing
-                    workload.again += not missing
+                    (workload.missing if missing else workload.again).add(source.name)
             if arguments.resume and answer is not None and (other := _other_document(answer, job)) is not None:
                 job.source = replace(source, problem=other)
             workload.todo.append(job)

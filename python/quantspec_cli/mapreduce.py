@@ -52,11 +52,24 @@ class Call:
             yield from part.tree()
 
     def warnings(self) -> Iterator[str]:
-        """Names the parts of the document that had no influence on this answer, because a partial answer is empty."""
+        """Names the parts of the document that had no influence on this answer, because a partial answer is empty. Says if
+        the answer itself is empty.
+        """
         parts = [without for call in self.parts for without in call._without_text()]
         if empty := [number for number, without in enumerate(parts, 1) if without]:
             some, have = ("part", "has an empty answer") if len(empty) == 1 else ("parts", "have empty answers")
             yield f"{some} {_ranges(empty)} of {len(parts)} {have}"
+        if not self.text:
+            yield f"the answer is empty{self._why_empty()}"
+
+    def _why_empty(self) -> str:
+        match self.generation.stop_reason:
+            case "length" if self.generation.thinking is not None:
+                return ": it was cut inside its thinking block (raise -n or -c)"
+            case "stop":
+                return ": it begins with a stop string"
+            case _:
+                return ""
 
     def _without_text(self) -> Iterator[bool]:
         """For each part of the document that this call depends on: True if its answer, or one made from it, is empty."""
