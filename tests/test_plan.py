@@ -235,8 +235,9 @@ def test_a_context_beyond_the_models_is_exit_3_with_the_longest(quantspec: Run) 
     assert outcome.code == 3, outcome
     assert f"the model's context of {most}" in outcome.json["error"]["message"]
     assert outcome.json["longest_context"] == most
-    # The memory is not what is missing.
-    assert "cpu: fits" in quantspec("plan", "-c", str(most + 1), "--device", "cpu").stdout
+    text = quantspec("plan", "-c", str(most + 1), "--device", "cpu").stdout
+    assert f"context     {most + 1:,} tokens, more than the model's {most:,}; longest that fits {most:,}\n" in text
+    assert re.search(r"memory  .* on cpu\n", text), "the memory is not what is missing, but the plan does not fit"
 
 
 def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import files, output, render
 from .bench import tables
-from .errors import InputError, one_line
+from .errors import InputError, InterruptedByUserError, one_line
 from .options import shown
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ def read(name: str) -> list[dict[str, Any]]:
         ) from error
     if not found:
         raise InputError(f"{name} holds no rows", "give a file that bench wrote", option="compare")
+    if isinstance(found[0], dict) and "error" in found[0]:
+        ended = "was interrupted" if _is_interruption(found[0]["error"]) else "ended with an error"
+        raise InputError(f"{name} has no finished rows (the run {ended})", "run bench again", option="compare")
     return [_checked(name, number, row) for number, row in enumerate(found, 1)]
 
 
@@ -111,6 +114,10 @@ def _parsed(text: str) -> list[Any]:
     if isinstance(document, dict) and isinstance(document.get("results"), list):
         document = document["results"]
     return document if isinstance(document, list) else [document]
+
+
+def _is_interruption(error: Any) -> bool:
+    return isinstance(error, dict) and error.get("kind") == InterruptedByUserError.kind
 
 
 def _checked(name: str, number: int, row: Any) -> dict[str, Any]:

@@ -295,15 +295,18 @@ def _shortest_context(found: Mapping[str, Any]) -> tuple[int, str]:
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The plan for people."""
     each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
+    most, shortest = _shortest_context(found)
+    exceeds = found["context"] > most
     # A context that the model does not have may fit into memory.
-    exceeds = found["context"] > _shortest_context(found)[0]
-    held = found["planned_bytes"] <= found["available_bytes"] if exceeds else found["fits"]
+    lacking = found["planned_bytes"] > found["available_bytes"] if exceeds else not found["fits"]
+    fits = ": does not fit" if lacking else "" if exceeds else ": fits"
+    beyond = f", more than the {shortest.replace('_', ' ')}'s {most:,}" if exceeds else ""
     report = [
         f"model       {one_line(found['model'])}: {_weights(found['weights'])}{render.size(found['weights_bytes'])}, "
         f"{'draft model' if 'draft_model' in found else 'draft weights'} {render.size(found['draft_weights_bytes'])}",
         f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
-        f"{found['device']}: {'fits' if held else 'does not fit'}",
-        f"context     {found['context']:,} tokens{each}; longest that fits {found['longest_context']:,}",
+        f"{found['device']}{fits}",
+        f"context     {found['context']:,} tokens{each}{beyond}; longest that fits {found['longest_context']:,}",
         f"batch       {found['batch']}; largest that fits {found['largest_batch']}",
         f"cache       {found['kv_target']}, {render.size(round(found['cache_bytes_per_token']))} per token",
     ]
