@@ -51,7 +51,7 @@ def test_flags_that_differ_between_commands_are_not_shared(
     quantspec("eval", "-p", "nosuch").assert_error(1, "nosuch does not exist")
     assert quantspec("plan", "--json").json["batch"] == 1
     file.write_text('[eval]\ndraft-pages = "many"\n[plan]\nbatch = 2\n')
-    quantspec("eval", "-p", "nosuch").assert_error(2, "--draft-pages has 'many'", f"draft-pages in {file}")
+    quantspec("eval", "-p", "nosuch").assert_error(2, "--draft-pages has 'many'", f"eval.draft-pages in {file}")
     assert quantspec("plan", "--json").json["batch"] == 2
 
 
@@ -62,6 +62,8 @@ def test_a_refused_value_names_its_source(
     see = "see quantspec run --help"
     file.write_text('gamma = "many"\n')
     assert quantspec(*command).stderr.endswith(f"\nhint: it is from gamma in {file}; {see}\n")
+    file.write_text('gamma = 3\n[run]\ngamma = "many"\n')
+    assert quantspec(*command).stderr.endswith(f"\nhint: it is from run.gamma in {file}; {see}\n")
     monkeypatch.setenv("QUANTSPEC_GAMMA", "lots")
     refused = quantspec(*command)
     assert refused.code == 2
@@ -106,7 +108,7 @@ def test_an_error_names_the_flag_and_where_its_value_is_from(
     text = ["--text", "x"] if command == "run" else []
     file.write_text(f"[{command}]\n{key} = {value!r}\n")
     said = quantspec(command, *text).stderr
-    assert said.startswith(f"error: {refused}\nhint: it is from {key} in {file}; "), said
+    assert said.startswith(f"error: {refused}\nhint: it is from {command}.{key} in {file}; "), said
     hint = said.partition("; ")[2]
     if value != "":  # an empty variable counts as unset
         monkeypatch.setenv(variable, str(value))

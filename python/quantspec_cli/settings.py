@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import ChainMap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,9 @@ def threads() -> int | None:
 
 
 def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
-    """The file as click's default map: command name to parameter name to value. Empty without a file."""
+    """The file as click's default map: command name to parameter name to value. Empty without a file. The first map of a
+    command has the keys of its table, the second those at the top.
+    """
     if file == "":
         raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
     path = _path(file)
@@ -106,14 +109,14 @@ def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict
     table = _read(path)
     sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
     known = {name: _settable(command) for name, command in commands.items()}
-    defaults: dict[str, Any] = {name: {} for name in commands}
+    defaults: dict[str, Any] = {name: ChainMap({}, {}) for name in commands}
     _refuse_twice(path, "", table)
     for key, value in table.items():
         users = [name for name in commands if _shared(known[name].get(_parameter(key)))]
         if not users or isinstance(value, dict):
             raise _unknown(path, key, set().union(*map(set, known.values())) | set(commands))
         for name in users:
-            defaults[name][_parameter(key)] = _checked(path, key, value, known[name][_parameter(key)])
+            defaults[name].maps[1][_parameter(key)] = _checked(path, key, value, known[name][_parameter(key)])
     for name, section in sections.items():
         _refuse_twice(path, f"{name}.", section)
         for key, value in section.items():
@@ -133,14 +136,16 @@ def is_in_use(path: str, ctx: click.Context) -> bool:
     return files.is_file(used) and os.path.realpath(path) == os.path.realpath(used)
 
 
-def origin(ctx: click.Context, parameter: click.Parameter) -> str:
-    """The start of a hint: the source of a refused value that is not from the command line."""
+def origin(ctx: click.Context, parameter: click.Parameter, what: str = "it") -> str:
+    """The start of a hint: the source of a value, `what`, that is not from the command line."""
     name = parameter.name or ""
     match ctx.get_parameter_source(name):
         case ParameterSource.ENVIRONMENT:
-            return f"it is from {parameter.envvar or f'{ctx.auto_envvar_prefix}_{name.upper()}'}; "
+            return f"{what} is from {parameter.envvar or f'{ctx.auto_envvar_prefix}_{name.upper()}'}; "
         case ParameterSource.DEFAULT_MAP:
-            return f"it is from {name.replace('_', '-')} in {_path(ctx.find_root().params['config'])}; "
+            in_table = isinstance(ctx.default_map, ChainMap) and name in ctx.default_map.maps[0]
+            key = f"{ctx.info_name}." * in_table + name.replace("_", "-")
+            return f"{what} is from {key} in {_path(ctx.find_root().params['config'])}; "
         case _:
             return ""
 
