@@ -165,7 +165,7 @@ def test_a_default_length_is_that_of_each_document(fake: Any, quantspec: Run, do
 def test_memory_of_workers_is_no_failure_of_a_document() -> None:
     """A prompt beyond the memory of a Ray cluster is refused as such, so that a later run tries it again."""
     arguments: Any = SimpleNamespace(
-        dry_run=False, long="refuse", instruction=None, system_prompt=None, template_args={}
+        dry_run=False, long="refuse", instruction=None, system_prompt=None, template_args={}, context_from=""
     )
     reader = batch_reader.Reader(Model.open(), arguments, GenerateOptions(max_new_tokens=8), 131_072)
     reader.limit(4096, 50_000)

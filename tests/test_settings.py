@@ -264,6 +264,33 @@ def test_an_impossible_path_has_no_settings(
     assert quantspec("run", "--text", "x", "-n", "2").code == 0
 
 
+def test_a_prompt_beyond_the_context_names_its_source(
+    fake: Any, quantspec: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The second has so many characters that it is not encoded.
+    for name, text in (("long", "word " * 500), ("longer", "word " * 50_000), ("short", "word")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    names = [str(tmp_path / f"{name}.txt") for name in ("long", "longer", "short")]
+    run, batch = ("run", *names, "-n", "2"), ("batch", *names, "--out", str(tmp_path / "out"), "-n", "2", "--dry-run")
+
+    def hints(*flags: str) -> list[str]:
+        found = [result["error"]["hint"] for result in quantspec(*run, *flags, "--json").json["results"][:2]]
+        found += [result["error"]["hint"] for result in quantspec(*batch, *flags, "--json").json["results"][:2]]
+        return found
+
+    file.write_text("")
+    plain = hints("-c", "300")
+    file.write_text("[run]\nctx-size = 300\n[batch]\nctx-size = 300\n")
+    keys = ["run.ctx-size"] * 2 + ["batch.ctx-size"] * 2
+    assert hints() == [f"the context is from {key} in {file}; {hint}" for key, hint in zip(keys, plain, strict=True)]
+    monkeypatch.setenv("QUANTSPEC_CTX_SIZE", "300")
+    assert hints() == [f"the context is from QUANTSPEC_CTX_SIZE; {hint}" for hint in plain]
+    assert hints("-c", "300") == plain
+    # Not where the model's own context is too short.
+    monkeypatch.setenv("QUANTSPEC_CTX_SIZE", "0")
+    quantspec("run", "--text", "x", "-n", "1000000").assert_error(3, "hint: ask for at most ")
+
+
 def test_a_variable_holds_one_stop_string(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "one horse, two horses, then two zebras and more"
     inner = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -39,6 +39,7 @@ class Arguments:
         suffix: of an answer's file name, after the document's whole name.
         template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
+        context_from: start of a hint that names the variable or setting of `ctx_size`.
         schema: file of the JSON schema.
         long: treatment of a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
@@ -58,6 +59,7 @@ class Arguments:
     template_args: Mapping[str, Any]
     unset: Container[str]
     ctx_size: int
+    context_from: str
     schema: str | None
     long: str
     parallel: int | None

@@ -17,6 +17,7 @@ from .slots import BeyondMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from .batch import Arguments
     from .batch_work import Job
@@ -145,15 +146,19 @@ class Reader:
         return self.model.encoded([self._written(name, text)])[0]
 
     def _written(self, name: str, text: str) -> Written:
-        return self.model.written(
-            text,
-            instruction=self._arguments.instruction,
-            system_prompt=self._arguments.system_prompt,
-            template_args=self._arguments.template_args,
-            name=name,
-            # A text that may be split is counted at any length. `check` judges memory.
-            context=len(text) + 1 if self.may_split else self._whole_context,
-        )
+        with self._naming_context():
+            return self.model.written(
+                text,
+                instruction=self._arguments.instruction,
+                system_prompt=self._arguments.system_prompt,
+                template_args=self._arguments.template_args,
+                name=name,
+                # A text that may be split is counted at any length. `check` judges memory.
+                context=len(text) + 1 if self.may_split else self._whole_context,
+            )
+
+    def _naming_context(self) -> AbstractContextManager[None]:
+        return self.model.naming_context(self._whole_context, self._arguments.context_from)
 
     def tokens(self, name: str, text: str) -> int:
         """Tokens of a text's prompt."""
@@ -176,7 +181,8 @@ class Reader:
         if (beyond := self.beyond_memory(prompt.name, len(prompt.ids))) is not None:
             raise beyond
         try:
-            self.model.check_fits(prompt, self.new_tokens(len(prompt.ids)), self.context)
+            with self._naming_context():
+                self.model.check_fits(prompt, self.new_tokens(len(prompt.ids)), self.context)
         except DoesNotFitError as error:
             error.hint += ", or use --long map-reduce"
             raise

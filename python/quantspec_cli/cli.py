@@ -214,7 +214,13 @@ def run(
     from .run import run as execute
 
     arguments = Arguments(
-        prompts=documents + prompt, texts=text, output=output, template_args=template_args, unset=_unset(ctx), **flags
+        prompts=documents + prompt,
+        texts=text,
+        output=output,
+        template_args=template_args,
+        unset=_unset(ctx),
+        context_from=_context_from(ctx),
+        **flags,
     )
     return execute(arguments, engine_options, generate_options)
 
@@ -282,7 +288,13 @@ def batch(
     from .batch import batch as execute
 
     at_once = None if isinstance(parallel, str) else parallel
-    arguments = Arguments(parallel=at_once, template_args=template_args, unset=_unset(ctx), **flags)
+    arguments = Arguments(
+        parallel=at_once,
+        template_args=template_args,
+        unset=_unset(ctx),
+        context_from=_context_from(ctx),
+        **flags,
+    )
     return execute(arguments, engine_options, generate_options)
 
 
@@ -303,6 +315,12 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
 def _unset(ctx: click.Context) -> frozenset[str]:
     """Parameters at their defaults: no flag, variable or setting gave them."""
     return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT)
+
+
+def _context_from(ctx: click.Context) -> str:
+    """The start of a hint about a prompt beyond the context: the source of --ctx-size if no flag gave it."""
+    (parameter,) = (parameter for parameter in ctx.command.params if parameter.name == "ctx_size")
+    return settings.origin(ctx, parameter, "the context")
 
 
 def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:

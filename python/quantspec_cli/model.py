@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +17,7 @@ from .text import Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from . import _native
@@ -318,6 +319,16 @@ class Model:
             f"{prompt.name} and its answer need {needed} tokens ({length} + {max_new_tokens}); the context is {context}",
             " or ".join(hints) or "choose a model with a longer context",
         )
+
+    @contextmanager
+    def naming_context(self, context: int, source: str) -> Iterator[None]:
+        """Begins the hint of an error about a context below the model's with its source."""
+        try:
+            yield
+        except DoesNotFitError as error:
+            if context < self.context:
+                error.hint = source + error.hint
+            raise
 
     def resolve_context(self, wanted: int | None) -> int:
         """A context in tokens: the requested one (None or 0: the model's), checked against the model's."""

@@ -45,6 +45,7 @@ class Arguments:
     Attributes:
         template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
+        context_from: start of a hint that names the variable or setting of `ctx_size`.
         schema: file of the JSON schema.
     """
 
@@ -59,6 +60,7 @@ class Arguments:
     unset: Container[str]
     output: str | None
     ctx_size: int
+    context_from: str
     schema: str | None
     prompt_cache: str | None
     as_json: bool
@@ -170,15 +172,16 @@ def _encoded(
     encoded: list[Prompt] = []
 
     def encode(document: Document) -> Document:
-        prompt = model.prompt(
-            document.text,
-            instruction=arguments.instruction,
-            system_prompt=arguments.system_prompt,
-            template_args=arguments.template_args,
-            name=document.name,
-            context=limit,
-        )
-        model.check_fits(prompt, least, limit)
+        with model.naming_context(limit, arguments.context_from):
+            prompt = model.prompt(
+                document.text,
+                instruction=arguments.instruction,
+                system_prompt=arguments.system_prompt,
+                template_args=arguments.template_args,
+                name=document.name,
+                context=limit,
+            )
+            model.check_fits(prompt, least, limit)
         encoded.append(prompt)
         return document
 
