@@ -362,6 +362,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     quantspec("batch", *out).assert_error(2, "no document")
     quantspec("batch", str(docs)).assert_error(2, "--out")
     quantspec("batch", str(docs), "--out", "").assert_error(2, "--out")
+    quantspec("batch", "-", *out).assert_error(2, "batch takes no standard input", "list.jsonl", "quantspec run -")
     quantspec("batch", str(docs), "--out", str(docs)).assert_error(2, "also a directory of documents")
     quantspec("batch", str(tmp_path / "absent"), *out).assert_error(1, "does not exist")
     quantspec("batch", str(docs / "*.nothing"), *out).assert_error(1, "no file matches")

@@ -374,6 +374,25 @@ def test_flags_of_sampled_text_are_noted_if_text_is_greedy(fake: Any, quantspec:
         assert "no effect" not in quantspec(*command, *flags).stderr
 
 
+def test_settings_of_drafts_without_effect_are_noted(fake: Any, quantspec: Run, document: Path, tmp_path: Path) -> None:
+    run, batch = ["run", "--text", "D", "-n", "2"], ["batch", str(document), "-n", "2", "--out"]
+    greedy = "no effect: --accept rejection, as temperature 0 is greedy; --temperature 1 samples\n"
+    undrafted = "no effect: --draft-pages, as gamma 0 drafts nothing\n"
+    for number, (flags, note) in enumerate(
+        [(["--accept", "rejection"], greedy), (["--gamma", "0", "--draft-pages", "8"], undrafted)]
+    ):
+        assert note in quantspec(*run, *flags).stderr
+        assert note in quantspec(*batch, str(tmp_path / f"out{number}"), *flags).stderr
+        assert "no effect" not in quantspec(*run, *flags, "-q").stderr
+    for flags in (
+        ["--accept", "rejection", "--temperature", "1"],
+        ["--accept", "rejection", "--method", "ar"],
+        ["--gamma", "0"],
+        ["--gamma", "1", "--draft-pages", "8"],
+    ):
+        assert "no effect" not in quantspec(*run, *flags).stderr
+
+
 def test_stop_strings_follow_the_checkpoint(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     fake.answer = [*ids_of("Yes.\nUser: more"), 2]
     model = chat_model(tmp_path / "m", TURNS, {"stop_strings": ["\nUser:"], "bad_words_ids": [[7]]})

@@ -53,6 +53,10 @@ def test_a_file_that_is_not_text_is_one_error(
 
 def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp_path: Path) -> None:
     quantspec("run", "--prompt", str(tmp_path / "nothing.txt")).assert_error(1, "does not exist", "--text")
+    (tmp_path / "link").symlink_to("nowhere")
+    quantspec("run", str(tmp_path / "link")).assert_error(
+        1, "link is a link to nowhere, which does not exist", "restore"
+    )
     quantspec("run", "--prompt", str(tmp_path)).assert_error(1, "is a directory", "quantspec batch")
     quantspec("run", "--prompt", "a\0b").assert_error(1, "cannot be read")
     for command in ("run", "eval", "bench"):
@@ -81,6 +85,13 @@ def test_half_a_pair_on_the_command_line_is_one_error(fake: object, quantspec: R
         prompts.read_all([], ["a\udcff"])
     for flag in ("--instruction", "--system-prompt", "--stop"):
         quantspec("run", "--text", "x", flag, "caf\udce9").assert_error(1, "not UTF-8", "character 3")
+
+
+def test_half_a_pair_in_an_escape_is_one_error(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    listed = tmp_path / "list.jsonl"
+    listed.write_text('{"id": "a", "text": "x \\ud800"}')
+    outcome = quantspec("batch", str(listed), "--out", str(tmp_path / "out"))
+    outcome.assert_error(1, "character 2 is half of a pair", "hint: correct \\ud800, half of a surrogate pair")
 
 
 def test_a_stream_without_end_is_refused(fake: object, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,11 @@ def _with_defaults(arguments: Arguments, options: GenerateOptions, model: Model,
 
 def _check(arguments: Arguments, options: GenerateOptions) -> None:
     prompts.check_arguments(arguments.instruction, arguments.system_prompt, options.stop)
+    if prompts.STDIN in arguments.paths and not Path(prompts.STDIN).exists():
+        raise UsageError(
+            "batch takes no standard input",
+            "name documents, or a list.jsonl with their texts; quantspec run - answers standard input",
+        )
     if not arguments.out:
         raise UsageError("the name of the output folder is empty", "name a folder after --out", option="out")
     if (

@@ -632,4 +632,5 @@ def _engine(arguments: Arguments, engine_options: EngineOptions, reader: Reader,
         render.note_of_drafts(engine.info)
         render.note_of_weights(engine_options.weights, reader.model, engine.info)
         render.note_of_emulation([engine_options.method])
+        render.note_of_idle(engine_options, reader.options.temperature)
     return engine

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import render, settings
+from . import hub, render, settings
 from .engine import check_folder
 from .errors import FileError, UsageError, native_errors, one_line, reason
 from .output import Done, Stdout
@@ -74,7 +74,7 @@ def listing(folder: Path, kind: Kind = DRAFTS) -> dict[str, Any]:
     entries = [
         {
             "path": str(path),
-            "model": None if model is None else str(model),
+            "model": None if model is None else hub.DEMO if Path(model) == hub.demo() else str(model),
             "bytes": size,
             "used": datetime.fromtimestamp(min(used, LATEST_S)).astimezone().isoformat(timespec="seconds"),
         }

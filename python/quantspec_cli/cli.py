@@ -352,7 +352,10 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT, short_help="List draft weights and prompts on disk.")
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the listed files; they are recreated when needed."
+    "--clear",
+    is_flag=True,
+    allow_from_autoenv=False,
+    help="Remove the listed files: draft weights, and with --prompt-cache also prompts. They are recreated when needed.",
 )
 @prompt_cache_flag("Also list the prompts in this folder.")
 @json_flag

@@ -32,14 +32,19 @@ def status(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def _refuse_link(path: str | os.PathLike[str]) -> None:
+    if (to := target(path)) is not None:
+        raise FileError(
+            f"{os.fspath(path)} is a link to {to}, which does not exist",
+            "restore that file or remove the link; a model of the hub can be downloaded again",
+        )
+
+
+def target(path: str | os.PathLike[str]) -> str | None:
+    """The path in a link; None if this is no link."""
     try:
-        target = os.readlink(path)  # noqa: PTH115
+        return os.fspath(os.readlink(path))  # noqa: PTH115
     except OSError:
-        return
-    raise FileError(
-        f"{os.fspath(path)} is a link to {os.fspath(target)}, which does not exist",
-        "restore that file or remove the link; a model of the hub can be downloaded again",
-    )
+        return None
 
 
 def is_file(path: Path) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import documents
+from . import documents, files
 from .errors import DoesNotFitError, InputError, QuantspecError, UsageError, reason
 from .options import shown
 
@@ -107,6 +107,11 @@ def read(path: str, absent: str = "check the path") -> Document:
         with Path(path).open("rb") as file:
             raw = read_whole(path, file, text_only=True)
     except FileNotFoundError as error:
+        if (target := files.target(path)) is not None:
+            raise InputError(
+                f"prompt file {path} is a link to {target}, which does not exist",
+                "restore that file, or name the document itself",
+            ) from error
         raise InputError(f"prompt file {path} does not exist", absent) from error
     except IsADirectoryError as error:
         raise InputError(
@@ -170,12 +175,14 @@ def _refuse_binary(name: str, raw: bytes) -> None:
         )
 
 
-def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
-    """Refuses text with lone surrogates, which stand for invalid UTF-8 bytes of a command line."""
+def check_utf8(name: str, text: str, hint: str | None = None) -> None:
+    """Refuses text with lone surrogates. Some stand for invalid UTF-8 bytes of a command line, the others are of escapes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
+        code = ord(text[error.start])
+        usual = _CONVERT if 0xDC80 <= code <= 0xDCFF else f"correct \\u{code:04x}, half of a surrogate pair"
+        raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint or usual) from error
 
 
 def check_text(name: str, text: object, hint: str = "give a text") -> None:

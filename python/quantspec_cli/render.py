@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from .errors import one_line
-from .options import KV_ROUNDINGS
+from .options import ACCEPTANCE, KV_ROUNDINGS, METHODS
 from .output import redirect_to_null
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .engine import Engine, Statistics
     from .generation import Generation
     from .model import Model
+    from .options import EngineOptions
     from .prompts import Document
 
     OnProgress = Callable[[int, int], object]
@@ -138,6 +139,16 @@ def note_of_emulation(methods: Iterable[str]) -> None:
             "qspec's 4-bit activations are emulated: its draft steps are no faster than those of w4; "
             "quantspec bench --methods w4,qspec measures both"
         )
+
+
+def note_of_idle(chosen: EngineOptions, temperature: float) -> None:
+    """Notes settings of drafts that have no effect on any draft of this run. Those that no run with the method uses are
+    refused.
+    """
+    if chosen.gamma == 0 and chosen.draft_pages not in (None, "all"):
+        note("no effect: --draft-pages, as gamma 0 drafts nothing")
+    if chosen.accept != ACCEPTANCE[0] and METHODS[chosen.method].drafts and temperature == 0:
+        note(f"no effect: --accept {chosen.accept}, as temperature 0 is greedy; --temperature 1 samples")
 
 
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:

@@ -100,6 +100,7 @@ def _run(
             render.note_of_drafts(engine.info)
             render.note_of_weights(engine_options.weights, model, engine.info)
             render.note_of_emulation([engine_options.method])
+            render.note_of_idle(engine_options, options.temperature)
 
         # The document of `--json` has the answers even if the file fails.
         copy = output.Copy(file) if file is not None and arguments.as_json else None
