@@ -84,10 +84,10 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1, false, 128, 32768, 23040)
 
 // ---- merging the splits of a row ----
 //
-// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128 threads.
-// Writes the input of the output projection in the order of panel.cuh: x, or for drafts int8 codes in x and their
-// scales and sums in xs; f32 as x [row][pitch]. Warp w adds splits w, w + 4, ..., then the four warps are added in
-// order. A row's number of splits depends on its position alone; a split without visible tokens has weight 0 and
+// merge_{bf16,f16,f32,i8,limbs}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the slice), 128
+// threads. Writes the input of the output projection in the order of panel.cuh: x, or int8 codes or limbs in x and
+// their scales and sums in xs; f32 as x [row][pitch]. Warp w adds splits w, w + 4, ..., then the four warps are added
+// in order. A row's number of splits depends on its position alone; a split without visible tokens has weight 0 and
 // changes nothing. A few blocks fit next to those of `attend`, which leave 4,096 registers. merge_wide_*, for more
 // blocks than SMs, has more splits in flight.
 constexpr int MERGE_WARPS = 4, MERGE_SHARED = 3072;  // MERGE_SHARED: bytes of static shared memory
@@ -107,10 +107,13 @@ struct MergeArgs {
   int panels;     // panel.cuh
 };
 
-// Stores four channels of a row's input of the output projection, or its int8 codes. `inside`: the row has them.
+// Stores four channels of a row's input of the output projection, its int8 codes or its limbs. `inside`: the row has
+// them.
 template <class Out>
 DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool inside, int lane) {
-  if constexpr (Out::BYTES == 1) {
+  if constexpr (Out::LIMBS) {
+    store_limbs(static_cast<int8_t*>(p.x), p.xs, row, blockIdx.x, p.pitch / 128, lane, p.panels, out);
+  } else if constexpr (Out::BYTES == 1) {
     const Int8Group codes = int8_group(out);
     const size_t index = input_index(row, blockIdx.x, p.pitch / 128, p.panels);
     *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + index * 128 + input_code(row, lane, p.panels)) =
@@ -120,8 +123,7 @@ DEV void store_merged(const MergeArgs& p, float4 out, int row, int channel, bool
     if (inside) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (inside) {
     const uint32_t low = Out::Element::pack(out.x, out.y), high = Out::Element::pack(out.z, out.w);
-    if (p.panels)
-      return store16_in_panel<typename Out::Element>(p.x, row, channel / 4, p.pitch / 64, p.panels, low, high);
+    if (p.panels) return store16_in_panel(p.x, row, channel / 4, p.pitch / 64, p.panels, low, high);
     uint32_t* x = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.x) + (size_t)row * p.pitch + channel);
     x[0] = low;
     x[1] = high;
@@ -204,17 +206,19 @@ DEV void merge(const MergeArgs& p) {
                                  __fmul_rn(sum.w, inverse));
   store_merged<Out>(p, out, row, channel, inside, lane);
 }
-template <class E, int B>
+template <class E, int B, bool L = false>
 struct Output {
   typedef E Element;
   static constexpr int BYTES = B;
+  static constexpr bool LIMBS = L;
 };
-#define MERGE(name, E, BYTES)                                                                                       \
-  KERNEL __maxnreg__(32) merge_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 2>(args); } \
-  KERNEL __launch_bounds__(128, 8) merge_wide_##name(const __grid_constant__ MergeArgs args) {                      \
-    merge<Output<E, BYTES>, 4>(args);                                                                               \
+#define MERGE(name, ...)                                                                                               \
+  KERNEL __maxnreg__(32) merge_##name(const __grid_constant__ MergeArgs args) { merge<Output<__VA_ARGS__>, 2>(args); } \
+  KERNEL __launch_bounds__(128, 8) merge_wide_##name(const __grid_constant__ MergeArgs args) {                         \
+    merge<Output<__VA_ARGS__>, 4>(args);                                                                               \
   }
 MERGE(bf16, Bf16, 2)
 MERGE(f16, Half, 2)
 MERGE(f32, Single, 4)
 MERGE(i8, int8_t, 1)
+MERGE(limbs, int8_t, 1, true)

@@ -7,6 +7,7 @@
 //     _bf16, _f16, _f32   x in the order of panel.cuh (`panels`), f32 always row-major; pitch in elements
 //     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, equal to
 //                         quantspec_core::quantize_activations, in the same order. Codes past K are zero.
+//     _limbs              the same for `Limbs`, in groups of 64; K is padded to 128.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
@@ -27,7 +28,7 @@ struct Into {
     } else {
       const uint32_t low = T::pack(v.x, v.y), high = T::pack(v.z, v.w);
       if (panels)
-        store16_in_panel<T>(x, row, group * 32 + lane, pitch / 64, panels, low, high);
+        store16_in_panel(x, row, group * 32 + lane, pitch / 64, panels, low, high);
       else
         *(uint2*)values = make_uint2(low, high);
     }
@@ -49,6 +50,15 @@ struct IntoInt8 {
     *(int*)(x + index * 128 + input_code(row, lane, panels)) =
         inside ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
     if (lane == 0) xs[index] = make_float2(scale, __fmul_rn(scale, (float)sum));
+  }
+};
+
+struct IntoLimbs {
+  int8_t* x;
+  float2* xs;
+  int pairs, panels;
+  DEV void store(int row, int group, int lane, bool inside, float4 v) const {
+    store_limbs(x, xs, row, group, pairs, lane, panels, inside ? v : make_float4(0, 0, 0, 0));
   }
 };
 
@@ -311,21 +321,25 @@ DEV void activate_mul(const float* y, const float* bias, int width, Out out) {
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
-KERNEL __launch_bounds__(NORM_THREADS) norm_i8(float* hidden, const float* y, const float* bias, const float* weight,
-                                               int8_t* x, float2* xs, float eps, int width, int panels) {
-  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
-}
-KERNEL __launch_bounds__(256)
-    silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
-  activate_mul<Silu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
-}
-KERNEL __launch_bounds__(256)
-    gelu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
-  activate_mul<Gelu>(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
-}
-KERNEL __launch_bounds__(256) convert_i8(const float* hidden, int8_t* x, float2* xs, int width, int panels) {
-  convert(hidden, width, IntoInt8{x, xs, (width + 127) / 128, panels});
-}
+#define INTEGER_PRODUCERS(NAME, OUT, NORM_REGISTERS)                                                                \
+  KERNEL __maxnreg__(NORM_REGISTERS)                                                                                \
+      norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs,     \
+                  float eps, int width, int panels) {                                                               \
+    norm(hidden, y, bias, weight, eps, width, OUT{x, xs, (width + 127) / 128, panels});                             \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256)                                                                                     \
+      silu_mul_##NAME(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {            \
+    activate_mul<Silu>(y, bias, width, OUT{x, xs, (width + 127) / 128, panels});                                    \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256)                                                                                     \
+      gelu_mul_##NAME(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {            \
+    activate_mul<Gelu>(y, bias, width, OUT{x, xs, (width + 127) / 128, panels});                                    \
+  }                                                                                                                 \
+  KERNEL __launch_bounds__(256) convert_##NAME(const float* hidden, int8_t* x, float2* xs, int width, int panels) { \
+    convert(hidden, width, OUT{x, xs, (width + 127) / 128, panels});                                                \
+  }
+INTEGER_PRODUCERS(i8, IntoInt8, 56)
+INTEGER_PRODUCERS(limbs, IntoLimbs, 48)
 
 // coarse_i8: rounds int8 inputs, as written by norm_i8, in place to the 4-bit grid: codes of -7 .. 7. Grid
 // (groups, rows), 32 threads. A group's codes are 128 bytes in any order.
@@ -354,22 +368,32 @@ KERNEL __launch_bounds__(32) coarse_i8(int8_t* x, float2* xs, int panels) {
   }
 }
 
-// coarse_{bf16,f16}: the same for 16-bit inputs in groups of 64: each becomes the nearest of 15 values, in 16 bits.
-// Grid (groups, rows), 32 threads.
-template <class T>
-DEV void coarse(uint16_t* x, int panels) {
+// coarse_limbs: the same for limbs, as written by norm_limbs: the codes become high limbs, and low ones zero. Grid
+// (groups, rows), 32 threads.
+KERNEL __launch_bounds__(32) coarse_limbs(int8_t* x, float2* xs, int panels) {
   grid_trigger();
   grid_wait();
-  uint32_t* pair =
-      (uint32_t*)(x + input_index(blockIdx.y, blockIdx.x, gridDim.x, panels & ~PLANES_ORDER) * 64) + threadIdx.x;
-  const uint32_t bits = *pair;
-  const float a = T::to_float((uint16_t)bits), b = T::to_float((uint16_t)(bits >> 16));
-  const float scale = __fdiv_rn(warp_max_nonnegative(fmaxf(fabsf(a), fabsf(b))), 7.f);
-  auto nearest = [&](float value) { return scale > 0.f ? __fmul_rn(rintf(__fdiv_rn(value, scale)), scale) : 0.f; };
-  *pair = T::pack(nearest(a), nearest(b));
+  const int word = threadIdx.x & 15;  // both halves of the warp compute the same
+  const size_t index = input_index(blockIdx.y, blockIdx.x, gridDim.x, panels);
+  uint32_t* const high = (uint32_t*)(x + index * 128 + input_code(blockIdx.y, word, panels));
+  uint32_t* const low = (uint32_t*)(x + index * 128 + input_code(blockIdx.y, 16 + word, panels));
+  const uint32_t highs = *high, lows = *low;
+  uint32_t coarse = 0;
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int fine = (int8_t)(highs >> 8 * i) * 256 + (int8_t)(lows >> 8 * i);
+    const int code = (int)rintf(__fmul_rn((float)fine, 7.f / 32512.f));
+    coarse |= (uint32_t)(code & 255) << 8 * i;
+    sum += code;
+  }
+  sum = warp_sum(sum) / 2;
+  const float scale = __fmul_rn(xs[index].x, 127.f / 7.f);
+  __syncwarp();
+  *high = coarse;
+  *low = 0;
+  if (threadIdx.x == 0) xs[index] = make_float2(scale, __fmul_rn(scale, 256.f * (float)sum));
 }
-KERNEL __launch_bounds__(32) coarse_bf16(uint16_t* x, int panels) { coarse<Bf16>(x, panels); }
-KERNEL __launch_bounds__(32) coarse_f16(uint16_t* x, int panels) { coarse<Half>(x, panels); }
 
 // widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid
 // ceil(n / 256), 256 threads.

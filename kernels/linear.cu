@@ -74,11 +74,10 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 // linear_{w4,w8}_pipeline_{NT}: the same on Hopper, for an even number of groups, so that scales are copied 16 bytes at
 // a time; grid and shared memory as for linear_{bf16,f16}_{NT} there, 320 threads, or 384 if registers are handed over.
 #define DRAFT_PIPELINE(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8) \
-  static_assert(DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES ==             \
-                (BITS == 4 ? SHARED4 : SHARED8));                                                             \
-  DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS,                                                             \
-                    DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                      \
+  DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, (BITS == 4 ? SHARED4 : SHARED8),                            \
+                    DraftPipeline<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER ? REGISTERS : 0>)
+#define DRAFT_PIPELINE_OF(BITS, NT, CLUSTER, REGISTERS, SHARED, ...)                                              \
+  static_assert(__VA_ARGS__::BYTES == SHARED);                                                                    \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_w##BITS##_pipeline_##NT(                                  \
       const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {  \
     pipelined_gemm<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, \

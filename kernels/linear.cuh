@@ -26,15 +26,24 @@ struct MmaHalf {
 };
 constexpr int LINEAR_WARPS = 8;  // warps that share the k of a tile; fixes the order of every sum
 
+// The row, in a tile of eight, of element e of a lane's sums of an output: as in an mma's result, or lanes in rows 0 to
+// 3, then again in rows 4 to 7.
+struct RowPairs {
+  static DEV int row(int c, int e) { return 2 * c + e; }
+};
+struct RowHalves {
+  static DEV int row(int c, int e) { return 4 * e + c; }
+};
+
 // Adds the warps' tiles of 16 outputs x 8 NT rows in order and stores them.
-template <int NT>
+template <int NT, class Rows>
 DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[NT][4], float* y, int tile, int n,
                       int rows) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
-    for (int e = 0; e < 4; e++) sums[warp][t][(2 * c + (e & 1)) * 16 + g + (e >> 1) * 8] = acc[t][e];
+    for (int e = 0; e < 4; e++) sums[warp][t][Rows::row(c, e & 1) * 16 + g + (e >> 1) * 8] = acc[t][e];
   __syncthreads();
   for (int i = threadIdx.x; i < NT * 128; i += LINEAR_WARPS * 32) {
     const int t = i >> 7, j = i & 127, row = t * 8 + (j >> 4), out = tile * 16 + (j & 15);
@@ -47,11 +56,10 @@ DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[N
 }
 
 // The tiles of a block, whose warps share the groups of a tile in turn: warp w has groups w, w + 8, ... DEPTH groups of
-// a warp are in flight: load(i, tile, group) loads one into registers i; add(acc, i, x, rows) multiplies it by inputs
-// from x on, `unit` inputs per group. x 16-bit [row][pitch], y f32 [row][n].
-template <int NT, int DEPTH, class Load, class Add>
-DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load,
-                    Add add) {
+// a warp are in flight: load(i, tile, group) loads one into registers i; add(acc, i, group, x, rows) multiplies it by
+// the inputs of `rows` rows of x. x: [row][pitch], y f32 [row][n].
+template <int NT, int DEPTH, class Rows, class X, class Load, class Add>
+DEV void warp_tiles(const X* x, float* y, int groups, int tiles, int n, int rows, int pitch, Load load, Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5;
   const int own_groups = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
@@ -74,7 +82,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
       const bool last = start + DEPTH >= own_groups;  // from here on the next tile's groups are loaded
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
-        if (start + i < own_groups) add(acc, i, x + ((start + i) * LINEAR_WARPS + warp) * unit, rows);
+        if (start + i < own_groups) add(acc, i, (start + i) * LINEAR_WARPS + warp, x, rows);
         if (last) {
           if (next < tiles && i < own_groups) load(i, next, i * LINEAR_WARPS + warp);
         } else if (start + DEPTH + i < own_groups) {
@@ -82,7 +90,7 @@ DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles
         }
       }
     }
-    reduce_store<NT>(sums, acc, y, tile, n, rows);
+    reduce_store<NT, Rows>(sums, acc, y, tile, n, rows);
   }
 }
 
@@ -101,7 +109,8 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
     a[i][2] = ldg_stream(pieces + high);
     a[i][3] = ldg_stream(pieces + 64 + high);
   };
-  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* inputs, int rows) {
+  auto add = [&](float (&acc)[NT][4], int i, int atom, const uint16_t* x, int rows) {
+    const uint16_t* const inputs = x + atom * 64;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const uint4 out = a[i][h * 2], out8 = a[i][h * 2 + 1];  // outputs g and g + 8
@@ -115,7 +124,7 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
       }
     }
   };
-  warp_tiles<NT, DEPTH>(x, y, atoms, 64, tiles, n, rows, pitch, load, add);
+  warp_tiles<NT, DEPTH, RowPairs>(x, y, atoms, tiles, n, rows, pitch, load, add);
 }
 
 // Draft weights: blocks of 16 outputs x 128 k, [N / 16][K / 128], w = scale * code + zero per output and block.
@@ -291,7 +300,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       add_block<BITS>(acc, stages_at + stage * BLOCK, in, lane);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    reduce_store<NT>(sums, acc, y, tile, n, rows);
+    reduce_store<NT, RowPairs>(sums, acc, y, tile, n, rows);
   }
   copy_wait<0>();
 }

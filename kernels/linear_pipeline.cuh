@@ -19,13 +19,16 @@
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 
-// Stages in flight, most of them of 16 to 18 KB. They saturate memory; more of them would delay inputs and results. The
-// first loads of a block compete with the end of the previous kernel, so fewer are allowed.
-constexpr int PIPELINE_AHEAD = 4, PIPELINE_AHEAD_FIRST = 3;
-// Registers per thread: of the four loading warps after they release theirs, of the eight computing warps after
-// that, and of all at entry.
-constexpr int PIPELINE_KEPT = 40, PIPELINE_TAKEN = 232, PIPELINE_ENTRY = 168;
-static_assert(4 * PIPELINE_KEPT + LINEAR_WARPS * PIPELINE_TAKEN <= (4 + LINEAR_WARPS) * PIPELINE_ENTRY);
+// Most bytes of stages in flight. They saturate memory; more of them would delay inputs and results. The first loads of
+// a block compete with the end of the previous kernel, so fewer are allowed.
+constexpr int PIPELINE_AHEAD = 72 << 10, PIPELINE_AHEAD_FIRST = 54 << 10;
+// Registers per thread at entry, if computing warps need as many as there are, and of the four loading warps after they
+// release theirs.
+constexpr int PIPELINE_ENTRY = 168, PIPELINE_KEPT = 40;
+// Registers of the eight computing warps after that, if all have `entry` at entry.
+constexpr int taken_registers(int entry) {
+  return ((4 + LINEAR_WARPS) * entry - 4 * PIPELINE_KEPT) / LINEAR_WARPS / 8 * 8;
+}
 // Units of 16 x 8 outputs that are summed at a time.
 constexpr int PIPELINE_UNITS = 2;
 
@@ -38,21 +41,23 @@ constexpr int PIPELINE_UNITS = 2;
 //     TOGETHER           tiles of a pass
 //     STAGES, X_STAGES   pipeline stages of weights and of x
 //     CLUSTER            blocks of a cluster
-//     HAND_OVER          loading warps release registers to computing warps
+//     HAND_OVER          0, or registers at entry, of which loading warps release some to computing warps
 //     PAD                bytes between the rows of a stage of x
 //     DEEP               pieces of a warp and tile in a stage
+//     Rows               rows of a lane's sums
 template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_,
-          bool HAND_OVER_, int PAD_ = 64, int DEEP_ = 1>
+          int HAND_OVER_, int PAD_ = 64, int DEEP_ = 1, class Rows_ = RowPairs>
 struct Pipeline {
+  typedef Rows_ Rows;
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, DEEP = DEEP_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
-  static constexpr bool HAND_OVER = HAND_OVER_;
+  static constexpr int HAND_OVER = HAND_OVER_;
   static constexpr int PIECES = DEEP * LINEAR_WARPS;  // of a tile in a stage
   static constexpr int HALF = PIECES * PIECE;         // bytes from one tile of a stage to the next
   static constexpr int STAGE = TILES * HALF;          // bytes
   // Pitches of a row of x in a stage and of its scales: adjacent rows are in different banks.
   static constexpr int PITCH = PIECES * 128 + PAD_;
-  static constexpr int SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0;
+  static constexpr int SCALES_PITCH = SCALES ? PIECES * SCALES + 16 : 0;
   static constexpr int X_STAGE = ROWS * (PITCH + SCALES_PITCH);
   // Shared memory: weights [STAGES][STAGE], x [X_STAGES][X_STAGE], f32 sums
   // [PIPELINE_UNITS][warp][8 rows][16], barriers.
@@ -61,8 +66,7 @@ struct Pipeline {
   static constexpr int BARRIERS = SUMS + PIPELINE_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % PIPELINE_UNITS == 0);
-  static_assert(DEEP == 1 || SCALES == 0);
-  static_assert(STAGES >= PIPELINE_AHEAD, "a stage in flight must not be overwritten by a later load");
+  static_assert(STAGES >= PIPELINE_AHEAD / STAGE, "a stage in flight must not be overwritten by a later load");
 };
 
 // Shared-memory addresses of a pipeline's stages and barriers: of weights [STAGES], of x [X_STAGES].
@@ -182,8 +186,8 @@ DEV void fill_inputs(const uint8_t* x, const uint8_t* scales, const PipelineShar
 }
 
 // Adds the warps' sums of a pass in order and stores `count` tiles of y, from tile `first` of the block on. `sums`
-// holds PIPELINE_UNITS units of 16 outputs x 8 rows per warp, [row][16]. To avoid bank conflicts row 2c + e is at
-// 2c + (e ^ c / 2), and the outputs of rows with odd c are rotated by eight.
+// holds PIPELINE_UNITS units of 16 outputs x 8 rows per warp, [row][16]. To avoid bank conflicts row r is at
+// r ^ r / 4, and the outputs of rows with odd r / 2 are rotated by eight.
 template <class R>
 DEV void store_pass(const float (&acc)[R::TOGETHER][R::NT][4], float* sums, float* y, int pass, int first, int count,
                     int n, int rows, int warp, int g, int c) {
@@ -195,9 +199,11 @@ DEV void store_pass(const float (&acc)[R::TOGETHER][R::NT][4], float* sums, floa
 #pragma unroll
       for (int u = 0; u < PIPELINE_UNITS; u++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-          sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] =
+        for (int e = 0; e < 4; e++) {
+          const int r = R::Rows::row(c, e & 1);
+          sums[(u * W + warp) * 128 + (r ^ (r >> 2)) * 16 + ((g + (e >> 1) * 8) ^ (r & 2) * 4)] =
               acc[(unit + u) / NT][(unit + u) % NT][e];
+        }
       bar_sync(1, W * 32);
       // One output per thread: of unit u, tile i, row r of a row tile, output j of a tile.
       const int u = threadIdx.x >> 7;
@@ -254,7 +260,7 @@ DEV void multiply_tiles(const PipelineShared<R>& at, float* sums, float* y, int 
             stage = 0;
             phase ^= 1;
           }
-          if (left > 0) seen |= multiply.add(acc, i, x, warp, lane, left);
+          if (left > 0) seen |= multiply.add(acc, i, x, warp, lane, left, rows);
         }
       if (Multiply::READS_AGAIN) release_stage(at.x_empty + x_stage * 8, seen);
       if (++x_stage == R::X_STAGES) {
@@ -293,7 +299,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
     if (R::HAND_OVER) registers_give<PIPELINE_KEPT>();
     if (threadIdx.x == W * 32) {
       fill_weights<R::TILES, T, R::DEEP>(w, at.stages, at.full, at.empty, R::STAGES, pieces, own_tiles,
-                                         PIPELINE_AHEAD_FIRST, PIPELINE_AHEAD);
+                                         PIPELINE_AHEAD_FIRST / R::STAGE, PIPELINE_AHEAD / R::STAGE);
       next.prefetch(blockIdx.x, gridDim.x);
     }
     __syncwarp();
@@ -303,7 +309,7 @@ DEV void pipelined_gemm(const Weights& w, const uint8_t* x, const uint8_t* scale
       fill_inputs<R>(x, scales, at, pieces, passes, rows, pitch);
     }
   } else {
-    if (R::HAND_OVER) registers_take<PIPELINE_TAKEN>();
+    if (R::HAND_OVER) registers_take<taken_registers(R::HAND_OVER)>();
     if (R::CLUSTER > 1) cluster_wait();
     grid_wait();
     multiply_tiles<R, Multiply>(at, sums, y, pieces, own_tiles, passes, n, rows, warp, lane, g, c);
@@ -338,7 +344,7 @@ struct MultiplyFull {
     a[3] = lds128(high + 1024);
     return a[0].w | a[1].w | a[2].w | a[3].w;
   }
-  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int, int) const {
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int, int, int) const {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -379,7 +385,7 @@ struct MultiplyDraft {
     }
     return seen;
   }
-  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane, int) const {
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane, int, int) const {
     constexpr uint32_t L = LOW_NIBBLES;
     const int g = lane >> 2, c = lane & 3;
     uint32_t seen = 0;
@@ -424,6 +430,6 @@ struct MultiplyDraft {
 };
 
 template <int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER>
-using FullPipeline = Pipeline<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, false>;
-template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
+using FullPipeline = Pipeline<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, 0>;
+template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, int HAND_OVER>
 using DraftPipeline = Pipeline<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;

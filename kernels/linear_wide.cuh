@@ -14,8 +14,8 @@
 // barrier), adds its class and signals the next one. From block 0 to block 1 it goes by st.async; the last
 // warpgroup of block 1 stores y.
 //
-// A group is 128 bytes of each row of x: 128 int8 inputs of draft weights, 64 inputs of 16-bit weights or planes. x is
-// in panels (panel.cuh), so that a group of 64 rows is one TMA copy.
+// A group is 128 bytes of each row of x (panel.cuh): 128 inputs of draft weights, 64 of 16-bit weights or planes. x is
+// in panels, so that a group of 64 rows is one TMA copy.
 //
 // In this file lane = 4 g + c (ptx.cuh), j is a warpgroup and N the rows of a block.
 #pragma once
@@ -39,15 +39,14 @@ struct Wide {
   typedef Weights_ Weights;
   static constexpr int N = N_, UNITS = UNITS_, TILES = 4 * UNITS, STAGES = STAGES_;
   static constexpr int ROWS = N < PANEL_ROWS ? PANEL_ROWS : N;  // from one row of blocks to the next
-  // A stage: x [N][128 bytes], scales [N] {scale, sum} or sums [N], weights [TILES][PIECE]; swizzled atoms start at
-  // multiples of 1024.
+  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms start at multiples of
+  // 1024.
   static constexpr int PIECE = Weights::PIECE;
   static constexpr int SCALES = N * 128;
-  static constexpr int WEIGHTS = SCALES + N * (Weights::SCALES + Weights::INPUT_SUMS);
+  static constexpr int WEIGHTS = SCALES + N * Weights::SCALES;
   static constexpr int STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
-  static constexpr int ONES = WIDE_GROUPS * STAGES * STAGE;  // operand B of sums of inputs: [8][128 bytes]
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
-  static constexpr int SUMS = ONES + (Weights::INPUT_SUMS ? 1024 : 0);
+  static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE;
   static constexpr int SUM = N / 8 * 128 * 16;  // bytes of a unit's sums
   // Barriers: full and empty of each stage, the token of each warpgroup, and "block 1 has read its sums".
   static constexpr int BARRIERS = SUMS + UNITS * SUM;
@@ -162,17 +161,16 @@ DEV void wide_fill(const Source& w, const uint8_t* x, const uint8_t* xs, uint32_
 // The inputs of a group in a stage, and who multiplies them.
 struct WideInputs {
   uint32_t x;         // [N][128 bytes]
-  uint32_t row_sums;  // {scale, sum} of each row, or room for its sum
-  uint32_t ones;      // operand B of sums of inputs
-  int warp, lane;
+  uint32_t row_sums;  // {scale, sum} of each row
+  int lane;
 };
 
 // Draft weights: a lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
 struct DraftGroup {
   static constexpr int PIECE = QUANT_BLOCK<BITS>;
-  static constexpr int SCALES = 8, INPUT_SUMS = 0;  // bytes per row of x and group: loaded, and computed
-  uint32_t a[4][4];                                 // operand A of each wgmma (32 inputs)
+  static constexpr int SCALES = 8;  // bytes per row of x and group
+  uint32_t a[4][4];                 // operand A of each wgmma (32 inputs)
   uint2 params;
   // With 4 bits, outputs g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
@@ -239,7 +237,7 @@ struct DraftGroup {
 template <class T>
 struct Atom {
   static constexpr int PIECE = 2048;
-  static constexpr int SCALES = 0, INPUT_SUMS = 0;
+  static constexpr int SCALES = 0;
   // As `DraftGroup::multiply_add`. The four wgmmas have the operands of the mmas of `linear_16`, in its order.
   template <int D>
   static DEV uint32_t multiply_add(float (&acc)[D], uint32_t atom, const WideInputs& in) {
@@ -278,57 +276,52 @@ struct Atom {
   }
 };
 
-// Weights in planes, with x in their order (`PLANES_ORDER`).
-template <class E, int PLANES>
+// Weights in planes, with x in limbs (hierarchy.cuh).
+template <int PLANES>
 struct PlaneGroup {
   static constexpr int PIECE = PlanePieces<PLANES, 1>::PIECE;
-  static constexpr int SCALES = 0, INPUT_SUMS = 4;
-  static constexpr uint32_t ONES = E::ONES;
-  // As `DraftGroup::multiply_add`; operands and order of the sums are those of `group_add`. The inputs of a row are
-  // summed by one of the warps, as products with ones, and shared through `row_sums`.
+  static constexpr int SCALES = 8;
+  // As `DraftGroup::multiply_add`. Sums of high limbs are shifted before those of low limbs are added, because
+  // registers suffice for one sum only.
   template <int D>
   static DEV uint32_t multiply_add(float (&acc)[D], uint32_t block, const WideInputs& in) {
-    const int lane = in.lane, warp = in.warp & 3;
+    const int lane = in.lane;
     GroupCodes<PLANES> codes;
     codes.upper = lds128(block + lane * 16);
     codes.params = lds64(block + UPPER_PARAMS + (lane >> 2) * 8);
     if (PLANES == 2) codes.lower = lds128(block + UPPER_BLOCK + lane * 16);
-    uint32_t a[4][4];
-    float d[D];
+    uint32_t a[2][4];
+    int d[D];
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
+    for (int s = 0; s < 2; s++) {
       codes.fragment(a[s], s);
       asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
     }
     const uint64_t b = desc_kmajor(in.x);
-    float sum[4];  // of rows 16 (warp % 4) + g and 8 more; columns are equal
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::shared(sum, b + 2 * s, desc_kmajor(in.ones), s > 0);
+    for (int s = 0; s < 2; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 2 * s, s > 0);
     wgmma_commit();
+    wgmma_wait<0>();
 #pragma unroll
-    for (int s = 0; s < 4; s++) Wgmma<typename E::Type>::registers(d, a[s], b + 2 * s, s > 0);
+    for (int e = 0; e < D; e++) d[e] *= 256;
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 2; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 4 + 2 * s, 1);
     wgmma_commit();
-    wgmma_wait<1>();
-    const int row = warp * 16 + (lane >> 2);
-    if (row < 2 * D && (lane & 3) == 0) {
-      sts32(in.row_sums + row * 4, __float_as_uint(sum[0] * E::OF_X));
-      sts32(in.row_sums + (row + 8) * 4, __float_as_uint(sum[2] * E::OF_X));
-    }
-    bar_sync(1 + (in.warp >> 2), 128);
-    const float2 of = GroupCodes<PLANES>::template factors<E>(unpack_half2(codes.params.x));
-    const float2 of8 = GroupCodes<PLANES>::template factors<E>(unpack_half2(codes.params.y));
+    const float2 of = codes.factors(0), of8 = codes.factors(1);
     uint32_t seen = codes.params.x;
     wgmma_wait<0>();
 #pragma unroll
-    for (int j = 0; j < D; j += 4) {
-      const uint2 pair = lds64(in.row_sums + (j * 2 + 2 * (lane & 3)) * 4);
-      seen |= pair.x;
+    for (int j = 0; j < D / 4; j++) {
+      const uint4 v = lds128(in.row_sums + (j * 8 + 2 * (lane & 3)) * 8);
+      seen |= v.x;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float sum = __uint_as_float(e ? pair.y : pair.x);
-        acc[j + e] = __fmaf_rn(d[j + e], of.x, __fmaf_rn(of.y, sum, acc[j + e]));
-        acc[j + 2 + e] = __fmaf_rn(d[j + 2 + e], of8.x, __fmaf_rn(of8.y, sum, acc[j + 2 + e]));
+        const float scale = __uint_as_float(e ? v.z : v.x), sum = __uint_as_float(e ? v.w : v.y);
+        float &y = acc[4 * j + e], &y8 = acc[4 * j + 2 + e];
+        y = add_group(y, __int2float_rn(d[4 * j + e]), of.x, scale, of.y, sum);
+        y8 = add_group(y8, __int2float_rn(d[4 * j + 2 + e]), of8.x, scale, of8.y, sum);
       }
     }
     return seen;
@@ -426,7 +419,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll 1
     for (int group = this_class; group < groups; group += CLASSES) {
       const uint32_t stage_at = stages_at + stage * S::STAGE, block = stage_at + S::WEIGHTS + (warp & 3) * S::PIECE;
-      const WideInputs inputs = {stage_at, stage_at + S::SCALES, base + S::ONES, warp, lane};
+      const WideInputs inputs = {stage_at, stage_at + S::SCALES, lane};
       mbar_wait(full + stage * 8, phase);
       uint32_t seen = 0;
 #pragma unroll
@@ -479,10 +472,6 @@ DEV void wide_gemm(const Source& w, const uint8_t* x, const uint8_t* xs, float* 
     for (int j = 0; j < WIDE_GROUPS; j++) mbar_init(base + S::TOKENS + j * 8, cluster_rank() && j == 0 ? 1 : 128);
     mbar_init(base + S::SUMS_FREE, 4);
     mbar_init_done();
-  }
-  if constexpr (S::Weights::INPUT_SUMS > 0) {
-    if (threadIdx.x < 256) sts32(base + S::ONES + threadIdx.x * 4, S::Weights::ONES);
-    fence_async();
   }
   __syncthreads();
   cluster_arrive_relaxed();

@@ -6,7 +6,6 @@
 #include "ptx.cuh"
 
 // Element types of weights and activations. pack(low, high) rounds two floats to nearest even, `low` in the lower half.
-// for_codes: a pair of inputs as it is multiplied by codes (hierarchy.cuh).
 struct Half {
   typedef uint16_t Bits;
   static DEV float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
@@ -18,7 +17,6 @@ struct Half {
     return from_float(low) | (uint32_t)from_float(high) << 16;
 #endif
   }
-  static DEV uint32_t for_codes(uint32_t pair) { return pair; }
 };
 struct Bf16 {
   typedef uint16_t Bits;
@@ -32,11 +30,6 @@ struct Bf16 {
 #else
     return from_float(low) | (uint32_t)from_float(high) << 16;
 #endif
-  }
-  static DEV uint32_t for_codes(uint32_t pair) {
-    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-    const __nv_bfloat162 y = __hmul2(x, __floats2bfloat162_rn(0x1p64f, 0x1p64f));
-    return *reinterpret_cast<const uint32_t*>(&y);
   }
 };
 struct Single {
@@ -166,6 +159,37 @@ DEV Int8Group int8_group(float4 v) {
   const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)lane_sum << (threadIdx.x & 16)));
   const int2 sums = half_sums(halves);
   return {codes, scale, scale * (float)(sums.x + sums.y), halves};
+}
+
+// 64 inputs of a GEMM with weights in planes as 16-bit integers, four per lane of half a warp: code = round(x * 32512 /
+// max |x|) = 256 high + low. So |high| is at most 127, and a group's sums of products with bytes are exact. If an input
+// is not finite (or beyond the range of __fdividef), scale and sum are NaN.
+struct Limbs {
+  uint32_t high, low;  // int8, four of this lane
+  float scale;         // of the group
+  float sum;           // scale times the sum of the group's codes
+};
+DEV Limbs limbs_of(float4 v) {
+  // Magnitudes as integers: NaN is the largest.
+  auto magnitude = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
+  uint32_t bits = max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
+#pragma unroll
+  for (int step = 8; step; step >>= 1) bits = max(bits, __shfl_xor_sync(~0u, bits, step));
+  const float largest = __uint_as_float(bits);
+  // Below 2^-100 all codes are zero: 32512 / largest could be infinite.
+  const float to_code = largest > 0x1p-100f ? __fdividef(32512.f, largest) : 0.f;
+  const float scale = largest < 0x1p126f ? largest * (1.f / 32512.f) : __int_as_float(0x7fffffff);
+  // The low 16 bits are the code, in two's complement.
+  auto code = [&](float x) { return __float_as_uint(__fmaf_rn(x, to_code, integer_bias())); };
+  const uint32_t a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w);
+  int sum = (int)(a + b + c + d - 4u * INTEGER_BIAS_BITS);
+#pragma unroll
+  for (int step = 8; step; step >>= 1) sum += __shfl_xor_sync(~0u, sum, step);
+  // A low limb of -128 to -1 carries into the high one.
+  auto bytes = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t both) {
+    return __byte_perm(__byte_perm(a, b, both), __byte_perm(c, d, both), 0x5410);
+  };
+  return {bytes(a + 128, b + 128, c + 128, d + 128, 0x0051), bytes(a, b, c, d, 0x0040), scale, scale * (float)sum};
 }
 
 // Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared

@@ -230,7 +230,7 @@ const NUMBERS: [(&str, &[&str]); 17] = [
     ("linear.cuh", &["LINEAR_WARPS"]),
     ("attend.cuh", &["UPPER", "BOTH", "FULL"]),
     ("linear_wide.cuh", &["WIDE_THREADS"]),
-    ("panel.cuh", &["PANEL_ROWS", "PLANES_ORDER"]),
+    ("panel.cuh", &["PANEL_ROWS"]),
     ("attend.cu", &["MERGE_SHARED"]),
     ("pages.cu", &["CHOICE_THREADS"]),
     ("draft.cu", &["DRAFT_TOGETHER", "DRAFT_STAGE_TILES", "DRAFT_AHEAD", "DRAFT_ROWS"]),

@@ -11,7 +11,7 @@ pub use self::slices::{Chosen, Merged, QueryTile, Span, StepSlice};
 use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::images;
-use crate::linear::{DRAFT_GROUP, name};
+use crate::linear::{DRAFT_GROUP, Form};
 use crate::shapes;
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::{Error, Result};
@@ -243,8 +243,8 @@ pub struct Attend {
     full: ViewKernels,
     /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
     half_sm: Vec<Variant>,
-    /// By output type (bf16, f16, f32, int8): for few blocks, and for more blocks than SMs.
-    merge: [[Kernel; 2]; 4],
+    /// By form (bf16, f16, f32, int8, limbs): for few blocks, and for more blocks than SMs.
+    merge: [[Kernel; 2]; 5],
     pages: PageKernels,
 }
 
@@ -290,15 +290,17 @@ impl Attend {
             device.prefer_shared(variant.kernel, 100)?;
             Ok(variant)
         });
-        let merge = |out: &str| -> Result<[Kernel; 2]> {
+        let merge = |form: Form| -> Result<[Kernel; 2]> {
+            let out = form.name();
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
+        let [bf16, f16, f32] = [Dtype::Bf16, Dtype::F16, Dtype::F32].map(Form::Plain);
         Ok(Attend {
             upper: kernels_of(View::Upper)?,
             both: kernels_of(View::Both)?,
             full: kernels_of(View::Full)?,
             half_sm: half_sm.collect::<Result<_>>()?,
-            merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
+            merge: [merge(bf16)?, merge(f16)?, merge(f32)?, merge(Form::Int8)?, merge(Form::Limbs)?],
             pages: PageKernels::new(device, config)?,
             device: device.clone(),
             kv_heads: config.kv_heads,
@@ -429,9 +431,9 @@ impl Attend {
         }
     }
 
-    /// Merges the splits of a slice's rows into the input of the output projection: x of `dtype`, or for None int8 with its
-    /// scales `xs`. It is in `panels` ([`crate::linear::Linear::panels_of`], [`crate::linear::Linear::panels`]); if that is 0,
-    /// it is `[row][pitch]`.
+    /// Merges the splits of a slice's rows into the input of the output projection, of a `form`: x, and scales `xs` of integers.
+    /// It is in `panels` ([`crate::linear::Linear::panels_of`], [`crate::linear::Linear::panels`]); if that is 0, it is
+    /// `[row][pitch]`.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
@@ -442,18 +444,19 @@ impl Attend {
     pub unsafe fn merge(
         &self,
         slice: &StepSlice,
-        dtype: Option<Dtype>,
+        form: Form,
         x: u64,
         xs: u64,
         pitch: usize,
         panels: usize,
         addresses: &SliceAddresses,
     ) -> Result<()> {
-        let [narrow, wide] = match dtype {
-            Some(Dtype::Bf16) => self.merge[0],
-            Some(Dtype::F16) => self.merge[1],
-            Some(Dtype::F32) => self.merge[2],
-            None => self.merge[3],
+        let [narrow, wide] = match form {
+            Form::Plain(Dtype::Bf16) => self.merge[0],
+            Form::Plain(Dtype::F16) => self.merge[1],
+            Form::Plain(Dtype::F32) => self.merge[2],
+            Form::Int8 => self.merge[3],
+            Form::Limbs => self.merge[4],
         };
         let arguments = MergeArgs {
             rows: addresses.merged,

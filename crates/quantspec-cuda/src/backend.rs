@@ -20,7 +20,7 @@ use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::DraftGemms;
 use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
-use crate::linear::{Linear, Matrix, name};
+use crate::linear::{Form, Linear, Matrix, name};
 use crate::masses::PageMasses;
 use crate::prefill::{self, Path, Prefill, Shape, activate_mul};
 use crate::recorded::Recorded;
@@ -42,26 +42,47 @@ use std::sync::Arc;
 pub use workspace::Limits;
 use workspace::{PromptSpace, Sizes, StepSpace, prompt_bytes, tokens_own, window_pitch};
 
+/// Kernels that write a GEMM's input, by its form.
+#[derive(Debug)]
+struct Producers {
+    plain: Kernel,
+    int8: Kernel,
+    limbs: Kernel,
+}
+
+impl Producers {
+    /// `stem_*`; plain inputs are of type `dtype`.
+    fn new(device: &Device, stem: &str, dtype: Dtype) -> Result<Producers> {
+        let of = |form: Form| device.kernel(&format!("{stem}_{}", form.name()), 0);
+        Ok(Producers { plain: of(Form::Plain(dtype))?, int8: of(Form::Int8)?, limbs: of(Form::Limbs)? })
+    }
+
+    fn of(&self, form: Form) -> Kernel {
+        match form {
+            Form::Plain(_) => self.plain,
+            Form::Int8 => self.int8,
+            Form::Limbs => self.limbs,
+        }
+    }
+}
+
 /// Kernels that the backend launches itself.
 #[derive(Debug)]
 struct Kernels {
     embed: Kernel,
-    /// For inputs of the weights' type, and of the type of the head's input.
-    norm: [Kernel; 2],
-    norm_i8: Kernel,
+    /// For plain inputs of the weights' type, and of the type of the head's input.
+    norm: [Producers; 2],
     /// Normalises f32 rows: a branch, or queries and keys.
     norm_rows: Kernel,
-    /// Converts the hidden stream to a GEMM's input without a norm, by the input's type.
-    convert: Kernel,
-    convert_i8: Kernel,
+    /// Converts the hidden stream to a GEMM's input without a norm.
+    convert: Producers,
     /// Adds a GEMM's result to the hidden stream before a fused kernel.
     add_rows: Kernel,
-    /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 ones, and 16-bit ones for nibbles.
+    /// Rounds inputs of 4-bit draft weights to the 4-bit grid: int8 codes, and limbs for nibbles.
     coarse_i8: Kernel,
-    coarse: Option<Kernel>,
+    coarse_limbs: Kernel,
     /// activation(gate) · up.
-    activate: Kernel,
-    activate_i8: Kernel,
+    activate: Producers,
     append: Kernel,
     /// Multiplies queries by the factor of their position (Ministral 3).
     scale_queries: Kernel,
@@ -81,22 +102,13 @@ impl Kernels {
                 }
                 (None, Full::Nibbles(_)) => device.kernel("embed_planes", 0)?,
             },
-            norm: [
-                device.kernel(&format!("norm_{}", name(dtype)), 0)?,
-                device.kernel(&format!("norm_{}", name(head)), 0)?,
-            ],
-            norm_i8: device.kernel("norm_i8", 0)?,
+            norm: [Producers::new(device, "norm", dtype)?, Producers::new(device, "norm", head)?],
             norm_rows: device.kernel("norm_rows", 0)?,
-            convert: device.kernel(&format!("convert_{}", name(dtype)), 0)?,
-            convert_i8: device.kernel("convert_i8", 0)?,
+            convert: Producers::new(device, "convert", dtype)?,
             add_rows: device.kernel("add_rows", 0)?,
             coarse_i8: device.kernel("coarse_i8", 0)?,
-            coarse: match dtype {
-                Dtype::F32 => None,
-                Dtype::Bf16 | Dtype::F16 => Some(device.kernel(&format!("coarse_{}", name(dtype)), 0)?),
-            },
-            activate: device.kernel(&format!("{}_{}", activate_mul(config.activation), name(dtype)), 0)?,
-            activate_i8: device.kernel(&format!("{}_i8", activate_mul(config.activation)), 0)?,
+            coarse_limbs: device.kernel("coarse_limbs", 0)?,
+            activate: Producers::new(device, activate_mul(config.activation), dtype)?,
             append: device.kernel(&format!("append_{d}"), 0)?,
             scale_queries: device.kernel("scale_queries", 0)?,
             flush: device.kernel(&format!("flush_{d}"), page_shared)?,

@@ -6,7 +6,7 @@ use crate::device::{Buffer, Device, Kernel, Launch};
 use crate::linear::{
     ATOM, Family, GemmPipeline, Matrix, TILE, WIDE_FROM, Wide, copied_importance, gemms, name, of_dtype, of_each_dtype,
 };
-use crate::shapes::{self, LOWER_BLOCK, PLANES_ORDER, UPPER_BLOCK};
+use crate::shapes::{self, LOWER_BLOCK, UPPER_BLOCK};
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::GROUP;
 use quantspec_core::{Error, Result};
@@ -25,7 +25,7 @@ pub struct Hierarchy {
     k: usize,
     /// As in [`crate::linear::Quantised`].
     paired: usize,
-    /// Number format of a GEMM's inputs.
+    /// Number format of the dequantised matrix.
     dtype: Dtype,
 }
 
@@ -117,22 +117,21 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// Finds the kernels for GEMMs whose inputs are `dtype`.
+    /// Finds the kernels for a model in `dtype`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] for inputs in f32. Those of [`Device::kernel`].
+    /// [`quantspec_core::ErrorKind::Model`] for f32. Those of [`Device::kernel`].
     pub fn new(device: &Arc<Device>, dtype: Dtype) -> Result<Hierarchies> {
         check(dtype)?;
-        let of = name(dtype);
         let of_planes = |view: &str, planes: usize| {
             let shapes = shapes::WIDE_PLANES.iter().filter(|of| of.planes == planes).map(|of| (of.n, of.shared));
-            gemms(device, &format!("linear_{view}_{of}"), |tiles| pipeline(planes, tiles), shapes)
+            gemms(device, &format!("linear_{view}"), |tiles| pipeline(planes, tiles), shapes)
         };
         Ok(Hierarchies {
             both: of_planes("both", 2)?,
             upper: of_planes("upper", 1)?,
             quantise: of_each_dtype(device, "planes")?,
-            atoms: device.kernel(&format!("atoms_{of}"), 0)?,
+            atoms: device.kernel(&format!("atoms_{}", name(dtype)), 0)?,
             device: device.clone(),
             dtype,
         })
@@ -184,17 +183,10 @@ impl Hierarchies {
         Ok(to)
     }
 
-    /// `panels` of a step's inputs (kernels/panel.cuh), 0 if row-major.
-    pub fn panels_of(&self, weights: &Hierarchy, rows: usize) -> usize {
-        // As for [`crate::linear::Linear::panels_of`].
-        let fits = !self.both.1.is_empty() && weights.k.is_multiple_of(GROUP);
-        if fits && rows >= WIDE_FROM { rows + PLANES_ORDER } else { 0 }
-    }
-
-    /// y f32 `[rows][n]` = x · weightsᵀ; x in 16 bits, in `panels` of [`Hierarchies::panels_of`]. Row-major it is
-    /// `[rows][k padded to 64]`, padding zero; in panels rows are padded to a multiple of eight. Paired rows of `weights` are
-    /// also paired in y. `next`: address and bytes, a multiple of 16, that the following GEMM reads first; on Hopper the GEMMs
-    /// of up to 16 rows prefetch them into L2.
+    /// y f32 `[rows][n]` = x · weightsᵀ; x in limbs and xs float2 {scale, sum}, in [`crate::linear::Linear::panels`].
+    /// Row-major they are `[rows][groups][128]` and `[rows][groups]`, with groups of 64 inputs, k padded to 128; in panels rows
+    /// are padded to a multiple of eight. Paired rows of `weights` are also paired in y. `next`: address and bytes, a multiple
+    /// of 16, that the following GEMM reads first; on Hopper the GEMMs of up to 16 rows prefetch them into L2.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for weights of another input type. Device errors of the launch, named by the
@@ -206,28 +198,28 @@ impl Hierarchies {
         &self,
         weights: &Hierarchy,
         reads: Reads,
-        x: u64,
+        [x, xs]: [u64; 2],
         y: u64,
         rows: usize,
         next: (u64, usize),
     ) -> Result<()> {
         self.check(weights)?;
-        let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
+        let groups = stride(weights.k);
         let launch = |first: usize, outputs: usize, lower: u64| {
             let tiles = outputs.div_ceil(TILE);
             let (family, wide) = if lower == 0 { &self.upper } else { &self.both };
             let y = y + (first * size_of::<f32>()) as u64;
             // The last launch of a matrix in two parts prefetches.
             let next = if first + outputs == weights.n { next } else { (0, 0) };
-            let (upper, stride, n) = (weights.upper_at(first), stride(weights.k), weights.n);
-            if self.panels_of(weights, rows) > 0 {
+            let (upper, n) = (weights.upper_at(first), weights.n);
+            if !wide.is_empty() && rows >= WIDE_FROM {
                 let (kernel, launch) = Wide::launch(wide, &self.device, rows, tiles)?;
-                let arguments = args![upper, lower, x, y, groups, stride, tiles, n, rows];
+                let arguments = args![upper, lower, x, xs, y, groups, tiles, n, rows];
                 // SAFETY: as below.
                 return unsafe { self.device.launch(kernel, launch, &arguments) };
             }
             let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
-            let arguments = args![upper, lower, x, y, groups, stride, tiles, n, rows, pitch, next.0, next.1];
+            let arguments = args![upper, lower, x, xs, y, groups, tiles, n, rows, next.0, next.1];
             // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
             unsafe { self.device.launch(kernel, launch, &arguments) }
         };
@@ -272,7 +264,7 @@ impl Hierarchies {
     }
 }
 
-/// Refuses inputs in f32, for which there are no kernels.
+/// Refuses models in f32, for whose prompts there are no kernels.
 pub(crate) fn check(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::Bf16 | Dtype::F16 => Ok(()),

@@ -45,6 +45,28 @@ impl GemmPipeline {
     }
 }
 
+/// Form of a GEMM's input (kernels/panel.cuh).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Numbers of the weights' type.
+    Plain(Dtype),
+    /// Int8 codes with scales and sums, for draft weights.
+    Int8,
+    /// 16-bit integers in two limbs with scales and sums, for weights in nibbles.
+    Limbs,
+}
+
+impl Form {
+    /// Its part of kernel names.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Form::Plain(dtype) => name(dtype),
+            Form::Int8 => "i8",
+            Form::Limbs => "limbs",
+        }
+    }
+}
+
 /// A type's part of kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
     match dtype {
@@ -385,7 +407,8 @@ impl Linear {
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// `panels` of a step's int8 inputs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if row-major.
+    /// `panels` of a step's int8 inputs and limbs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if
+    /// row-major.
     pub fn panels(&self, rows: usize) -> usize {
         if self.pipeline.is_some() && rows >= WIDE_FROM { rows } else { 0 }
     }

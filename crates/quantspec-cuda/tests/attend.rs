@@ -5,7 +5,7 @@ mod gpu;
 #[path = "gpu/model.rs"]
 mod small;
 
-use gpu::{Random, arranged, config, device, distance, poisoned, run, while_busy};
+use gpu::{Random, arranged, config, device, distance, limb_groups, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{
     Cache, FullPage, SNAP_QUERIES, attend, attend_local, page_masses, page_score, select_pages, snap_pages,
@@ -18,6 +18,7 @@ use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
 use quantspec_cuda::attend::{Attend, Chosen, Codes, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
 use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::linear::Form;
 use quantspec_cuda::masses::PageMasses;
 use quantspec_model::backend::{Block, Options, Row};
 use small::options;
@@ -216,9 +217,9 @@ impl World {
         // SAFETY: everything lives until the reads below, which wait.
         unsafe {
             self.attend.run(View::Upper, &slice, q.at(0), &layer, &addresses, neighbours).unwrap();
-            self.attend.merge(&slice, None, x.at(0), xs.at(0), groups * 128, 0, &addresses).unwrap();
+            self.attend.merge(&slice, Form::Int8, x.at(0), xs.at(0), groups * 128, 0, &addresses).unwrap();
             let (x, xs) = (panel.at(0), panel_scales.at(0));
-            self.attend.merge(&slice, None, x, xs, groups * 128, rows.len(), &addresses).unwrap();
+            self.attend.merge(&slice, Form::Int8, x, xs, groups * 128, rows.len(), &addresses).unwrap();
         }
         let all = (x.read::<i8>(0, rows.len() * groups * 128).unwrap(), xs.read::<f32>(0, rows.len() * groups * 2));
         let (codes, scales) = arranged(&all.0, &all.1.unwrap(), rows.len(), groups, rows.len());
@@ -228,21 +229,31 @@ impl World {
             assert!(got[place * 128..][..128] == codes[place * 128..][..128], "codes at place {place} of a panel");
             assert_eq!(got_scales[place * 2..][..2], scales[place * 2..][..2], "scales at place {place} of a panel");
         }
-        for dtype in [Dtype::Bf16, Dtype::F16] {
-            let groups = width / 64;
+        let exact = poisoned(&self.device, rows.len() * width * 4);
+        // SAFETY: as above.
+        unsafe { self.attend.merge(&slice, Form::Plain(Dtype::F32), exact.at(0), 0, width, 0, &addresses) }.unwrap();
+        let exact = exact.read::<f32>(0, rows.len() * width).unwrap();
+        for form in [Form::Plain(Dtype::Bf16), Form::Plain(Dtype::F16), Form::Limbs] {
+            let groups = if form == Form::Limbs { limb_groups(width) } else { width / 64 };
             let [row_major, panel] = [0, rows.len()].map(|panels| {
-                let x = poisoned(&self.device, 8 * width * 2);
+                let (x, xs) = (poisoned(&self.device, 8 * groups * 128), self.device.zeroed(8 * groups * 8).unwrap());
                 // SAFETY: as above.
-                unsafe { self.attend.merge(&slice, Some(dtype), x.at(0), 0, width, panels, &addresses) }.unwrap();
-                x.read::<i8>(0, 8 * width * 2).unwrap()
+                unsafe { self.attend.merge(&slice, form, x.at(0), xs.at(0), groups * 64, panels, &addresses) }.unwrap();
+                (x.read::<i8>(0, 8 * groups * 128).unwrap(), xs.read::<f32>(0, 8 * groups * 2).unwrap())
             });
-            let (want, exist) =
-                arranged(&row_major, &vec![0.0; rows.len() * groups * 2], rows.len(), groups, rows.len());
-            for place in (0..8 * groups).filter(|&place| exist[place * 2].is_finite()) {
-                assert!(
-                    panel[place * 128..][..128] == want[place * 128..][..128],
-                    "{dtype:?}: place {place} of a panel"
-                );
+            let (want, scales) = arranged(&row_major.0, &row_major.1, rows.len(), groups, rows.len());
+            for place in (0..8 * groups).filter(|&place| scales[place * 2].is_finite()) {
+                let same = panel.0[place * 128..][..128] == want[place * 128..][..128]
+                    && panel.1[place * 2..][..2] == scales[place * 2..][..2];
+                assert!(same, "{form:?}: place {place} of a panel");
+            }
+            if form == Form::Limbs {
+                for (at, &x) in exact.iter().enumerate() {
+                    let (group, i) = (at / width * groups + at % width / 64, at % 64);
+                    let limbs = &row_major.0[group * 128..][..128];
+                    let got = (256 * i32::from(limbs[i]) + i32::from(limbs[64 + i])) as f32 * row_major.1[group * 2];
+                    assert!((got - x).abs() <= 0.51 * row_major.1[group * 2], "limbs of channel {at}: {got}, {x}");
+                }
             }
         }
         let last = rows.len() - 1;
@@ -288,7 +299,7 @@ impl World {
             // SAFETY: everything lives until the wait below.
             unsafe {
                 self.attend.run(view, &slice, q.at(0), &layer, &addresses, Neighbours::default()).unwrap();
-                self.attend.merge(&slice, Some(Dtype::F32), x.at(0), 0, width, 0, &addresses).unwrap();
+                self.attend.merge(&slice, Form::Plain(Dtype::F32), x.at(0), 0, width, 0, &addresses).unwrap();
             }
             self.device.synchronize().unwrap();
         }
@@ -648,7 +659,10 @@ fn codes_of_single_splits_are_those_of_merge() {
                         world.attend.run(View::Upper, &slice, q.at(0), &layer, &addresses, neighbours).unwrap();
                         if !direct {
                             let pitch = groups * 128;
-                            world.attend.merge(&slice, None, x.at(0), xs.at(0), pitch, panels, &addresses).unwrap();
+                            world
+                                .attend
+                                .merge(&slice, Form::Int8, x.at(0), xs.at(0), pitch, panels, &addresses)
+                                .unwrap();
                         }
                     }
                     let codes = x.read::<u8>(0, rows.len() * groups * 128).unwrap();

@@ -3,10 +3,7 @@
 
 mod gpu;
 
-use gpu::{
-    PLANES_ORDER, Random, arranged, arranged_for_planes, device, distance, download, gelu, matrix, name, poisoned,
-    round, run,
-};
+use gpu::{Limbs, Random, arranged, device, distance, download, gelu, limb_groups, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{Dtype, QueryScale};
@@ -64,7 +61,7 @@ fn norms_add_the_branch_and_normalise() {
                 let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
                 arguments.extend_from_slice(outputs);
                 arguments.extend_from_slice(&args![eps, width]);
-                if kernel != "norm_i8" {
+                if !["norm_i8", "norm_limbs"].contains(&kernel) {
                     arguments.extend_from_slice(&args![pitch]);
                 }
                 arguments.extend_from_slice(&args![0usize]); // row-major: no panels
@@ -92,13 +89,76 @@ fn norms_add_the_branch_and_normalise() {
             let exact = poisoned(&device, rows * pitch * 4);
             launch("norm_f32", 0, rows, &args![&exact]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
-            let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
-            launch("norm_i8", 0, rows, &args![&x8, &xs]);
-            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
-            check_int8(&exact, pitch, width, rows, &codes, &scales);
+            check_integers(&device, &exact, pitch, width, |form, x, xs| {
+                launch(&format!("norm_{form}"), 0, rows, &args![x, xs]);
+            });
         }
     }
+}
+
+/// Runs a kernel for both forms of integers and checks what it writes, row-major. `exact`: the inputs `[rows][pitch]` of `width`
+/// numbers that it rounds; `launch(form, x, xs)`.
+fn check_integers(
+    device: &Arc<Device>,
+    exact: &[f32],
+    pitch: usize,
+    width: usize,
+    launch: impl Fn(&str, &Buffer, &Buffer),
+) {
+    let rows = exact.len() / pitch;
+    let written = |form: &str, groups: usize| {
+        let (x, xs) = (poisoned(device, rows * groups * 128), poisoned(device, rows * groups * 8));
+        launch(form, &x, &xs);
+        (x.read::<i8>(0, rows * groups * 128).unwrap(), xs.read::<f32>(0, rows * groups * 2).unwrap())
+    };
+    let (codes, scales) = written("i8", width.div_ceil(128));
+    check_int8(exact, pitch, width, rows, &codes, &scales);
+    let (codes, scales) = written("limbs", limb_groups(width));
+    check_limbs(exact, pitch, width, &codes, &scales);
+}
+
+/// Limbs of rows, their scales and sums: the nearest of 32,512 steps to either side.
+fn check_limbs(exact: &[f32], pitch: usize, width: usize, limbs: &[i8], scales: &[f32]) {
+    let groups = limb_groups(width);
+    for (row, x) in exact.chunks(pitch).enumerate() {
+        for group in 0..groups {
+            let at = row * groups + group;
+            let x = &x[(group * 64).min(width)..(group * 64 + 64).min(width)];
+            let (high, low) = limbs[at * 128..][..128].split_at(64);
+            let codes: Vec<i32> =
+                high.iter().zip(low).map(|(&high, &low)| 256 * i32::from(high) + i32::from(low)).collect();
+            let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            let scale = largest * (1.0 / 32_512.0);
+            assert_eq!(scales[at * 2..][..2], [scale, scale * codes.iter().sum::<i32>() as f32], "row {row}, {group}");
+            let off = |(&x, &code): (&f32, &i32)| f64::from(x) / f64::from(scale) - f64::from(code);
+            assert!(largest == 0.0 || x.iter().zip(&codes).all(|at| off(at).abs() < 0.51), "row {row}, {group}");
+            assert!(codes[x.len()..].iter().all(|&code| code == 0), "limbs past row {row}, {group}");
+        }
+    }
+}
+
+/// Groups of 64 that are not finite have NaN as scale and sum, whatever else a row has; tiny ones are zero.
+#[test]
+fn limbs_of_extreme_numbers() {
+    let Some(device) = device() else { return };
+    let (width, first) = (512, [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40, 3e38, 1e36, 0.0, -1.0]);
+    let mut x = vec![0.5f32; width];
+    for (group, &value) in first.iter().enumerate() {
+        x[group * 64 + group * 9] = value;
+    }
+    x[192..256].fill(1e-40);
+    x[384..448].fill(0.0);
+    let (hidden, limbs, xs) = (device.copied(&x).unwrap(), device.zeroed(1024).unwrap(), device.zeroed(64).unwrap());
+    run(&device, "convert_limbs", [1, 1, 1], 256, 0, &args![&hidden, &limbs, &xs, width, 0usize]);
+    let (limbs, scales) = (limbs.read::<i8>(0, 1024).unwrap(), xs.read::<f32>(0, 16).unwrap());
+    for (group, pair) in scales.chunks(2).enumerate() {
+        // 3e38 is beyond the range of the device's fast division.
+        let finite = ![0, 1, 2, 4].contains(&group);
+        assert!(pair.iter().all(|value| value.is_finite() == finite && value.is_nan() != finite), "{group}: {pair:?}");
+        let zero = limbs[group * 128..][..128].iter().all(|&limb| limb == 0);
+        assert!(zero == [3, 6].contains(&group) || !finite, "{group}");
+    }
+    assert_eq!([limbs[7 * 128 + 63], limbs[7 * 128 + 127]], [-127, 0]);
 }
 
 /// Codes, scales and sums of quantised rows.
@@ -229,15 +289,13 @@ fn the_hidden_stream_is_converted() {
                 assert!(got[width..].iter().all(|x| x.is_nan()), "{dtype:?} of {width} beyond its columns");
             }
         }
-        let groups = width.div_ceil(128);
-        let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
-        run(&device, "convert_i8", grid, 256, 0, &args![&h, &x8, &xs, width, 0usize]);
-        let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
-        check_int8(&hidden, width, width, rows, &codes, &scales);
+        check_integers(&device, &hidden, width, width, |form, x, xs| {
+            run(&device, &format!("convert_{form}"), grid, 256, 0, &args![&h, x, xs, width, 0usize]);
+        });
     }
 }
 
-/// Inputs of a draft with 4-bit activations: codes and scales of int8 inputs, and values in 16 bits.
+/// Inputs of a draft with 4-bit activations: codes and scales of int8 inputs, and of limbs.
 #[test]
 fn inputs_on_the_grid_of_4_bits() {
     let Some(device) = device() else { return };
@@ -263,24 +321,22 @@ fn inputs_on_the_grid_of_4_bits() {
             assert_eq!(pairs[2 * group..][..2], [scale, scale * sum as f32], "group {group}, panels {panels}");
         }
     }
-    for dtype in [Dtype::Bf16, Dtype::F16] {
-        let values: Vec<f32> = x.iter().map(|&x| round(x, dtype)).collect();
-        let bits: Vec<u16> = values
-            .iter()
-            .map(|&x| if dtype == Dtype::F16 { f16::from_f32(x).to_bits() } else { (x.to_bits() >> 16) as u16 })
-            .collect();
-        for panels in [0, rows + PLANES_ORDER] {
-            let on = device.copied(&bits).unwrap();
-            run(&device, &format!("coarse_{}", name(dtype)), [pitch / 64, rows, 1], 32, 0, &args![&on, panels]);
-            let got = download(&on, rows * pitch, dtype);
-            for (group, (values, got)) in values.chunks(64).zip(got.chunks(64)).enumerate() {
-                let scale = values.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 7.0;
-                let near =
-                    |&x: &f32| if scale > 0.0 { round((x / scale).round_ties_even() * scale, dtype) } else { 0.0 };
-                let want: Vec<f32> = values.iter().map(near).collect();
-                assert!(got == want, "{dtype:?}, group {group}, panels {panels}");
-            }
+    let limbs = Limbs::new(&x, pitch);
+    for panels in [0, rows] {
+        let [on, xs] = limbs.upload(&device, rows, pitch, panels);
+        run(&device, "coarse_limbs", [limb_groups(pitch), rows, 1], 32, 0, &args![&on, &xs, panels]);
+        let (mut want, mut want_scales) = (Vec::new(), Vec::new());
+        for (group, pair) in limbs.codes.chunks(128).zip(limbs.scales.chunks(2)) {
+            let fine = (0..64).map(|i| 256 * i32::from(group[i]) + i32::from(group[64 + i]));
+            let codes: Vec<i8> = fine.map(|code| (code as f32 * (7.0 / 32_512.0)).round_ties_even() as i8).collect();
+            let (scale, sum) = (pair[0] * (127.0 / 7.0), codes.iter().map(|&code| i32::from(code)).sum::<i32>());
+            want_scales.extend([scale, scale * (256.0 * sum as f32)]);
+            want.extend(codes);
+            want.extend([0; 64]);
         }
+        let (want, want_scales) = arranged(&want, &want_scales, rows, limb_groups(pitch), panels);
+        assert!(on.read::<i8>(0, want.len()).unwrap() == want, "limbs, panels {panels}");
+        assert!(xs.read::<f32>(0, want_scales.len()).unwrap() == want_scales, "scales, panels {panels}");
     }
 }
 
@@ -330,30 +386,30 @@ fn activation_times_up(stem: &str, activation: impl Fn(f64) -> f64) {
             let exact = poisoned(&device, rows * pitch * 4);
             run(&device, &format!("{stem}_f32"), grid, 256, 0, &args![&on, bias_at, &exact, width, pitch, 0usize]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
-            let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
-            run(&device, &format!("{stem}_i8"), grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, 0usize]);
-            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
-            check_int8(&exact, pitch, width, rows, &codes, &scales);
+            check_integers(&device, &exact, pitch, width, |form, x, xs| {
+                run(&device, &format!("{stem}_{form}"), grid, 256, 0, &args![&on, bias_at, x, xs, width, 0usize]);
+            });
         }
     }
 }
 
 /// Two panels, the second of seven rows, and a partial last group: codes and scales are those of row-major inputs.
 #[test]
-fn int8_inputs_are_stored_in_panels() {
+fn integers_are_stored_in_panels() {
     let Some(device) = device() else { return };
     let mut random = Random(7);
     let (rows, width) = (71usize, 296usize);
-    let groups = width.div_ceil(128);
     let hidden = device.copied(&random.normals(rows * width)).unwrap();
     let weight = device.copied(&random.normals(width)).unwrap();
     let gates = device.copied(&random.normals(rows * 2 * width)).unwrap();
-    for kernel in ["norm_i8", "silu_mul_i8", "gelu_mul_i8"] {
+    let kernels = ["norm", "silu_mul", "gelu_mul"].map(|stem| ["i8", "limbs"].map(|form| (stem, form)));
+    for (stem, form) in kernels.concat() {
+        let kernel = &format!("{stem}_{form}");
+        let groups = if form == "i8" { width.div_ceil(128) } else { limb_groups(width) };
         let launch = |panels: usize| {
             let places = 72 * groups;
             let (x8, xs) = (poisoned(&device, places * 128), poisoned(&device, places * 8));
-            if kernel == "norm_i8" {
+            if stem == "norm" {
                 let arguments = args![&hidden, 0u64, 0u64, &weight, &x8, &xs, 1e-5f32, width, panels];
                 run(&device, kernel, [rows, 1, 1], 512, 0, &arguments);
             } else {
@@ -400,13 +456,9 @@ fn inputs_of_16_bits_are_stored_in_panels() {
             };
             let row_major = launch(0);
             let (want, exist) = arranged(&row_major, &vec![0.0; rows * groups * 2], rows, groups, rows);
-            let in_planes_order = arranged_for_planes(&row_major, rows, groups, dtype);
-            for (panels, want) in [(rows, want), (rows + PLANES_ORDER, in_planes_order)] {
-                let got = launch(panels);
-                for place in (0..72 * groups).filter(|&place| exist[place * 2].is_finite()) {
-                    let same = got[place * 128..][..128] == want[place * 128..][..128];
-                    assert!(same, "{kernel}: place {place}, panels {panels}");
-                }
+            let got = launch(rows);
+            for place in (0..72 * groups).filter(|&place| exist[place * 2].is_finite()) {
+                assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: place {place}");
             }
         }
     }

@@ -4,15 +4,13 @@
 
 mod gpu;
 
-use gpu::{
-    COUNTS, Random, arranged_for_planes, bits, device, distance, download, matrix, poisoned, round, upload, while_busy,
-};
+use gpu::{COUNTS, Limbs, Random, bits, device, distance, download, matrix, poisoned, round, while_busy};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
 use quantspec_core::weights::{GROUP, Row, quantize_row, quantize_row_upper};
-use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::device::Device;
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
-use quantspec_cuda::linear::Matrix;
+use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_cuda::products::Products;
 use quantspec_model::importance::Channel;
 use std::sync::Arc;
@@ -46,19 +44,23 @@ fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) 
     Matrix { buffer: matrix(device, w, n, k, dtype), dtype, n, k }
 }
 
-/// The first `rows` of x `[rows][k padded to 64]` on the device, arranged for a GEMM with `planes`.
-fn inputs_of(
+/// Poisoned outputs of a GEMM with the first `rows` rows of x.
+fn product(
     hierarchies: &Hierarchies,
     device: &Arc<Device>,
     planes: &Hierarchy,
-    x: &Buffer,
+    reads: Reads,
+    x: &Limbs,
     rows: usize,
-    dtype: Dtype,
-) -> Buffer {
-    let groups = planes.shape().1.div_ceil(64);
-    let bytes = x.read::<i8>(0, rows * groups * 128).unwrap();
-    let in_panels = hierarchies.panels_of(planes, rows) > 0;
-    device.copied(&if in_panels { arranged_for_planes(&bytes, rows, groups, dtype) } else { bytes }).unwrap()
+    next: (u64, usize),
+) -> Vec<f32> {
+    let (n, k) = planes.shape();
+    let y = poisoned(device, rows * n * 4);
+    let panels = Linear::new(device).unwrap().panels(rows);
+    let [x, xs] = x.upload(device, rows, k, panels);
+    // SAFETY: x and xs have `rows` rows and y room for as many.
+    unsafe { hierarchies.run(planes, reads, [x.at(0), xs.at(0)], y.at(0), rows, next) }.unwrap();
+    y.read::<f32>(0, rows * n).unwrap()
 }
 
 /// Source row of a row index in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
@@ -248,26 +250,17 @@ fn check_gemms(shapes: &[(usize, usize)]) {
         for &(n, k) in shapes {
             let most = *COUNTS.last().unwrap();
             let w = weights(&mut random, n, k, dtype);
-            let pitch = k.next_multiple_of(64);
-            let x: Vec<f32> = random.normals(most * k).iter().map(|&v| round(v, dtype)).collect();
-            let mut pitched = vec![0.0; most * pitch];
-            for (to, from) in pitched.chunks_mut(pitch).zip(x.chunks(k)) {
-                to[..k].copy_from_slice(from);
-            }
-            let x_device = upload(&device, &pitched, dtype);
+            let mut x = random.normals(most * k);
+            // Outliers, and groups without inputs.
+            x.iter_mut().step_by(991).for_each(|x| *x *= 300.0);
+            x[..64].fill(0.0);
+            let x = Limbs::new(&x, k);
             let full = on_device(&device, &w, n, k, dtype);
             for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
                 let planes = hierarchies.quantise(&full, &[], if both { 0 } else { n }, 0, &flag).unwrap();
-                let y = poisoned(&device, most * n * 4);
                 // Prefetching changes no bit.
                 let next = if reads == Reads::All { (full.buffer.at(0), full.buffer.bytes()) } else { (0, 0) };
-                let run = |rows: usize| {
-                    y.fill(0xff).unwrap();
-                    let x = inputs_of(&hierarchies, &device, &planes, &x_device, rows, dtype);
-                    // SAFETY: x has `rows` rows and y room for as many.
-                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows, next) }.unwrap();
-                    y.read::<f32>(0, rows * n).unwrap()
-                };
+                let run = |rows: usize| product(&hierarchies, &device, &planes, reads, &x, rows, next);
                 let all = run(most);
                 assert!(all.iter().all(|v| v.is_finite()), "an output was not written");
                 for &rows in &COUNTS {
@@ -279,8 +272,8 @@ fn check_gemms(shapes: &[(usize, usize)]) {
                     let values = if reads == Reads::All { row.both() } else { row.upper() };
                     for row in [0, 6, 30, most - 1] {
                         got.push(all[row * n + out]);
-                        let x = &x[row * k..(row + 1) * k];
-                        want.push(values.iter().zip(x).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>());
+                        let x = &x.values[row * k..(row + 1) * k];
+                        want.push(values.iter().zip(x).map(|(&a, &b)| f64::from(a) * b).sum::<f64>());
                     }
                 }
                 let error = distance(&got, &want);
@@ -328,16 +321,12 @@ fn check_last_rows(shapes: &[(usize, usize, usize, usize, Dtype)]) {
         };
         assert!(full(&whole) == [full(&first), full(&last)].concat(), "values of {n} x {k}");
         let most = 17;
-        let x = upload(&device, &random.normals(most * k.next_multiple_of(64)), dtype);
+        let x = Limbs::new(&random.normals(most * k), k);
         for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 8, most] {
-                let outputs = |planes: &Hierarchy| {
-                    let n = planes.shape().0;
-                    let y = poisoned(&device, rows * n * 4);
-                    let x = inputs_of(&hierarchies, &device, planes, &x, rows, dtype);
-                    // SAFETY: x has `rows` rows and y room for as many.
-                    unsafe { hierarchies.run(planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
-                    y.read::<u32>(0, rows * n).unwrap()
+                let outputs = |planes: &Hierarchy| -> Vec<u32> {
+                    let y = product(&hierarchies, &device, planes, reads, &x, rows, (0, 0));
+                    y.into_iter().map(f32::to_bits).collect()
                 };
                 let (got, first, last) = (outputs(&whole), outputs(&first), outputs(&last));
                 let want = first.chunks(both_from).zip(last.chunks(n - both_from));
@@ -364,15 +353,16 @@ fn other_work_changes_no_bit() {
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();
         let full = on_device(&device, &w, n, k, Dtype::Bf16);
         let most = 64;
-        let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
+        let x = Limbs::new(&random.normals(most * k), k);
+        let linear = Linear::new(&device).unwrap();
         let planes = hierarchies.quantise(&full, &[], 0, 0, &flag).unwrap();
         for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();
-                let x = inputs_of(&hierarchies, &device, &planes, &x, rows, Dtype::Bf16);
+                let [x, xs] = x.upload(&device, rows, k, linear.panels(rows));
                 let run = || {
-                    // SAFETY: x has `rows` rows and y room for as many.
-                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows, (0, 0)) }.unwrap();
+                    // SAFETY: x and xs have `rows` rows and y room for as many.
+                    unsafe { hierarchies.run(&planes, reads, [x.at(0), xs.at(0)], y.at(0), rows, (0, 0)) }.unwrap();
                     y.read::<u32>(0, rows * n).unwrap()
                 };
                 let alone = run();

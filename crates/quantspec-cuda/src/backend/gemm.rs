@@ -1,14 +1,14 @@
 //! GEMMs of a step: the weights and planes that each reads, its input, and what it prefetches.
 
-use super::CudaBackend;
 use super::workspace::Input;
+use super::{CudaBackend, Producers};
 use crate::args;
-use crate::device::{Buffer, Kernel};
+use crate::device::Buffer;
 use crate::draft::{DraftGemms, Hidden};
 use crate::hierarchy::Reads;
-use crate::linear::{ATOM, DRAFT_GROUP, Quantised};
+use crate::linear::{DRAFT_GROUP, Form, Quantised};
 use crate::weights::{self, Full};
-use quantspec_core::config::{DraftWeights, Dtype, LayerNorms, QkNorm, Weights};
+use quantspec_core::config::{DraftWeights, LayerNorms, QkNorm, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
@@ -26,11 +26,20 @@ pub(super) const OUTPUT: usize = 1;
 pub(super) const GATE_UP: usize = 2;
 pub(super) const DOWN: usize = 3;
 
+/// Form of the input of a GEMM with `full`, or with draft weights if it is `quantised`.
+pub(super) const fn form_of(full: &Full, quantised: bool) -> Form {
+    match full {
+        _ if quantised => Form::Int8,
+        Full::Whole(matrix) => Form::Plain(matrix.dtype),
+        Full::Nibbles(_) => Form::Limbs,
+    }
+}
+
 /// Kinds whose GEMM a fused kernel can compute; those in `eight` have 8 bits, and so separate kernels. The fused gate and up
-/// stores BF16: the fused down reads that, and an 8-bit down only if it takes BF16 activations.
-const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
-    let gate_up = !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
-    [!eight[QKV], !eight[OUTPUT], gate_up, gate_up && !eight[DOWN]]
+/// stores BF16, which only the fused down reads.
+const fn fused(eight: [bool; 4]) -> [bool; 4] {
+    let feed_forward = !eight[GATE_UP] && !eight[DOWN];
+    [!eight[QKV], !eight[OUTPUT], feed_forward, feed_forward]
 }
 
 /// The weights of a GEMM.
@@ -53,29 +62,27 @@ impl CudaBackend {
         rows: usize,
         weight: Option<&Buffer>,
         input: &Input,
-        kernel: Kernel,
+        kernels: &Producers,
         (full, quantised): (&Full, bool),
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let form = form_of(full, quantised);
         let panels = self.panels(full, quantised, rows);
         let Some(weight) = weight else {
             let grid = [width.div_ceil(1024), rows, 1];
-            if quantised {
-                let arguments = args![hidden, &input.x8, &input.xs, width, panels];
-                return self.launch(self.kernels.convert_i8, grid, 256, 0, &arguments);
-            }
-            let arguments = args![hidden, &input.x, width, input.pitch(), panels];
-            return self.launch(self.kernels.convert, grid, 256, 0, &arguments);
+            let arguments = match input.integers(form) {
+                Some([x, xs]) => args![hidden, x, xs, width, panels],
+                None => args![hidden, &input.x, width, input.pitch(), panels],
+            };
+            return self.launch(self.kernels.convert.of(form), grid, 256, 0, &arguments);
         };
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
-        if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, panels];
-            self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
-        } else {
-            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch(), panels];
-            self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
-        }
+        let arguments = match input.integers(form) {
+            Some([x, xs]) => args![hidden, y, bias, weight, x, xs, eps, width, panels],
+            None => args![hidden, y, bias, weight, &input.x, eps, width, input.pitch(), panels],
+        };
+        self.launch(kernels.of(form), [rows, 1, 1], NORM_THREADS, 0, &arguments)
     }
 
     /// Norms of all query heads and of all key heads in a GEMM's output, in place, if the model has such norms. `paired`:
@@ -105,11 +112,8 @@ impl CudaBackend {
     /// `panels` of a GEMM's input (kernels/panel.cuh). `draft`: it has draft weights.
     pub(super) fn panels(&self, full: &Full, draft: bool, rows: usize) -> usize {
         match full {
-            _ if draft => self.linear.panels(rows),
-            Full::Whole(matrix) => self.linear.panels_of(matrix, rows),
-            Full::Nibbles(planes) => {
-                self.nibbles.as_ref().map_or(0, |(hierarchies, _)| hierarchies.panels_of(planes, rows))
-            }
+            Full::Whole(matrix) if !draft => self.linear.panels_of(matrix, rows),
+            Full::Whole(_) | Full::Nibbles(_) => self.linear.panels(rows),
         }
     }
 
@@ -122,7 +126,7 @@ impl CudaBackend {
                 (Some(draft), ..) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
                 (None, Full::Whole(full), _) => self.linear.run(full, input.x.at(0), y, rows),
                 (None, Full::Nibbles(full), Some((hierarchies, _))) => {
-                    hierarchies.run(full, reads, input.x.at(0), y, rows, next)
+                    hierarchies.run(full, reads, [input.x.at(0), input.xs.at(0)], y, rows, next)
                 }
                 (None, Full::Nibbles(_), None) => Err(Error::internal("weights in nibbles without their kernels")),
             }
@@ -135,15 +139,12 @@ impl CudaBackend {
         if step.weights != Weights::Draft4 || weights::draft_bits(&self.options)[kind] != Some(4) {
             return Ok(());
         }
-        let rows = step.rows.len();
+        let (rows, pairs) = (step.rows.len(), input.pitch8() / DRAFT_GROUP);
         let panels = self.panels(full, own, rows);
         if own {
-            let groups = input.pitch8() / DRAFT_GROUP;
-            return self.launch(self.kernels.coarse_i8, [groups, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
+            return self.launch(self.kernels.coarse_i8, [pairs, rows, 1], 32, 0, &args![&input.x8, &input.xs, panels]);
         }
-        let kernel = self.kernels.coarse.ok_or_else(|| Error::internal("nibbles of a model in F32"))?;
-        let groups = input.width.div_ceil(ATOM);
-        self.launch(kernel, [groups, rows, 1], 32, 0, &args![&input.x, panels])
+        self.launch(self.kernels.coarse_limbs, [2 * pairs, rows, 1], 32, 0, &args![&input.x, &input.xs, panels])
     }
 
     /// y = input · weightsᵀ of one kind of matrices in a step. `draft`: the draft's own weights, if the step reads such.
@@ -176,10 +177,9 @@ impl CudaBackend {
     /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows, norms before
     /// the branches.
     pub(super) fn fused_gemms(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
-        let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
         // The fused kernels compute 8-bit inputs.
-        let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
+        let fused = step.weights == Weights::Draft && fused(eight)[kind];
         let fused = fused && self.config.norms == LayerNorms::Before;
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = self.options.draft_weights == DraftWeights::Int4;
@@ -203,19 +203,14 @@ mod tests {
 
     #[test]
     fn fused_kernels_meet_inputs_in_their_form() {
-        let all = [true; 4];
-        assert_eq!(fused([false; 4], false), all);
+        assert_eq!(fused([false; 4]), [true; 4]);
         for bits in 0..16usize {
             let eight: [bool; 4] = std::array::from_fn(|kind| bits >> kind & 1 == 1);
-            for in_bf16 in [false, true] {
-                let fused = fused(eight, in_bf16);
-                assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
-                // BF16 between gate, up and down if gate and up are fused, else the format of down's own kernel.
-                assert!(!fused[DOWN] || fused[GATE_UP], "{eight:?}");
-                assert!(fused[DOWN] || !fused[GATE_UP] || in_bf16, "{eight:?}");
-            }
+            let fused = fused(eight);
+            assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
+            // BF16 between gate, up and down if both are fused, else the form of down's own kernel.
+            assert_eq!(fused[DOWN], fused[GATE_UP], "{eight:?}");
         }
-        assert_eq!(fused([false, false, false, true], true), [true, true, true, false]);
-        assert_eq!(fused([false, false, false, true], false), [true, true, false, false]);
+        assert_eq!(fused([false, false, false, true]), [true, true, false, false]);
     }
 }

@@ -1,11 +1,11 @@
 //! The network's operations on the rows of a step.
 
 use super::CudaBackend;
-use super::gemm::{DOWN, GATE_UP, NORM_THREADS, OUTPUT, OUTPUT_PREFETCH_BYTES, Operand, PREFETCH_BYTES, QKV};
+use super::gemm::{DOWN, GATE_UP, NORM_THREADS, OUTPUT, OUTPUT_PREFETCH_BYTES, Operand, PREFETCH_BYTES, QKV, form_of};
 use super::kv_cache::{ScoredPages, page_shared};
 use crate::args;
 use crate::attend::{Codes, Neighbours};
-use crate::device::{Buffer, Launch};
+use crate::device::{Arg, Buffer, Launch};
 use crate::draft::Heads;
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
@@ -82,7 +82,7 @@ impl CudaBackend {
             rows,
             weights.attention_norm.as_ref(),
             &space.normed,
-            self.kernels.norm[0],
+            &self.kernels.norm[0],
             (&weights.qkv, draft.is_some()),
             space.hidden.at(0),
         )?;
@@ -201,6 +201,7 @@ impl CudaBackend {
             let none = draft || index + 1 < slices.len();
             let prefetch = if none { (0, 0) } else { weights.output.first_read() };
             let (input, panels) = (&space.attended, self.panels(&weights.output, draft, step.rows.len()));
+            let form = form_of(&weights.output, draft);
             let direct = draft && self.attend.writes_codes(step.view, slice);
             let codes = direct.then(|| Codes { x: input.x8.at(0), xs: input.xs.at(0), panels });
             let neighbours = Neighbours { half_sm, prefetch, codes };
@@ -211,20 +212,11 @@ impl CudaBackend {
                 if direct {
                     continue;
                 }
-                if draft {
-                    self.attend.merge(
-                        slice,
-                        None,
-                        input.x8.at(0),
-                        input.xs.at(0),
-                        input.pitch8(),
-                        panels,
-                        addresses,
-                    )?;
-                } else {
-                    let (dtype, x) = (self.config.dtype, input.x.at(0));
-                    self.attend.merge(slice, Some(dtype), x, 0, input.pitch(), panels, addresses)?;
-                }
+                let (x, xs, pitch) = match input.integers(form) {
+                    Some([x, xs]) => (x.at(0), xs.at(0), input.pitch8()),
+                    None => (input.x.at(0), 0, input.pitch()),
+                };
+                self.attend.merge(slice, form, x, xs, pitch, panels, addresses)?;
             }
         }
         Ok(())
@@ -248,22 +240,20 @@ impl CudaBackend {
         }
         let norm = weights.mlp_norm.as_ref();
         let into = (&weights.gate_up, draft.is_some());
-        self.norm(rows, norm, &space.normed, self.kernels.norm[0], into, space.hidden.at(0))?;
+        self.norm(rows, norm, &space.normed, &self.kernels.norm[0], into, space.hidden.at(0))?;
         let next = self.prefetch(&weights.down, PREFETCH_BYTES);
         self.step_gemm(step, GATE_UP, &weights.gate_up, draft, &space.normed, next)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         let quantised = drafting && weights.draft.down.is_some();
         let panels = self.panels(&weights.down, quantised, rows);
-        if quantised {
-            let y = crate::device::Arg::from(&space.y);
-            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
-            self.launch(self.kernels.activate_i8, grid, 256, 0, &arguments)
-        } else {
-            let arguments =
-                [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into(), panels.into()];
-            self.launch(self.kernels.activate, grid, 256, 0, &arguments)
-        }
+        let form = form_of(&weights.down, quantised);
+        let y = Arg::from(&space.y);
+        let arguments = match gated.integers(form) {
+            Some([x, xs]) => [y, bias, x.into(), xs.into(), width.into(), panels.into()],
+            None => [y, bias, (&gated.x).into(), width.into(), gated.pitch().into(), panels.into()],
+        };
+        self.launch(self.kernels.activate.of(form), grid, 256, 0, &arguments)
     }
 }
 
@@ -469,7 +459,7 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         let norm = Some(&self.weights.final_norm);
-        self.norm(rows, norm, last, self.kernels.norm[1], (&self.weights.head, draft.is_some()), hidden)?;
+        self.norm(rows, norm, last, &self.kernels.norm[1], (&self.weights.head, draft.is_some()), hidden)?;
         let head = Operand { full: &self.weights.head, draft, reads: Reads::All, next: (0, 0) };
         self.gemm(&head, last, self.step.logits.at(0), rows)?;
         self.residual = None;

@@ -109,7 +109,7 @@ impl CudaBackend {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
         let Some(weight) = weight else {
             let arguments = args![self.prompt.hidden.at(block.start)?, &self.prompt.normed, width, pitch, 0usize];
-            return self.launch(self.kernels.convert, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
+            return self.launch(self.kernels.convert.plain, [width.div_ceil(1024), block.rows, 1], 256, 0, &arguments);
         };
         let arguments = args![
             self.prompt.hidden.at(block.start)?,
@@ -122,7 +122,7 @@ impl CudaBackend {
             pitch,
             0usize
         ];
-        self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
+        self.launch(self.kernels.norm[0].plain, [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
     }
 
     pub(super) fn prompt_qkv(&mut self, layer: usize, block: &Block) -> Result<()> {

@@ -4,7 +4,7 @@ use super::describe::{DeviceRow, STAGES};
 use super::hidden::HiddenStates;
 use crate::attend::{Merged, PageChoice, QueryTile, SLICE_ROWS, Span};
 use crate::device::{Buffer, Device, Pinned};
-use crate::linear::DRAFT_GROUP;
+use crate::linear::{DRAFT_GROUP, Form};
 use crate::prefill::{padded, readable};
 use crate::sample::TURN_BYTES;
 use crate::weights;
@@ -14,7 +14,8 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_model::backend::Options;
 use std::sync::Arc;
 
-/// Input of a GEMM, `width` numbers per row: in the weights' type (x), and as int8 codes (x8) with their scales and sums (xs).
+/// Input of a GEMM, `width` numbers per row: in the weights' type or in limbs (x), and as int8 codes (x8); scales and sums of
+/// integers (xs).
 #[derive(Debug)]
 pub(super) struct Input {
     pub(super) x: Buffer,
@@ -25,9 +26,10 @@ pub(super) struct Input {
 
 impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
-        // Rows of panels are padded to a multiple of eight.
-        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(DRAFT_GROUP));
-        [eights * padded(width) * dtype.bytes(), eights * groups * DRAFT_GROUP, eights * groups * 8]
+        // Rows of panels are padded to a multiple of eight. A pair of groups of limbs takes the place of a group of codes.
+        let (eights, pairs) = (rows.next_multiple_of(8), width.div_ceil(DRAFT_GROUP));
+        let padded = pairs * DRAFT_GROUP;
+        [eights * padded * dtype.bytes(), eights * padded, eights * pairs * 2 * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
@@ -40,8 +42,18 @@ impl Input {
         padded(self.width)
     }
 
+    /// Inputs of a row of integers.
     pub(super) fn pitch8(&self) -> usize {
         self.width.next_multiple_of(DRAFT_GROUP)
+    }
+
+    /// Integers of a form and their scales; None of a plain input.
+    pub(super) fn integers(&self, form: Form) -> Option<[&Buffer; 2]> {
+        match form {
+            Form::Plain(_) => None,
+            Form::Int8 => Some([&self.x8, &self.xs]),
+            Form::Limbs => Some([&self.x, &self.xs]),
+        }
     }
 }
 

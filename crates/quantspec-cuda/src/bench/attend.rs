@@ -3,6 +3,7 @@
 use super::{Bench, Measured, filled, repeated, seconds};
 use crate::attend::{Attend, Layer, Neighbours, PageChoice, SliceAddresses, StepSlice};
 use crate::device::Buffer;
+use crate::linear::Form;
 use crate::prefill::padded;
 use half::f16;
 use quantspec_core::Result;
@@ -128,7 +129,15 @@ impl Bench {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
                             attend.run(view, slice, cache.q.at(0), &at, addresses, Neighbours::default())?;
-                            attend.merge(slice, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, addresses)?;
+                            attend.merge(
+                                slice,
+                                Form::Plain(Dtype::Bf16),
+                                x.at(0),
+                                0,
+                                padded(heads * d),
+                                0,
+                                addresses,
+                            )?;
                         }
                     }
                 }

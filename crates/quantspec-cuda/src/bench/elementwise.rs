@@ -20,35 +20,36 @@ impl Bench {
         let (d, q_width, kv_width) = (config.head_dim, config.q_width(), config.kv_width());
         let most = rows.iter().copied().max().unwrap_or(1);
         let kernel = |name: &str| device.kernel(name, 0);
-        let norms = [kernel(&format!("norm_{dtype}"))?, kernel("norm_i8")?];
         let stem = activate_mul(config.activation);
-        let gated = [kernel(&format!("{stem}_{dtype}"))?, kernel(&format!("{stem}_i8"))?];
+        // Forms of a GEMM's input, and their bytes per number.
+        let forms = [(dtype, config.dtype.bytes()), ("i8", 1), ("limbs", 2)];
         let append = kernel(&format!("append_{d}"))?;
         let widest = (2 * width).max(hidden).max(q_width + 2 * kv_width);
         let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * widest * 4)?);
         let (weight, x) = (device.zeroed(hidden * 4)?, device.zeroed(most * padded(width.max(hidden)) * 4)?);
-        let xs = device.zeroed(most * width.max(hidden).div_ceil(G) * 8)?;
+        let xs = device.zeroed(most * width.max(hidden).div_ceil(G) * 16)?;
         // Descriptions of rows are zero: slot 0, position 0.
         let (described, angles, flag) = (device.zeroed(most * 16)?, device.zeroed(most * d * 4)?, device.zeroed(4)?);
         let (q, ring) = (device.allocate(most * q_width * 2)?, device.zeroed(2 * kv_width * BUFFER_TOKENS * 2)?);
         let (ring_k, ring_v) = (ring.at(0), ring.at(kv_width * BUFFER_TOKENS * 2));
-        let element = config.dtype.bytes();
         for &rows in rows {
             let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
             let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden), 0usize];
             let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, 0usize];
-            for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
-            {
+            for (form, out) in forms {
+                let (norm, arguments) =
+                    (kernel(&format!("norm_{form}"))?, if form == dtype { &full[..] } else { &codes });
                 let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
                 report(timed("norm", form, took, hidden * (4 + rows * (12 + out))))?;
             }
             let full = args![&y, 0u64, &x, width, padded(width), 0usize];
             let codes = args![&y, 0u64, &x, &xs, width, 0usize];
             let grid = [width.div_ceil(1024), rows, 1];
-            for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]
-            {
-                let took = self.called(|| self.launch(silu, grid, 256, 0, arguments))?;
+            for (form, out) in forms {
+                let (gated, arguments) =
+                    (kernel(&format!("{stem}_{form}"))?, if form == dtype { &full[..] } else { &codes });
+                let took = self.called(|| self.launch(gated, grid, 256, 0, arguments))?;
                 report(timed("silu", form, took, rows * width * (8 + out)))?;
             }
             let arguments = args![

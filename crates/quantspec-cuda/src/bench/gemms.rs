@@ -46,7 +46,7 @@ impl Bench {
             let drafts: Vec<Quantised> = (0..quantised)
                 .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, &[], 0, &flag))
                 .collect::<Result<_>>()?;
-            let xs = device.zeroed(most.next_multiple_of(8) * k.div_ceil(128) * 8)?;
+            let xs = device.zeroed(most.next_multiple_of(8) * k.div_ceil(128) * 16)?;
             for &rows in rows {
                 let seconds = seconds(device, || {
                     // SAFETY: as above; any bytes of x are valid codes.
@@ -74,7 +74,7 @@ impl Bench {
                     let seconds = seconds(device, || {
                         // SAFETY: as above.
                         nibbles.iter().try_for_each(|matrix| unsafe {
-                            hierarchies.run(matrix, reads, x.at(0), y.at(0), rows, (0, 0))
+                            hierarchies.run(matrix, reads, [x.at(0), xs.at(0)], y.at(0), rows, (0, 0))
                         })
                     })? / nibbles.len() as f64;
                     let shape = Some((n, k));

@@ -63,36 +63,47 @@ pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize,
 pub(crate) const COUNTS: [usize; 24] =
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 25, 32, 33, 63, 64, 71, 136];
 
-/// Added to `panels` for weights in planes (kernels/panel.cuh).
-pub(crate) const PLANES_ORDER: usize = 1 << 30;
+/// Inputs of GEMMs with weights in planes (`Limbs` in kernels/numbers.cuh).
+pub(crate) struct Limbs {
+    /// `[rows][groups][64 high limbs, 64 low limbs]`, k padded to 128.
+    pub(crate) codes: Vec<i8>,
+    /// {scale, scale times the sum of the codes} `[rows][groups]`.
+    pub(crate) scales: Vec<f32>,
+    /// The numbers that the codes stand for, `[rows][k]`.
+    pub(crate) values: Vec<f64>,
+}
 
-/// Inputs of 16 bits `[rows][groups][64]` as bytes, arranged in panels in the order of planes: the eight pairs of a lane are
-/// word `lane` of pieces 0 to 7. Missing rows are NaN.
-pub(crate) fn arranged_for_planes(bytes: &[i8], rows: usize, groups: usize, dtype: Dtype) -> Vec<i8> {
-    // The product with 2^64, which keeps products of BF16 with codes normal.
-    let scaled = |low: i8, high: i8| {
-        let bits = u16::from_le_bytes([low as u8, high as u8]);
-        match dtype {
-            Dtype::Bf16 => ((f32::from_bits(u32::from(bits) << 16) * 2f32.powi(64)).to_bits() >> 16) as u16,
-            Dtype::F16 | Dtype::F32 => bits,
-        }
-    };
-    let mut to = Vec::new();
-    for first in (0..rows).step_by(64) {
-        for group in 0..groups {
-            for row in first..rows.min(first + 64).next_multiple_of(8) {
-                let mut place = [u16::MAX; 64];
-                if row < rows {
-                    for (k, value) in bytes[(row * groups + group) * 128..][..128].chunks(2).enumerate() {
-                        let (lane, pair) = (k / 16, k % 16 / 2);
-                        place[(pair ^ (row % 8)) * 8 + lane * 2 + k % 2] = scaled(value[0], value[1]);
-                    }
-                }
-                to.extend(place.iter().flat_map(|value| value.to_le_bytes()).map(|byte| byte as i8));
+/// Groups of a row of `k` inputs in limbs.
+pub(crate) fn limb_groups(k: usize) -> usize {
+    2 * k.div_ceil(128)
+}
+
+impl Limbs {
+    /// Of x `[rows][k]`.
+    pub(crate) fn new(x: &[f32], k: usize) -> Limbs {
+        let mut limbs = Limbs { codes: Vec::new(), scales: Vec::new(), values: Vec::new() };
+        for row in x.chunks(k) {
+            for group in 0..limb_groups(k) {
+                let x = &row[(group * 64).min(k)..(group * 64 + 64).min(k)];
+                let largest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                let scale = largest / 32_512.0;
+                let code = |&x: &f32| if scale > 0.0 { (x / scale).round_ties_even() as i32 } else { 0 };
+                let mut codes: Vec<i32> = x.iter().map(code).collect();
+                limbs.values.extend(codes.iter().map(|&code| f64::from(code) * f64::from(scale)));
+                codes.resize(64, 0);
+                limbs.codes.extend(codes.iter().map(|code| ((code + 128) >> 8) as i8));
+                limbs.codes.extend(codes.iter().map(|code| *code as i8));
+                limbs.scales.extend([scale, scale * codes.iter().sum::<i32>() as f32]);
             }
         }
+        limbs
     }
-    to
+
+    /// The first `rows` rows of `k` inputs on the device, in `panels`: x and xs.
+    pub(crate) fn upload(&self, device: &Arc<Device>, rows: usize, k: usize, panels: usize) -> [Buffer; 2] {
+        let (codes, scales) = arranged(&self.codes, &self.scales, rows, limb_groups(k), panels);
+        [device.copied(&codes).unwrap(), device.copied(&scales).unwrap()]
+    }
 }
 
 /// splitmix64.
