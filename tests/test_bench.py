@@ -502,6 +502,24 @@ def test_json_keeps_finished_rows_next_to_the_error(
         assert [row["n_gen"] for row in document.get("results", [])] == [0, 1][:done]
 
 
+@pytest.mark.parametrize("output_format", ["jsonl", "csv"])
+def test_a_file_that_cannot_be_written_costs_no_row_of_the_document(
+    fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, output_format: str
+) -> None:
+    # A variable is for several commands, and a form of the file.
+    monkeypatch.setenv("QUANTSPEC_OUTPUT_FORMAT", output_format)
+    command = ("bench", "kernels", "--json")
+    whole = quantspec(*command)
+    outcome = quantspec(*command, "--output", "/dev/full")
+    document = outcome.json
+    assert (whole.code, outcome.code, document["error"]["kind"]) == (0, 1, "io")
+    assert document["results"] == whole.json
+    # An error of the measurements comes first, with the rows before it.
+    measure(monkeypatch, 2, DeviceError("the device fell off", "plug it in"))
+    document = quantspec("bench", "--json", "--output", "/dev/full").json
+    assert (document["error"]["kind"], len(document["results"])) == ("device", 2)
+
+
 def test_json_and_another_form_contradict_each_other(
     fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

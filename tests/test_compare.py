@@ -64,6 +64,13 @@ def test_one_repetition_has_no_spread(compare: Callable[..., Outcome]) -> None:
     assert line.count("±") == 1
 
 
+def test_a_file_that_cannot_be_written_costs_no_row_of_the_document(compare: Callable[..., Outcome]) -> None:
+    outcome = compare([ROW], [ROW], "--json", "--output", "/dev/full")
+    document = outcome.json
+    assert (outcome.code, document["error"]["kind"]) == (1, "io")
+    assert document["results"] == compare([ROW], [ROW], "--json").json
+
+
 def test_every_form_of_rows_is_read(compare: Callable[..., Outcome]) -> None:
     other = ROW | {"n_depth": 512}
     lines = "\n".join(json.dumps(row) for row in (ROW, other)).encode()

@@ -281,6 +281,18 @@ def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[...,
     assert out.read_text(encoding="utf-8") == quantspec(*command).stdout
 
 
+def test_a_file_that_cannot_be_written_costs_no_score_of_the_document(
+    quantspec: Callable[..., Any], tmp_path: Path
+) -> None:
+    command = ["eval", "--tokens", "9", "--device", "cpu", "--json"]
+    page = tmp_path / "page.html"
+    outcome = quantspec(*command, "--output", "/dev/full", "--report", str(page))
+    document = outcome.json
+    assert (outcome.code, document.pop("error")["kind"]) == (1, "io")
+    assert document == quantspec(*command).json
+    assert page.read_text().endswith("</html>\n")
+
+
 def test_the_table_has_a_row_for_every_target_and_draft(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     outcome = quantspec("eval", "--tokens", "258", "--context", "228", "--output", str(out))

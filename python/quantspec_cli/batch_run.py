@@ -501,7 +501,7 @@ class Run:
             raise failure
         if self._page is not None:
             info = engine.info if isinstance(engine, Engine) else {}
-            failure = report.written(self._page, report.batch(document, info))
+            failure = output.written(self._page, report.batch(document, info))
         self._show(document, names, failed, interrupted=interrupted)
         if failure is not None:
             failure.kept = document

@@ -71,6 +71,10 @@ def compare(first: str, second: str, *, output_format: str, place: str | None, a
         for row in rows:
             table.row(row)
         table.close()
+        unwritten = sink.complete() if isinstance(sink, output.Copy) else None
+    if unwritten is not None:
+        unwritten.kept = {"results": rows}
+        raise unwritten
     return output.Done(document=rows if as_json else None)
 
 

@@ -134,10 +134,10 @@ def evaluate(arguments: Arguments, options: EngineOptions) -> output.Done:
         if decoded is not None:
             found["decoded"] = eval_decode.scores(model, text, decoded, options)
         scores = "\n".join(lines(found)) + "\n"
-        if file is not None:
-            file.write(scores)
-        failure = None if page is None else report.written(page, report.evaluation(found))
-    # The file is written first, so that an error of standard output cannot lose the report.
+        failure = None if file is None else output.written(file, scores)
+        if page is not None:
+            failure = output.written(page, report.evaluation(found)) or failure
+    # The files are written first, so that an error of standard output cannot lose one.
     if stdout is not None and not arguments.as_json:
         stdout.write(scores)
     if failure is not None:

@@ -229,6 +229,13 @@ class Copy:
             self._failure = FileError("the file is a pipe that nobody reads", "name a file")
 
 
+def written(file: AtomicFile, text: str) -> FileError | None:
+    """Completes a file. An error is returned, so that the caller can show its results before it raises the error."""
+    copy = Copy(file)
+    copy.write(text)
+    return copy.complete()
+
+
 @contextlib.contextmanager
 def opened(path: str | None, inputs: Iterable[str | None]) -> Iterator[AtomicFile | None]:
     """The file of `--output` while the body runs, None if there is none. Refuses to overwrite an input: a prompt, a schema, a

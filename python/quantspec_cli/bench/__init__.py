@@ -70,18 +70,18 @@ def bench(arguments: Arguments, options: EngineOptions) -> output.Done:
             "method": ["any", *(variant.name for variant in grid.variants)],
             "test": map(test_cell, tests(grid, ragged=arguments.ragged)),
         }
-        rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts))
+        rows, ended = _write(measured, writer(arguments.output_format, Decoding, sink, texts), sink)
         if page is not None:
-            failure = report.written(page, report.bench(rows, memory))
+            failure = output.written(page, report.bench(rows, memory))
             ended = ended or failure
     return _done(arguments, rows, ended)
 
 
 def _write(
-    measured: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines
+    measured: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines, sink: output.Sink
 ) -> tuple[list[Mapping[str, Any]], BaseException | None]:
-    """Writes measurements as they arrive. Returns the finished ones and the exception that ended them early; raises it if
-    none is finished.
+    """Writes measurements as they arrive. Returns the finished ones and the exception that ended them early, or the error of
+    a copy; raises it if none is finished.
     """
     failures: list[QuantspecError] = []
     ended: BaseException | None = None
@@ -97,7 +97,8 @@ def _write(
         raise ended
     with SIGNALS.held():
         table.close()
-    return rows, ended
+        unwritten = sink.complete() if isinstance(sink, output.Copy) else None
+    return rows, ended or unwritten
 
 
 def _done(arguments: Arguments, rows: list[Mapping[str, Any]], ended: BaseException | None) -> output.Done:
@@ -136,7 +137,7 @@ def kernels(arguments: Arguments, options: EngineOptions, rows: str, *, depths: 
             for model, depths_of_it in zip(opened, contexts, strict=True)
             for row in _kernels(model, options, depths_of_it, counts)
         )
-        done, ended = _write(measured, writer(arguments.output_format, Kernels, sink))
+        done, ended = _write(measured, writer(arguments.output_format, Kernels, sink), sink)
     return _done(arguments, done, ended)
 
 

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 def sink_of(file: output.AtomicFile | None, *, as_json: bool) -> output.Sink:
-    """Destination of the table; the document of `--json` replaces it on standard output."""
+    """Destination of the table. With `--json` it is a copy at most: standard output gets a document, which has all rows."""
     if file is not None and not as_json:
         return file
     stdout = output.Stdout()  # raises now if it is closed
-    return file or (output.NullSink() if as_json else stdout)
+    if file is not None:
+        return output.Copy(file)
+    return output.NullSink() if as_json else stdout
 
 
 class JsonLines:

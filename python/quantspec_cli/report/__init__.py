@@ -10,7 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from .. import output
-from ..errors import FileError, UsageError
+from ..errors import UsageError
 from .benchmark import bench
 from .documents import batch
 from .evaluation import evaluation
@@ -18,14 +18,7 @@ from .evaluation import evaluation
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["batch", "bench", "evaluation", "opened", "written"]
-
-
-def written(page: output.AtomicFile, text: str) -> FileError | None:
-    """Completes the page. An error is returned, so that the caller can show its results before it raises the error."""
-    copy = output.Copy(page)
-    copy.write(text)
-    return copy.complete()
+__all__ = ["batch", "bench", "evaluation", "opened"]
 
 
 @contextlib.contextmanager
