@@ -173,6 +173,8 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     report = outcome.json
     failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
     assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "itself.txt", "pipe", "long.txt"}
+    assert failed["dangling.txt"]["message"] == "dangling.txt is a link to nowhere, which does not exist"
+    assert failed["dangling.txt"]["hint"] == "restore that file or remove the link"
     assert "levels of symbolic links" in failed["itself.txt"]["message"]
     assert failed["itself.txt"]["hint"] == "mend or remove it"
     assert "no regular file" in failed["pipe"]["message"]

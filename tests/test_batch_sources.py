@@ -88,6 +88,7 @@ def test_a_directory_in_a_list_is_no_document(fake: Any, quantspec: Run, docs: P
         ('{"id": ".quantspec/journal.sqlite", "text": "y"}', "cannot be that of an answer"),
         ('{"id": "a\\u0000b", "text": "y"}', "'id' in line 1"),
         ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
+        ('{"id": "x", "text": "\\udc80"}', "hint: correct \\udc80, half of a surrogate pair"),
     ],
 )
 def test_a_malformed_line_of_a_list_is_one_error(
@@ -162,10 +163,14 @@ def test_a_glob_enters_no_output_folder(docs: Path, tmp_path: Path, out: str) ->
         "d*/o*/*/*",
     ):
         assert [name for name in found(pattern) if name.endswith("txt.md")] == [], pattern
+        for file in ("r.html", "inner/r.html"):
+            assert not sources.would_find(str(docs / pattern), str(docs / out / file), tmp_path / "elsewhere"), pattern
+    assert not sources.would_find(str(docs), str(docs / out / "r.html"), tmp_path / "elsewhere")
     assert found("*/er/*") == ["deep/er/c.txt"]
     # A folder that is named without a wildcard is meant.
     assert found(f"{out}/*") == ["a.txt.md"]
     assert found(f"{out}/**") == ["a.txt.md", "inner/c.txt.md"]
+    assert sources.would_find(str(docs / out / "**"), str(docs / out / "inner" / "r.html"), tmp_path / "elsewhere")
 
 
 def test_a_document_of_a_list_is_named_with_its_path(fake: Any, quantspec: Run, tmp_path: Path) -> None:

@@ -175,13 +175,16 @@ def _refuse_binary(name: str, raw: bytes) -> None:
         )
 
 
-def check_utf8(name: str, text: str, hint: str | None = None) -> None:
-    """Refuses text with lone surrogates. Some stand for invalid UTF-8 bytes of a command line, the others are of escapes."""
+def check_utf8(name: str, text: str, hint: str | None = None, *, escaped: bool = False) -> None:
+    """Refuses text with lone surrogates. Some stand for invalid UTF-8 bytes of a command line, unless text is `escaped`; the
+    others are of escapes.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        usual = _CONVERT if 0xDC80 <= code <= 0xDCFF else f"correct \\u{code:04x}, half of a surrogate pair"
+        is_byte = 0xDC80 <= code <= 0xDCFF and not escaped
+        usual = _CONVERT if is_byte else f"correct \\u{code:04x}, half of a surrogate pair"
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint or usual) from error
 
 

@@ -80,6 +80,11 @@ class Source:
                     raise InputError(f"{self._with_path} is no regular file", "give documents as files")
                 return prompts.read_whole(self.shown, file)
         except FileNotFoundError as error:
+            if (target := files.target(self.path)) is not None:
+                raise InputError(
+                    f"{self._with_path} is a link to {shown(target)}, which does not exist",
+                    "restore that file or remove the link",
+                ) from error
             raise InputError(f"{self._with_path} does not exist", "check the path") from error
         except IsADirectoryError as error:
             raise InputError(f"{self._with_path} is a directory", "give documents as files") from error
@@ -138,7 +143,7 @@ def would_find(argument: str, path: str, out: Path) -> bool:
     for below, _ in _folders(root, left_out, ()):
         base = os.path.realpath(below)
         names = Path(os.path.relpath(below, root)).parts + Path(os.path.relpath(real, base)).parts
-        if _is_below(real, base) and _fits(names, parts):
+        if _is_below(real, base) and _fits(names, parts) and not _enters_output(base, real):
             return True
     return False
 
@@ -347,7 +352,7 @@ def _of_line(where: str, line: str, folder: str) -> Source:
         raise InputError(f"{where} has a text and no id", example)
     name = _safe(where, entry["id"] if "id" in entry else entry["path"])
     for text in entry.values():
-        prompts.check_utf8(where, text)
+        prompts.check_utf8(where, text, escaped=True)
     if "text" in entry:
         return Source(name, text=entry["text"])
     return Source(name, os.path.join(folder, entry["path"]))
