@@ -775,8 +775,9 @@ def test_symbols_of_a_form_are_read() -> None:
         return f'<w:r><w:sym w:font="{font}" w:char="{code}"/></w:r>'
 
     boxes = [symbol("Wingdings", code) for code in ("F0A8", "F0FE", "00FD")] + [symbol("Wingdings 2", "F052")]
-    raw = word(f"<w:p>{''.join(boxes)}{symbol('Symbol', 'F0B3')}</w:p>")
-    assert prompts.from_bytes("x", raw) == prompts.Document("x", "☐☑☒☑≥")
+    greek = "".join(symbol("Symbol", code) for code in ("F0B3", "F061", "F062", "006D", "F079", "F057", "F07A"))
+    raw = word(f"<w:p>{''.join(boxes)}{greek}</w:p>")
+    assert prompts.from_bytes("x", raw) == prompts.Document("x", "☐☑☒☑≥αβμψΩζ")
     for code in ("F061", "0061"):
         unknown = prompts.from_bytes("x", word(f"<w:p>{symbol('Webdings', code)}</w:p>"))
         assert (unknown.text, unknown.warnings) == ("\uf061", ("1 symbol not read",))
